@@ -29,7 +29,7 @@ RUST_MANIFESTS := Cargo.toml $(wildcard Cargo.lock rust/*/Cargo.toml)
 
 .PHONY: help
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 10
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 10
 
 # --- setup ----------------------------------------------------------------------------------------
 
@@ -440,7 +440,7 @@ pins: $(VENV)/.python ## write the lists of pinned packages with their hashes (P
 # misspellings. A line that needs one of them ends with "codespell:ignore WORD" and why. Inputs of fuzzers, chat templates, which
 # are part of a model, and conversations are not read.
 PLAIN = README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md Makefile docs .ci rust tests benches tools fuzz locks \
-    $(shell find python/kvtrie -name '*.py')
+    $(shell find python/kvtrie -name '*.py') $(shell find demo-models python/kvtrie -name '*.md')
 
 .PHONY: lint
 lint: setup target/tools/workflows/.packages ## formats, lints, types, words, import contracts, stubs, workflows

@@ -78,7 +78,7 @@ def goals() -> Axes:
 
 
 def peers() -> Axes:
-    """The same work in kvtrie and in another index: how many times more the other takes."""
+    """The same work in kvtrie and in another index: the ratio of the other's time to kvtrie's."""
     groups: dict[str, dict[str, list[float]]] = {}
     for row in figures.load()["sections"]["peers"]:
         kind = next(kind for words, kind in KINDS.items() if re.search(words, row["work"]))
@@ -128,7 +128,7 @@ def reuse() -> Axes:
 
 
 def _decades(axes: Axes, least: float, most: float, lines: int, middle: str) -> tuple[float, float]:
-    """A logarithmic scale with a line for each power of ten; where text is left and right of it."""
+    """Draw a logarithmic scale; returns where text left and right of it is placed."""
     low, high = math.log10(least), math.log10(most)
     pad = 0.03 * (high - low)
     axes.set_xlim(low - pad, high + pad)

@@ -162,7 +162,7 @@ REFUSED = (kvtrie.OutOfBlocksError, ValueError)
 
 
 def transitions() -> dict[tuple[str, str], list[str]]:
-    """Every call made in every state: from which state it leads to which other."""
+    """Every call in every state: the calls that lead from one state to another."""
     found: dict[tuple[str, str], list[str]] = {}
     for start, steps in REACHED.items():
         for name, call in CALLS.items():
@@ -184,7 +184,7 @@ def transitions() -> dict[tuple[str, str], list[str]]:
 
 
 def _quarantines() -> None:
-    """Quarantine ends in its own state from each that the engine or the index holds a block in."""
+    """Check that quarantine leads to its own state from all states but free."""
     for start, steps in REACHED.items():
         world = World()
         for step in steps:
@@ -261,7 +261,7 @@ def _edge(name: str, part: tuple[float, float]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A longest run of the prompt that a conversation has too, and where."""
+    """A longest common run of the prompt and a conversation, and its place in both."""
 
     conversation: int
     start: int
@@ -312,7 +312,7 @@ def _candidates(prompt: list[int]) -> list[Candidate]:
 
 
 def _chosen(candidates: list[Candidate], segment: Segment) -> Candidate:
-    """The candidate that a segment is of: among those with its first token, it reaches furthest."""
+    """The candidate of a segment: of those with its first token, the one that reaches furthest."""
     start, end, delta, _ = segment
     with_it = [one for one in candidates if one.start <= start < one.end]
     (taken,) = (one for one in with_it if one.start - one.source == delta)
@@ -369,7 +369,7 @@ def cover() -> Axes:
     return axes
 
 
-# Each path of the tree by its own blocks: after which block it starts, and the row it is drawn in.
+# Each path of the tree by its own blocks: the block before its first, and the row of the drawing.
 PATHS = {
     "system": (None, [0, 1], 1.0),
     "chat A": (1, [2, 3, 4, 5, 6], 2.0),

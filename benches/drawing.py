@@ -11,8 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch
 
-# Drawn in these, which a browser replaces by a colour of the reader's mode: letters, lines and dots
-# are on the page itself.
+# Letters, lines and dots on the page itself: a browser replaces these colours by those of the
+# reader's mode.
 INK = "#123456"
 FAINT = "#345678"
 PAPER = "#fedcba"
@@ -28,7 +28,7 @@ _MODES = {
     MOVED_LINE: ("--moved", "#23805a", "#4fc294"),
 }
 
-# Colours that people with any colour vision tell apart, under white letters.
+# Colours that people with any colour vision can distinguish, under white letters.
 EXACT = "#2b6cb0"
 MOVED = "#23805a"
 COMPUTED = "#c05621"

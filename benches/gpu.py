@@ -155,9 +155,9 @@ def select_and_copy(pool: KVPool, slots: Sequence[torch.Tensor]) -> Callable[[],
 def three_passes(shape: Shape, pool: KVPool, slots: Sequence[torch.Tensor]) -> Callable[[], None]:
     source, dest, delta = slots
     rows = rows_of(pool)
-    turns = shape.rotary
-    start, end = turns.start, turns.start + turns.width
-    frequency = torch.tensor(turns.inv_freq, dtype=torch.float64, device=delta.device)
+    rotary = shape.rotary
+    start, end = rotary.start, rotary.start + rotary.width
+    frequency = torch.tensor(rotary.inv_freq, dtype=torch.float64, device=delta.device)
     angles = delta.unsqueeze(1) * frequency
     cos, sin = angles.cos().float().unsqueeze(1), angles.sin().float().unsqueeze(1)
     num_layers = len(pool.k)
@@ -167,7 +167,7 @@ def three_passes(shape: Shape, pool: KVPool, slots: Sequence[torch.Tensor]) -> C
             gathered = row.index_select(0, source)
             if number < num_layers:
                 window = gathered[..., start:end]
-                if turns.interleaved:
+                if rotary.interleaved:
                     one, two = window[..., 0::2], window[..., 1::2]
                 else:
                     one, two = window.chunk(2, dim=-1)

@@ -2,7 +2,7 @@
 
     python benches/instructions.py                    compare with benches/instructions.json
     python benches/instructions.py --update           write that file
-    python benches/instructions.py --top insert       which functions and files an operation spends
+    python benches/instructions.py --top insert       in which functions and files they are spent
 
 Unlike a time, a count is the same on a busy machine, so it shows a change of a few percent. It does
 not show caches: read it together with the times. Needs cargo and valgrind.
@@ -127,7 +127,7 @@ def total(out: Path) -> int:
 
 
 def count(binary: Path, operation: Operation) -> float:
-    """Instructions of one call: what N more calls add, by N."""
+    """Instructions of one call: those of N more calls, divided by N."""
     with tempfile.TemporaryDirectory() as folder:
         totals = []
         for calls in (operation.calls, 2 * operation.calls):

@@ -17,6 +17,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import figures
+from workloads.registry import named
 
 PAGE = figures.PATH.parent.parent / "docs" / "benchmarks.md"
 WORDS = Path(__file__).resolve().parent / "report.toml"
@@ -33,7 +34,7 @@ AT_MOST = "\N{LESS-THAN OR EQUAL TO}"
 
 @dataclass(frozen=True)
 class Goal:
-    """A goal and what was measured: `margin` is how many times better than the goal that is.
+    """A goal and what was measured: `margin` is the ratio by which that is better than the goal.
 
     `figure` is without the unit, `measured` with it and with both sides of a ratio.
     """
@@ -132,7 +133,7 @@ def goals(content: dict[str, Any]) -> tuple[list[Goal], list[str]]:
 
 
 def number(value: float | None) -> str:
-    """A figure with three digits that mean something."""
+    """A figure with three significant digits."""
     if value is None:
         return DASH
     if value == 0:
@@ -149,7 +150,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def turns(rows: Sequence[Row]) -> str:
-    """A table a workload of what turn policies leave."""
+    """One table per workload: what turn policies leave."""
     names = dict.fromkeys(row["workload"] for row in rows)
     return "\n".join(_turn([row for row in rows if row["workload"] == name]) for name in names)
 
@@ -162,7 +163,7 @@ def _words() -> dict[str, Any]:
 
 
 def _joined(parts: Iterable[str]) -> str:
-    return "\n".join(part.strip() + "\n" for part in parts if part.strip())
+    return named("\n".join(part.strip() + "\n" for part in parts if part.strip()))
 
 
 def _machine(content: dict[str, Any]) -> str:
@@ -217,13 +218,13 @@ def goal_of(
     if least is not None:
         wanted, margin, is_met = f"{AT_LEAST} {least:,g}{unit}", value / least, value >= least
     elif limit is not None:
-        # A limit of nothing is met by nothing.
+        # A measured 0 has no ratio to its limit.
         margin, is_met = limit / value if value else 1.0, value <= limit
         wanted = f"{AT_MOST} {limit:,g}{unit}"
     else:
         message = f"the goal {what!r} has no bound"
         raise ValueError(message)
-    return Goal(group, what, wanted, shown, measured, margin, is_met)
+    return Goal(group, named(what), wanted, shown, measured, margin, is_met)
 
 
 def _goal_table(found: Iterable[Goal]) -> str:
@@ -328,7 +329,7 @@ def _peer(peer: str, rows: list[Row]) -> str:
 def _prototype(sections: dict[str, list[Row]], marks: list[dict[str, Any]]) -> str:
     rows = []
     for mark in marks:
-        # A row that is not of Python is in the column of the prototype's own Rust.
+        # Rows of other sections are in the column of the prototype's own Rust.
         cells = {"native": DASH, "python": DASH}
         factors = []
         for ours in mark["ours"]:

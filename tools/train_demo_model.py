@@ -375,38 +375,37 @@ pipeline_tag: text-generation
 ---
 # kvtrie demo model
 
-A toy for tests and demos, trained by kvtrie's own repository on synthetic text; no other model's
-weights went in. It starts from random weights with look-back heads set by hand (`prime` in the
-training script), and all weights are trained from there. It answers
-questions about a made-up archive and knows nothing else.
+A small model for tests and demos. It is trained on synthetic text, from no other model's weights.
+Initial weights are random, except for look-back heads that are set by hand (`prime` in the training
+script); all weights are trained. The model answers questions about an invented archive and knows
+nothing else.
 
 - **Architecture:** `LlamaForCausalLM`, {layers} layers, hidden size {hidden}, {heads} query
   heads on {kv_heads} KV heads of {head_dim}, default RoPE (theta {theta:.0f}), {parameters}
-  parameters in bfloat16; run it in float32 (the config says so). Contexts up to 8192 positions
-  run; training used up to about 2,100 tokens.
-- **Tokenizer:** byte-level BPE of {vocab} tokens, digits one by one; any Unicode text round-trips.
-- **Data:** seeded conversations of `tools/demo_task.py`, generated while training; no other text.
+  parameters stored in bfloat16; it runs in float32, as its config says. Contexts have up to 8192
+  positions; training used up to about 2,100 tokens.
+- **Tokenizer:** byte-level BPE of {vocab} tokens, one per digit; any Unicode text round-trips.
+- **Data:** seeded conversations of `tools/demo_task.py`, generated during training; no other text.
 - **Training:** `{command}`, seed {seed}, {steps} steps on
-  {threads} CPU threads: {processor:.0f} minutes of processor time, {minutes:.0f} minutes by the
-  clock.
+  {threads} CPU threads: {processor:.0f} minutes of processor time, {minutes:.0f} minutes in all.
 - **Size:** {size:.2f} MB for the whole directory.
 - **Licence:** Apache-2.0, as the repository.
 
 ## Accuracy
 
-Greedy decoding, ordinary full computation, {num} held-out conversations of 12 questions (about
-700 to 1,300 tokens). Each reply builds on the model's own earlier replies. An answer
-counts when it is the right one to the letter.
+Greedy decoding without any reuse of KV, on {num} held-out conversations of 12 questions (about
+700 to 1,300 tokens). Each reply follows the model's own earlier replies. An answer is right if
+every character is.
 
 {kept}
 
-With the reasoning of earlier turns deleted (`preserve_thinking=False`), {num_stripped} of them:
+With the reasoning of earlier turns deleted (`preserve_thinking=False`), on {num_stripped} of them:
 
 {stripped}
 
-The kinds: *make* adds one to a digit of the user; *chain* adds one to a number that an earlier
-answer gave; *find* reads a tool's result; *recall* repeats what an earlier turn settled,
-where the number of a person is only in the model's own earlier reply; *talk* asks for nothing.
+*make* adds one to a digit of the user. *chain* adds one to a number that an earlier answer gave.
+*find* reads a tool's result. *recall* repeats a result of an earlier turn; the number of a person
+is only in the model's own earlier reply. *talk* asks for nothing.
 """
 
 

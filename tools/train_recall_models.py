@@ -477,29 +477,29 @@ pipeline_tag: text-generation
 ---
 # kvtrie recall model, {kind}
 
-A toy that measures what reuse of KV costs, trained by kvtrie's own repository on synthetic text;
-no other model's weights went in. It starts from random weights with look-back heads set by hand
-(`prime` in the training script), and all weights are trained from there. It repeats lists of names
-and numbers and knows nothing else.
+A small model on which kvtrie measures what reuse of KV costs. It is trained on synthetic text, from
+no other model's weights. Initial weights are random, except for look-back heads that are set by
+hand (`prime` in the training script); all weights are trained. The model repeats lists of names and
+numbers and knows nothing else.
 
 - **Architecture:** `{architecture}`, {says}; 3 layers, hidden size
-  {hidden}, {parameters} parameters in bfloat16; run it in float32 (the config says so).
+  {hidden}, {parameters} parameters stored in bfloat16; it runs in float32, as its config says.
 - **Tokenizer:** {vocab} words of the task, one token each; any other word is unknown.
-- **Data:** seeded conversations of `kvtrie.calibrate.recall`, generated while training;
-  {kept_share:.0%} of them show their earlier reasoning.
+- **Data:** seeded conversations of `kvtrie.calibrate.recall`, generated during training;
+  {kept_share:.0%} of them keep earlier reasoning in the prompt.
 - **Training:** `python -m tools.train_recall_models {kind}`, seed {seed}, {steps} steps on one CPU
-  thread: {processor:.1f} minutes of processor time, {minutes:.1f} minutes by the clock.
+  thread: {processor:.1f} minutes of processor time, {minutes:.1f} minutes in all.
 - **Size:** {size:.2f} MB for the whole directory.
 - **Licence:** Apache-2.0, as the repository.
 
 ## Accuracy
 
-Ordinary full computation, {num} held-out conversations of 2 to 10 exchanges; a reply counts when
-every token of it is predicted first with the right text before it.
+Without any reuse of KV, on {num} held-out conversations of 2 to 10 exchanges. A reply is right if
+each of its tokens is the likeliest one after the right text before it.
 
 {score}
 
-*again* repeats the last list, *which* names the number of one name of an earlier list, *copy*
+*again* repeats the last list. *which* gives the number of one name of an earlier list. *copy*
 writes the list of the reasoning into the answer.
 """
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeVar
 
+from workloads.registry import named
+
 Row: TypeAlias = dict[str, Any]
 # What a peer's calls take and return: their packages have no types.
 Untyped: TypeAlias = Any
@@ -47,15 +49,15 @@ class Effort:
         return quick if self.quick else full
 
 
-class WrongAnswerError(Exception):
-    """A side returned something else than the work asks for, so that its time means nothing."""
+class WrongResultError(Exception):
+    """A side returned a wrong result, so its time means nothing."""
 
 
 def expect(answer: object, expected: object, what: str) -> None:
     """Check one value of a result."""
     if answer != expected:
         text = f"{what}: {answer!r} instead of {expected!r}"
-        raise WrongAnswerError(text)
+        raise WrongResultError(text)
 
 
 def compare(
@@ -109,8 +111,8 @@ def pauses(
 ) -> Row:
     """Time single calls one by one: the median, the 99th percentile and the longest.
 
-    Wall time, because a pause is one whatever causes it. The sides alternate until the one with
-    fewer rounds has finished.
+    Times are wall time, because every cause of a pause counts. The sides alternate until the one
+    with fewer rounds has finished.
     """
     counts = {"kvtrie": effort.of(rounds, 20), "theirs": effort.of(their_rounds, 20)}
     sides = {"kvtrie": ours, "theirs": theirs}
@@ -148,7 +150,7 @@ def report(row: Row) -> Row:
     goal = row.get("goal")
     wanted = "" if goal is None else f"  (goal {goal:g})"
     print(
-        f"{row['peer']:<16} {row['work']:<86} kvtrie {row['kvtrie']:>10.3f}  "
+        f"{row['peer']:<16} {named(row['work']):<98} kvtrie {row['kvtrie']:>10.3f}  "
         f"theirs {row['theirs']:>11.3f} {row['unit']}  ratio {row['ratio']:>8.1f}{wanted}",
         flush=True,
     )

@@ -1,4 +1,4 @@
-"""LMCache compared with kvtrie: moved runs of an agent's prompt without its reasoning (W11).
+"""LMCache compared with kvtrie: moved runs of an agent's prompt without reasoning (`agent.close`).
 
 The matcher takes a list of ints and makes an array of it inside each call. kvtrie starts from a
 ready sequence, as in the rows of other peers, unless a row says that both start from a list.
@@ -23,12 +23,12 @@ from peers.ours import NAMESPACE, Ours
 ENGINE = "lmcache"
 PEER = "LMCache blend"
 
-# Its default, and the block of kvtrie and of the other peers.
+# LMCache's default, and the block of kvtrie and of the other peers.
 _CHUNKS = (256, 16)
 _PROMPTS = (20_000, 32_000)
 _POLICY = kvtrie.ReusePolicy(approximate=True)
 _GOAL = 50.0
-# Of what could be reused. Only windows with more places than are tried may be missing.
+# Share of what could be reused: only windows at more places than are tried may be missing.
 _LEAST_COVERAGE = 0.97
 
 
@@ -102,7 +102,7 @@ def _moved_runs(effort: Effort, length: int) -> Iterator[Row]:
             ("cold", f"{whole}, cold", prompts, False, theirs.find),
             ("warm", f"{whole}, warm", prompts.first(), False, theirs.find),
             ("list", f"{whole}, warm, both from a list", prompts.first(), True, theirs.find),
-            # It does not find the prefix, which every plan includes.
+            # The matcher does not find the prefix, which every plan includes.
             ("match", "its matcher alone, warm", prompts.first(), False, theirs.match),
         ):
             row = compare(

@@ -80,7 +80,7 @@ def _lookup_sides(
 
 
 def _repeated(sides: tuple[Side[Untyped], Side[Untyped]]) -> tuple[Side[Untyped], Side[Untyped]]:
-    """The same with the peer's key made once: the query repeats, and its key is in the caches."""
+    """The sides with the peer's key made once: the query repeats, and its key is in the caches."""
     key = sides[1].prepare()
     return sides[0], Side(lambda: key, sides[1].call, sides[1].check)
 
@@ -102,7 +102,7 @@ def _edge_lookups(effort: Effort, length: int) -> Iterator[Row]:
     row = compare(*sides, effort, calls=8, warm=True)
     yield row | state | {"work": f"{work}, warm", "id": f"lookup.edge.{length}.warm"}
     sides = _lookup_sides(ours, theirs, _drawn(crowd))
-    # Enough of them that the data is cold and the code is not.
+    # Enough calls that the data is cold and the code is not.
     row = compare(*sides, effort, calls=min(32, max(4, (1 << 16) // length)))
     yield row | state | {"work": f"{work}, cold", "id": f"lookup.edge.{length}.cold"}
     sides = _lookup_sides(ours, theirs, lambda: one, from_numpy=True)
@@ -638,7 +638,7 @@ def _short_requests(effort: Effort) -> Iterator[Row]:
 
 
 def _nodes(effort: Effort) -> Iterator[Row]:
-    """What a node with one page costs, by the Growth of the process; measured before all else."""
+    """What a node with one page costs, by the growth of the process; measured before all else."""
     leaves = effort.of(200_000, 20_000)
     crowd = Crowd(leaves * BLOCK_SIZE, BLOCK_SIZE)
     before = resident_bytes()

@@ -1,4 +1,4 @@
-"""How everything here is measured.
+"""How these benchmarks measure.
 
 A single call takes 0.3 to 30 µs, so one round of a benchmark is a loop over calls, each on its own
 input made before the clock starts. The time includes the loop (about 20 ns per call) and reading

@@ -1,4 +1,4 @@
-"""What a prompt costs whose windows lead nowhere, and what others' prompts cost meanwhile.
+"""What a prompt costs whose windows are in no run, and what others' prompts cost meanwhile.
 
 `python benches/python/fan.py` prints both tables; every figure is a median.
 

@@ -3,7 +3,7 @@
 `python benches/python/moved.py` prints and records it. A round is one plan with all its outputs and
 its release, from a new `TokenSequence`; the figure is the median.
 
-* *W11* is the prompt of an agent's run of which all reasoning was dropped.
+* *W11 agent.close* is the prompt of an agent's run of which all reasoning was dropped.
 * *Nothing to find*: tokens that are cached nowhere; of recorded text (`lmcache_agent.tar.gz`), what
   other sessions do not share in runs of 16.
 * *Near misses*: runs of 15 cached tokens, one short of `min_run`, with an unknown token between. Of
@@ -38,7 +38,7 @@ from forest import BLOCK_SIZE, QUICK, sequence
 from workloads.ceiling import Ceiling, coverage
 from workloads.documents import VOCABULARY, Tokens, document
 from workloads.populations import population
-from workloads.registry import WORKLOADS
+from workloads.registry import WORKLOADS, named
 
 import kvtrie
 
@@ -49,7 +49,7 @@ POLICY = kvtrie.ReusePolicy(approximate=True)
 MIN_RUN = 16
 ROUNDS = 3 if QUICK else 201
 CACHED = 60_000 if QUICK else 1_000_000
-# Cached tokens of the index in which the W11 prompt is planned.
+# Cached tokens of the index in which prompts of agent.close are planned.
 POPULATIONS = (60_000,) if QUICK else (1_000_000, 10_000_000)
 PROMPT = 5_000 if QUICK else 20_000
 LONG = 10_000 if QUICK else 100_000
@@ -138,7 +138,7 @@ def agent_runs() -> Iterator[figures.Row]:
         texts = [each.cached[: each.num_computed] for each in made.conversations]
         index = filled(texts, made.num_cached)
         prompts = [each.prompt for each in made.asked]
-        # The others' texts are their own, so that those who ask make the ceiling.
+        # Conversations share no text, so those that ask determine the ceiling.
         ceiling = Ceiling(texts[: len(prompts)], block_size=BLOCK_SIZE)
         shares = [
             coverage(planned(index, sequence(ids)).segments, ceiling.of(ids, keep_last=1))
@@ -191,7 +191,7 @@ def recorded(path: Path) -> Iterator[figures.Row]:
     while (matched := ceiling.of(ids).matched).any():
         ids = ids[~matched]
     prompt = np.resize(ids, LONG)
-    # Where the text begins again after its end, something may be found by chance.
+    # Where the text is repeated, the seam may match cached text by chance.
     while (matched := ceiling.of(prompt).matched).any():
         prompt = np.resize(prompt[~matched], LONG)
     expect_nothing(index, [prompt])
@@ -316,7 +316,7 @@ def main(arguments: list[str] | None = None) -> None:
             rows.append(figure)
             dropped = figure.get("candidates_dropped")
             print(
-                f"{figure['work']:<104}{figure['kvtrie']:>12,.1f} {figure['unit']}"
+                f"{named(figure['work']):<116}{figure['kvtrie']:>12,.1f} {figure['unit']}"
                 + (f"{figure['ns_per_token']:>9,.1f} ns per token" if "tokens" in figure else "")
                 + (f", dropped {dropped:,}" if dropped else ""),
                 flush=True,

@@ -115,7 +115,7 @@ def test_moved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
             archive.addfile(member, io.BytesIO(text.encode()))
     moved.main(["--dry-run", "--text", str(tmp_path / "text.tar.gz")])
     printed = capsys.readouterr().out
-    assert "tokens of W11 with" in printed
+    assert "tokens of W11 agent.close with" in printed
     assert "tokens of recorded text with nothing to find" in printed
     assert "a period of 17 tokens" in printed
 

@@ -1,4 +1,4 @@
-"""The ids that are measured here are those that the Rust benchmarks measure."""
+"""The Python and the Rust benchmarks measure the same ids."""
 
 from __future__ import annotations
 

@@ -79,6 +79,8 @@ def measure(configuration: str, rounds: int, scale: float) -> None:
 
 
 def main() -> None:
+    from workloads.registry import named  # noqa: PLC0415 - as above
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=CONFIGURATIONS)
     parser.add_argument("--rounds", type=int, default=3)
@@ -116,7 +118,7 @@ def main() -> None:
             for one in CONFIGURATIONS
         )
         print(
-            f"| {name} | {first['prompt']:,} | {first['new']:,} | "
+            f"| {named(name)} | {first['prompt']:,} | {first['new']:,} | "
             + " | ".join(cells)
             + f" | {beyond} |"
         )

@@ -4,17 +4,18 @@
 
 In one engine in one process the connector is removed and put back, so that all else is the same;
 the pool is as if it had never been removed (`Bench.keep_up`). A round has four members in random
-order, each with a new prompt: *off* and *control* have no connector, and differ by what the method
-does; *plumbing* has one that does nothing; *kvtrie* plans, finds nothing, tags the tokens and
-updates its index.
+order, each with a new prompt. *off* and *control* have no connector: their difference is the error
+of the method. *plumbing* has one that does nothing. *kvtrie* plans, finds nothing, tags the tokens
+and updates its index.
 
 Differences from *off* in the same round are paired: their mean, their median, and the upper end of
 the mean's one-sided 95 % interval (Student's t). The pool has room, or is full, so that every
 allocated block is evicted from vLLM's cache and from kvtrie's index.
 
-Timed is the processor time of the process that runs the engine's core, without tokenizer,
-detokenizer and HTTP. The model is tiny, so the same microseconds are a far smaller part of a real
-model's step. What vLLM decides at its start because there is a connector does not show.
+The measured time is the processor time of the process that runs the engine's core, without
+tokenizer, detokenizer and HTTP. The model is tiny, so the same microseconds are a far smaller part
+of a real model's step. Decisions of vLLM at its start, because there is a connector, are not
+measured.
 """
 
 from __future__ import annotations
@@ -82,22 +83,22 @@ CALLS = (
 
 class Plumbing(KVConnectorBase_V1, SupportsHMA):
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's
-        """Nothing."""
+        """Do nothing."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **_: Any) -> None:  # noqa: ANN401 - vLLM's
-        """Nothing."""
+        """Do nothing."""
 
     def wait_for_save(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def get_num_new_matched_tokens(self, request: Request, num: int) -> tuple[int, bool]:  # noqa: ARG002 - vLLM's
         return 0, False
 
     def update_state_after_alloc(self, request: Request, blocks: Any, num: int) -> None:  # noqa: ANN401 - vLLM's
-        """Nothing."""
+        """Do nothing."""
 
     def build_connector_meta(self, output: Any) -> KVConnectorMetadata:  # noqa: ANN401, ARG002 - vLLM's
         return KVConnectorMetadata()
@@ -133,7 +134,7 @@ STEPS = (
 
 
 class Bench:
-    """The engine, and who is in its place for a connector."""
+    """The engine, and the member that is in place of its connector."""
 
     def __init__(self, folder: str, num_blocks: int) -> None:
         self.engine = Engine(
@@ -150,10 +151,10 @@ class Bench:
         if self._scheduler.use_v2_model_runner:
             raise RuntimeError("vLLM's model runner V2 keeps the connector in another place")  # noqa: EM101 - read by a developer
         if self._core.batch_queue is not None:
-            raise RuntimeError("steps are in flight when the connector is taken away")  # noqa: EM101 - read by a developer
+            raise RuntimeError("steps are in flight when the connector is removed")  # noqa: EM101 - read by a developer
         self.kvtrie = (self.engine.connector, self.engine.worker)
         for half in self.kvtrie:
-            # The tests' own counting.
+            # The counting of the tests.
             del half._counts.add
         del self._scheduler.update_from_output
         config, groups = self.kvtrie[0]._vllm_config, self.kvtrie[0]._kv_cache_config
@@ -175,7 +176,7 @@ class Bench:
         self._scheduler.defer_block_free = self._defers and mine is not None
         kv_transfer_state._KV_CONNECTOR_AGENT = workers
         if member != "kvtrie":
-            # Without kvtrie nobody watches the blocks that are allocated.
+            # Without kvtrie nothing watches the allocated blocks.
             self._watchers = self.engine.pool._reuse_watchers
             self.engine.pool._reuse_watchers = {}
 
@@ -305,7 +306,7 @@ class Bench:
 
 @contextmanager
 def collected() -> Iterator[None]:
-    """Turn automatic garbage collection off inside, and exclude older objects from collections."""
+    """Disable automatic garbage collection inside, and exclude older objects from collections."""
     gc.collect()
     gc.freeze()
     gc.disable()

@@ -1,4 +1,4 @@
-"""Writes conversations for programs in other languages: `python benches/workloads/export.py W11`.
+"""Writes conversations for programs in other languages, by the ids of `registry.py`.
 
 The file is a row of little-endian u32: the word `KVTW`, the version 1, the number of conversations;
 then, for each, how many tokens are cached, how many of them have KV and how many the next prompt

@@ -1,5 +1,6 @@
 """The workloads by the ids that tests, benchmarks and tables cite."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -301,3 +302,19 @@ WORKLOADS: dict[str, Workload] = {workload.id: workload for workload in _ALL}
 """All workloads, variants included, in the order of the tables."""
 
 _NUMBERS = {name: number for number, name in enumerate(WORKLOADS)}
+_ID = re.compile(r"\bW\d\d(?:\.\w(?:[\w.-]*\w)?)?")
+
+
+def named(text: str) -> str:
+    """A text in which the name of each workload follows its id.
+
+    Example:
+        >>> named("20,000 tokens of W11, chunks of 256; W15.5 slide.5")
+        '20,000 tokens of W11 agent.close, chunks of 256; W15.5 slide.5'
+    """
+
+    def with_name(found: re.Match[str]) -> str:
+        name = f" {WORKLOADS[found[0]].name}"
+        return found[0] if text.startswith(name, found.end()) else found[0] + name
+
+    return _ID.sub(with_name, text)

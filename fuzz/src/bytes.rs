@@ -29,4 +29,40 @@ impl<'a> Bytes<'a> {
     pub fn one_in(&mut self, n: usize) -> bool {
         self.below(n) == n - 1
     }
+
+    /// Any byte.
+    pub fn byte(&mut self) -> u8 {
+        u8::try_from(self.below(256)).unwrap_or(u8::MAX)
+    }
+
+    /// An index into `len` bytes, or 0 where there are none.
+    pub fn place(&mut self, len: usize) -> usize {
+        (self.below(256) << 8 | self.below(256)) % len.max(1)
+    }
+
+    /// Cuts a piece of less than `most` bytes out of `raw`.
+    pub fn cut(&mut self, raw: &mut Vec<u8>, at: usize, most: usize) {
+        let end = (at + self.below(most)).min(raw.len());
+        raw.drain(at..end);
+    }
+
+    /// Doubles a piece of less than `most` bytes of `raw`.
+    pub fn double(&mut self, raw: &mut Vec<u8>, at: usize, most: usize) {
+        let end = (at + self.below(most)).min(raw.len());
+        let piece = raw[at..end].to_vec();
+        raw.splice(at..at, piece);
+    }
+}
+
+/// Random inputs of up to 39 bytes, the same in every run.
+#[cfg(test)]
+pub(crate) fn random_inputs() -> impl Iterator<Item = Vec<u8>> {
+    let mut state = 1_u64;
+    let mut next = move || {
+        state = state
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1);
+        (state >> 56) as u8
+    };
+    (0..4_000).map(move |len| (0..len % 40).map(|_| next()).collect())
 }

@@ -65,8 +65,7 @@ pub fn run(data: &[u8]) -> Outcome {
 fn use_up(index: &mut RadixIndex) {
     for space in namespaces() {
         for tokens in [vec![5; 24], vec![1, 2, 3, 4, 5, 6]] {
-            let mut seq = TokenSequence::new(Arc::clone(&space), tokens, Vec::new())
-                .expect("a valid sequence");
+            let mut seq = sequence(&space, tokens, Vec::new());
             let policy = ReusePolicy {
                 approximate: true,
                 ..ReusePolicy::EXACT_ONLY
@@ -90,7 +89,7 @@ fn sections(bytes: &mut Bytes<'_>) -> Vec<u8> {
         let length = bytes.below(256);
         blob.extend(name);
         blob.extend((length as u64).to_le_bytes());
-        blob.extend((0..length).map(|_| byte(bytes)));
+        blob.extend((0..length).map(|_| bytes.byte()));
     }
     sealed(blob)
 }
@@ -100,17 +99,10 @@ fn changed(bytes: &mut Bytes<'_>) -> Vec<u8> {
     let mut blob = full(bytes.below(3)).snapshot();
     let is_sealed = !bytes.one_in(8);
     while !bytes.is_empty() {
-        let at = (bytes.below(256) << 8 | bytes.below(256)) % blob.len().max(1);
+        let at = bytes.place(blob.len());
         match bytes.below(8) {
-            0 => {
-                let end = (at + bytes.below(64)).min(blob.len());
-                blob.drain(at..end);
-            }
-            1 => {
-                let end = (at + bytes.below(64)).min(blob.len());
-                let piece = blob[at..end].to_vec();
-                blob.splice(at..at, piece);
-            }
+            0 => bytes.cut(&mut blob, at, 64),
+            1 => bytes.double(&mut blob, at, 64),
             2 => {
                 // A count or a position at the edge of its type.
                 let edge = [
@@ -130,17 +122,13 @@ fn changed(bytes: &mut Bytes<'_>) -> Vec<u8> {
             }
             _ => {
                 if let Some(place) = blob.get_mut(at) {
-                    *place = byte(bytes);
+                    *place = bytes.byte();
                 }
             }
         }
         blob.resize(blob.len().max(24), 0);
     }
     if is_sealed { sealed(blob) } else { blob }
-}
-
-fn byte(bytes: &mut Bytes<'_>) -> u8 {
-    u8::try_from(bytes.below(256)).unwrap_or(u8::MAX)
 }
 
 fn header() -> Vec<u8> {
@@ -168,6 +156,10 @@ fn namespaces() -> [Arc<Namespace>; 2] {
     })
 }
 
+fn sequence(space: &Arc<Namespace>, tokens: Vec<u32>, items: Vec<Item>) -> TokenSequence {
+    TokenSequence::new(Arc::clone(space), tokens, items).expect("a valid sequence")
+}
+
 /// An index that uses every feature: with windows of all hashes, or of few, or without.
 fn full(kind: usize) -> RadixIndex {
     let mut index = RadixIndex::new(Config {
@@ -181,7 +173,7 @@ fn full(kind: usize) -> RadixIndex {
     })
     .expect("a valid config");
     let [shared, tenant] = namespaces();
-    let item = Item::new(3, 9, b"cat").expect("a valid item");
+    let items = [Item::new(3, 9, b"cat").expect("a valid item")];
     let mut branch = vec![5; 6];
     branch.extend([6; 18]);
     let imported = Source::Imported(Imported {
@@ -189,42 +181,20 @@ fn full(kind: usize) -> RadixIndex {
         hops: 3,
     });
     let ids = |from: u32, to: u32| (from..to).map(BlockId).collect::<Vec<BlockId>>();
+    let computed = Source::Computed;
     let all = [
-        (
-            &shared,
-            vec![5; 24],
-            Some(&item),
-            ids(0, 12),
-            Source::Computed,
-        ),
-        (&shared, branch, Some(&item), ids(12, 24), imported),
-        (
-            &tenant,
-            vec![1, 2, 3, 4, 5, 6],
-            None,
-            ids(40, 43),
-            Source::Computed,
-        ),
-        (
-            &tenant,
-            vec![1, 2, 9, 9],
-            None,
-            ids(50, 52),
-            Source::Computed,
-        ),
+        (&shared, vec![5; 24], &items[..], ids(0, 12), computed),
+        (&shared, branch, &items[..], ids(12, 24), imported),
+        (&tenant, (1..7).collect(), &[], ids(40, 43), computed),
+        (&tenant, vec![1, 2, 9, 9], &[], ids(50, 52), computed),
     ];
     let spans = ["reasoning", "mine"].map(|kind| Span {
         start: 1,
         end: 5,
         kind: kind.into(),
     });
-    for (space, tokens, item, ids, source) in all {
-        let mut seq = TokenSequence::new(
-            Arc::clone(space),
-            tokens,
-            item.into_iter().cloned().collect(),
-        )
-        .expect("a valid sequence");
+    for (space, tokens, items, ids, source) in all {
+        let mut seq = sequence(space, tokens, items.to_vec());
         let mut options = InsertOptions::new(seq.len(), source);
         if seq.len() > 4 {
             options.spans = &spans;
@@ -234,8 +204,7 @@ fn full(kind: usize) -> RadixIndex {
         let found = index.lookup(&mut seq, LookupOptions::default(), &mut Vec::new());
         found.expect("a valid lookup");
     }
-    let mut near =
-        TokenSequence::new(tenant, vec![1, 2, 3, 9, 9], Vec::new()).expect("a valid sequence");
+    let mut near = sequence(&tenant, vec![1, 2, 3, 9, 9], Vec::new());
     let plan = index
         .plan(&mut near, &ReusePolicy::EXACT_ONLY, PlanOptions::default())
         .expect("a valid plan");
@@ -246,7 +215,7 @@ fn full(kind: usize) -> RadixIndex {
     assert_eq!(marked.expect("valid ids"), 2);
     index.release(&plan).expect("the plan lives");
     index.evict(3);
-    let long = TokenSequence::new(shared, vec![5; 24], vec![item]).expect("a valid sequence");
+    let long = sequence(&shared, vec![5; 24], items.to_vec());
     let marked = index.mark_dead(&long, &[(0, 2), (12, 18)]);
     assert_eq!(marked.expect("valid ranges"), 3);
     index
@@ -255,6 +224,7 @@ fn full(kind: usize) -> RadixIndex {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::bytes::random_inputs;
 
     #[test]
     fn true_snapshots_are_restored() {
@@ -274,16 +244,8 @@ mod tests {
 
     #[test]
     fn random_inputs_break_no_rule() {
-        let mut state = 1_u64;
-        let mut next = || {
-            state = state
-                .wrapping_mul(6_364_136_223_846_793_005)
-                .wrapping_add(1);
-            (state >> 56) as u8
-        };
         let mut restored = 0;
-        for len in 0..4_000 {
-            let data: Vec<u8> = (0..len % 40).map(|_| next()).collect();
+        for data in random_inputs() {
             restored += usize::from(run(&data) == Outcome::Restored);
         }
         assert!((100..3_900).contains(&restored), "{restored}");

@@ -54,17 +54,17 @@ _Ranges: TypeAlias = Sequence[Sequence[int]] | npt.NDArray[np.integer[Any]] | to
 
 COMPUTED: Final[ComputedSource]
 """
-The source of KV that was computed from scratch.
+The source of KV that the engine computed.
 """
 
 EXACT_ONLY: Final[ReusePolicy]
 """
-The policy that reuses exact KV alone: the default everywhere.
+The policy that reuses exact KV only. It is the default everywhere.
 """
 
 SHARED: Final[SharedSalt]
 """
-The salt of namespaces that share KV with everybody who uses it too.
+The salt of namespaces whose KV is shared with everybody who uses it.
 """
 
 __version__: Final[str]
@@ -75,10 +75,11 @@ The version of the extension and of the package.
 @final
 class BlockAllocator:
     """
-    A free list of block ids for engines that have none.
+    A free list of block ids, for engines that have no block manager of their own.
 
     Args:
-        num_blocks: Ids are in 0..num_blocks, at most 2**31; all are free at first.
+        num_blocks: Blocks in the pool, at most 2**31. Ids are in 0..num_blocks; all are free at
+            first.
 
     Raises:
         TypeError: `num_blocks` is not an int.
@@ -99,10 +100,10 @@ class BlockAllocator:
         self, /, n: SupportsIndex, evict_from: RadixIndex | None = None
     ) -> npt.NDArray[np.int32]:
         """
-        Hand out `n` ids, all or none: free ones first, then evicted ones.
+        Allocate `n` blocks or none: free ones first, then blocks evicted from an index.
 
         Args:
-            n: How many.
+            n: Number of blocks.
             evict_from: The index whose least recently used blocks are evicted if too few are free. Its
                 `num_blocks` must be the allocator's.
 
@@ -110,7 +111,7 @@ class BlockAllocator:
             The ids, as int32.
 
         Raises:
-            OutOfBlocksError: Fewer can be had; nothing is evicted then.
+            OutOfBlocksError: Fewer blocks are free or evictable; nothing is evicted then.
             ValueError: `n` is negative, or the index has another `num_blocks`.
 
         Example:
@@ -120,13 +121,13 @@ class BlockAllocator:
         """
     def free(self, /, ids: _Integers) -> None:
         """
-        Take ids back.
+        Free blocks.
 
         Args:
-            ids: Ids that were handed out here, each once.
+            ids: Ids that were allocated here, each once.
 
         Raises:
-            ValueError: An id is outside the pool, is free, or comes twice.
+            ValueError: An id is outside the pool, is free, or occurs twice.
 
         Example:
             >>> pool = kvtrie.BlockAllocator(4)
@@ -135,12 +136,12 @@ class BlockAllocator:
     @property
     def num_blocks(self, /) -> int:
         """
-        Ids in the pool.
+        Number of blocks in the pool.
         """
     @property
     def num_free(self, /) -> int:
         """
-        Free ids.
+        Number of free blocks.
         """
 
 @final
@@ -169,12 +170,12 @@ class BlockRun:
     @property
     def blocks(self, /) -> npt.NDArray[np.int32]:
         """
-        The ids in the order of their tokens, int32[n].
+        The ids in the order of their tokens (int32).
         """
     @property
     def class_(self, /) -> int:
         """
-        0 exact, 1 approximate, 2 look-ahead: nothing to load.
+        0 exact, 1 approximate, 2 look-ahead, which is not loaded.
         """
     @property
     def group(self, /) -> int:
@@ -194,7 +195,7 @@ class BlockRun:
     @property
     def num_tokens(self, /) -> int:
         """
-        Tokens; the last block may hold fewer than `block_size`.
+        Number of tokens. The last block may hold fewer than `block_size`.
         """
     @property
     def start(self, /) -> int:
@@ -205,7 +206,7 @@ class BlockRun:
 @final
 class ComputedSource:
     """
-    The type of `kvtrie.COMPUTED`, its one value.
+    The type of `kvtrie.COMPUTED`, its only value.
 
     Example:
         >>> kvtrie.COMPUTED
@@ -217,7 +218,7 @@ class ComputedSource:
 class Explanation:
     """
     Why the exact match of a prompt ended where it did: the result of `RadixIndex.explain`. `str()`
-    says it in words.
+    gives it in English.
 
     Example:
         >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
@@ -262,21 +263,21 @@ class Explanation:
     @property
     def position(self, /) -> int:
         """
-        First token of the prompt that does not match if other tokens are cached there, else the first
-        of its block.
+        The first token of the prompt that does not match. If no other tokens are cached there, the
+        first token of its block.
         """
     @property
     def reason(self, /) -> str:
         """
-        `"complete"`: every whole block is there and exact. `"diverged"`: other tokens are cached there.
-        `"evicted"`: the prompt's tokens were cached after this prefix, and left by eviction, discard or
-        removal. `"approximate_only"`: the same tokens are there, but their KV is approximate.
-        `"other_namespace"`: more of the prompt is cached under another namespace of the same salt.
-        `"not_cached"`: nothing is known.
+        `"complete"`: every whole block is cached exactly. `"diverged"`: other tokens are cached
+        there. `"evicted"`: the prompt's tokens were cached after this prefix, and left by eviction,
+        discard or removal. `"approximate_only"`: the same tokens are cached, but their KV is
+        approximate. `"other_namespace"`: more of the prompt is cached under another namespace of
+        the same salt. `"not_cached"`: nothing is known.
         """
     def to_dict(self, /) -> dict[str, Any]:
         """
-        A new dictionary by attribute names, for `json.dumps`.
+        A new dictionary with one entry per attribute, for `json.dumps`.
 
         Example:
             >>> seq = kvtrie.TokenSequence(
@@ -288,7 +289,7 @@ class Explanation:
     @property
     def would_save(self, /) -> WouldSave:
         """
-        What a plan would find.
+        What a plan would reuse and compute.
         """
 
 @final
@@ -299,13 +300,15 @@ class ExplanationContext:
     Example:
         >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
         >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-        >>> index.explain(kvtrie.TokenSequence([1, 2], space), context=1).context
-        ExplanationContext(start=0, ours=[1], theirs=[])
+        >>> seq = kvtrie.TokenSequence([1, 2, 3, 4], space)
+        >>> done = index.insert(seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED)
+        >>> index.explain(kvtrie.TokenSequence([1, 2, 3, 9], space), context=1).context
+        ExplanationContext(start=2, ours=[3, 9], theirs=[3, 4])
     """
     @property
     def ours(self, /) -> npt.NDArray[np.uint32]:
         """
-        What the prompt has (uint32).
+        Token ids of the prompt (uint32).
         """
     @property
     def start(self, /) -> int:
@@ -315,21 +318,21 @@ class ExplanationContext:
     @property
     def theirs(self, /) -> npt.NDArray[np.uint32]:
         """
-        What is cached (uint32), up to the end of the cache or the point where it branches.
+        Cached token ids (uint32), up to the end of the cache or the point where it branches.
         """
 
 @final
 class Imported:
     """
-    The source of KV from elsewhere: another worker, a disk, an older process.
+    The source of KV that was imported: from another worker, a disk or an older process.
 
     Args:
-        exact_until: A position in tokens: a block is exact iff it ends there or before.
-        hops: How often the approximate rest was moved already, 0 to 32767.
+        exact_until: A position in tokens. A block is exact if it ends at or before it.
+        hops: Hops of the approximate rest, 0 to 32767: how often it was moved already.
 
     Raises:
         TypeError: An argument is not an int.
-        ValueError: An argument is negative, or `hops` too large.
+        ValueError: An argument is negative, or `hops` is too large.
 
     Example:
         >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
@@ -346,12 +349,12 @@ class Imported:
     def __new__(cls, /, exact_until: SupportsIndex, hops: SupportsIndex = 1) -> Imported: ...
     def __replace__(self, /, **changes: object) -> Imported:
         """
-        `replace`, for `copy.replace`.
+        Same as `replace`, for `copy.replace`.
         """
     @property
     def exact_until(self, /) -> int:
         """
-        A block is exact iff it ends at or before this position.
+        A block is exact if it ends at or before this position.
         """
     @property
     def hops(self, /) -> int:
@@ -377,9 +380,10 @@ class Imported:
 @final
 class IndexStats:
     """
-    Counters of an index at one moment, all of them int. `RadixIndex.stats` makes them.
+    Counters of an index at one moment, all of them int. `RadixIndex.stats` returns them.
 
-    A block id that an index knows is indexed or condemned; all others are the caller's, free or held.
+    A block id that an index knows is indexed, condemned or quarantined; all others belong to
+    the caller, free or held.
 
     Example:
         >>> index = kvtrie.RadixIndex(num_blocks=8)
@@ -392,7 +396,7 @@ class IndexStats:
     @property
     def approximate(self, /) -> int:
         """
-        Indexed blocks that are not exact.
+        Indexed blocks whose KV is approximate.
         """
     @property
     def bytes(self, /) -> int:
@@ -402,12 +406,12 @@ class IndexStats:
     @property
     def bytes_compared(self, /) -> int:
         """
-        Bytes of token ids that they have compared.
+        Bytes of token ids that those calls have compared.
         """
     @property
     def clock(self, /) -> int:
         """
-        Ticks of the logical clock.
+        Time of the logical clock.
         """
     @property
     def condemned(self, /) -> int:
@@ -417,7 +421,7 @@ class IndexStats:
     @property
     def dead(self, /) -> int:
         """
-        Indexed blocks that `mark_dead` marked and nobody has used since.
+        Indexed blocks that `mark_dead` marked and that no call has used since.
         """
     @property
     def evictable(self, /) -> int:
@@ -437,17 +441,17 @@ class IndexStats:
     @property
     def live_plans(self, /) -> int:
         """
-        Plans that were not released.
+        Plans that are not released.
         """
     @property
     def namespaces(self, /) -> int:
         """
-        Namespaces that hold something.
+        Namespaces that hold a block.
         """
     @property
     def nodes(self, /) -> int:
         """
-        Nodes of the radix trees.
+        Nodes of the radix trees, one per edge.
         """
     @property
     def nodes_visited(self, /) -> int:
@@ -462,13 +466,13 @@ class IndexStats:
     @property
     def quarantined(self, /) -> int:
         """
-        Blocks in quarantine; those still pinned are counted as condemned.
+        Quarantined blocks. Those still pinned are counted as condemned.
         """
     @property
     def search_looks(self, /) -> int:
         """
-        Steps of searches for moved runs since the index was made or restored: places tried, children
-        and cache lines of tokens compared.
+        Looks of the searches for moved runs since the index was made or restored: places tried,
+        children compared, and cache lines of tokens compared.
         """
     @property
     def unknown_discards(self, /) -> int:
@@ -478,21 +482,22 @@ class IndexStats:
     @property
     def waiting(self, /) -> int:
         """
-        Condemned blocks without a pin: they wait for `take_freed()`.
+        Condemned blocks without a pin, which wait for `take_freed()`.
         """
     @property
     def windows(self, /) -> int:
         """
-        Windows of eight tokens, by which moved runs are found.
+        Windows of eight tokens, through which moved runs are found.
         """
 
 @final
 class InsertResult:
     """
-    What became of the ids that were offered to `RadixIndex.insert`.
+    What happened to the ids that were offered to `RadixIndex.insert`.
 
-    An offered id is in `blocks`, where it backs the sequence; in `duplicates` or `surplus`, and
-    still the caller's; or in none of them, if the index held it already and keeps it.
+    An offered id is in `blocks` and backs the sequence; or it is in `duplicates` or `surplus` and
+    still belongs to the caller; or it is in none of them, because the index held it already and
+    keeps it.
 
     Example:
         >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
@@ -510,41 +515,43 @@ class InsertResult:
     @property
     def duplicates(self, /) -> npt.NDArray[np.int32]:
         """
-        Ids that were not taken because another id holds their place, in call order (int32).
+        Ids that were not taken because another block has their place, in call order (int32).
         """
     @property
     def freed(self, /) -> npt.NDArray[np.int32]:
         """
-        Approximate blocks that were replaced and are not pinned, in order of position (int32). They are
-        the caller's from here on.
+        Approximate blocks that were replaced and are not pinned, in order of position (int32). They
+        belong to the caller from then on.
         """
     @property
     def num_exact(self, /) -> int:
         """
-        Position in tokens up to which what backs the sequence is exact.
+        Position in tokens up to which these blocks are exact.
         """
     @property
     def surplus(self, /) -> npt.NDArray[np.int32]:
         """
-        Ids after the last full block, in call order (int32). They were not taken.
+        Ids after the last whole block, in call order (int32). They were not taken.
         """
 
 @final
 class Item:
     """
-    A range of tokens that stands for something else, such as an image.
+    A range of tokens that represents something else, such as an image.
 
-    Inside an item tokens are compared by id, the item's digest and offset: two prompts with the
-    same placeholder ids and different images share nothing from the image on.
+    Tokens inside an item are compared by id, the item's digest and the offset in the item: two
+    prompts with the same placeholder ids and different images share nothing from the image on.
 
     Args:
         start: First token, a position in the sequence.
         end: One past the last token.
-        digest: What the range stands for: 1 to 64 bytes, for instance a SHA-256 of the image.
+        digest: Identifies what the range represents: 1 to 64 bytes, for instance a SHA-256 of the
+            image.
 
     Raises:
-        TypeError: A position is not an int, or the digest not bytes.
-        ValueError: The range is empty, reversed or negative, or the digest too short or too long.
+        TypeError: A position is not an int, or the digest is not bytes.
+        ValueError: The range is empty, reversed or negative, or the digest is too short or too
+            long.
 
     Example:
         >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
@@ -560,12 +567,12 @@ class Item:
     def __new__(cls, /, start: SupportsIndex, end: SupportsIndex, digest: bytes) -> Item: ...
     def __replace__(self, /, **changes: object) -> Item:
         """
-        `replace`, for `copy.replace`.
+        Same as `replace`, for `copy.replace`.
         """
     @property
     def digest(self, /) -> bytes:
         """
-        What the range stands for.
+        The digest of what the range represents.
         """
     @property
     def end(self, /) -> int:
@@ -596,17 +603,19 @@ class Item:
 @final
 class Match:
     """
-    What `RadixIndex.lookup` found.
+    The result of `RadixIndex.lookup`.
 
     Example:
+        >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
         >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
-        >>> kvtrie.RadixIndex(num_blocks=8).lookup(seq)
-        Match(num_tokens=0, blocks=[])
+        >>> done = index.insert(seq, [6], num_computed=2, source=kvtrie.COMPUTED)
+        >>> index.lookup(seq)
+        Match(num_tokens=2, blocks=[6])
     """
     @property
     def blocks(self, /) -> npt.NDArray[np.int32]:
         """
-        Ids that back the tokens from `start` on (int32), empty where the match is shorter.
+        Ids that back the tokens from `start` on (int32). Empty if the match ends before `start`.
         """
     @property
     def num_tokens(self, /) -> int:
@@ -618,17 +627,17 @@ class Match:
 class Namespace:
     """
     Everything besides tokens that KV depends on. Namespaces with equal fields share their KV; no
-    query sees another one.
+    query returns KV of another namespace.
 
     Args:
         model: Model and revision, for instance `"qwen3-8b@1a2b"`.
         kv_dtype: Element type and scales of the KV.
-        rope: How positions rotate K, for instance `"yarn:4"`.
+        rope: How K is rotated by position, for instance `"yarn:4"`.
         adapter: Content id of the adapter (LoRA), or None.
-        salt: Who may share: one salt per tenant, or `kvtrie.SHARED` to share on purpose. There is
-            no default, because tenants who share can learn each other's prompts. A tenant's salt is
-            a secret: no `repr`, message or log shows it; the attribute, pickles and snapshots have
-            it.
+        salt: Who may share the KV: one salt per tenant, or `kvtrie.SHARED` to share it on purpose.
+            There is no default, because tenants who share can learn each other's prompts. A
+            tenant's salt is a secret: no `repr`, message or log shows it, but the attribute,
+            pickles and snapshots contain it.
 
     Raises:
         TypeError: A field is not a str, or the salt is neither a str nor `SHARED`.
@@ -655,7 +664,7 @@ class Namespace:
     ) -> Namespace: ...
     def __replace__(self, /, **changes: object) -> Namespace:
         """
-        `replace`, for `copy.replace`.
+        Same as `replace`, for `copy.replace`.
         """
     @property
     def adapter(self, /) -> str | None:
@@ -691,12 +700,12 @@ class Namespace:
     @property
     def rope(self, /) -> str:
         """
-        How positions rotate K.
+        How K is rotated by position.
         """
     @property
     def salt(self, /) -> str | SharedSalt:
         """
-        Who may share: a tenant's str, or `SHARED`.
+        Who may share the KV: a tenant's str, or `SHARED`.
         """
 
 @final
@@ -715,7 +724,7 @@ class NamespaceDifference:
     @property
     def fields(self, /) -> tuple[str, ...]:
         """
-        Names of the fields that differ: of `"model"`, `"kv_dtype"`, `"rope"` and `"adapter"`.
+        Names of the fields that differ, among `"model"`, `"kv_dtype"`, `"rope"` and `"adapter"`.
         """
     @property
     def num_tokens(self, /) -> int:
@@ -729,8 +738,8 @@ class RadixIndex:
     A forest of radix trees, one per namespace, that maps tokens to block ids.
 
     The index knows block ids in 0..num_blocks, each in at most one place, and never touches KV. Ids
-    that it does not know belong to the caller: `insert` gives ids to the index, every other call
-    that returns ids gives them back.
+    that it does not know belong to the caller. `insert` gives ids to the index; every other call
+    that returns ids gives them back to the caller.
 
     Arguments of another type raise `TypeError`. Any thread may call an index; one lock guards it. A
     call that takes longer than about 100 µs releases the interpreter. After `os.fork` every call in
@@ -741,16 +750,16 @@ class RadixIndex:
         block_size: Tokens per block, 1 to 4096; any number, not only powers of two.
         min_run: Shortest moved run in tokens, at least 8. The index keeps one window of eight
             tokens per `min_run - 7` positions.
-        max_candidates: Places at which a window of a prompt is tried, at least 1: the most recent
-            ones. `ReusePlan.candidates_dropped` counts the others.
-        moved_runs: Whether the index can find moved runs. It costs about 1.1 bytes and 10 ns per
-            cached token at the default `min_run`; False saves that where only exact KV is reused.
+        max_candidates: Most places, at least 1, at which a plan tries a window of a prompt: the
+            most recent ones. `ReusePlan.candidates_dropped` counts the others.
+        moved_runs: Whether the index can find moved runs. That costs about 1.1 bytes and 10 ns per
+            cached token at the default `min_run`. Set it to False where only exact KV is reused.
         seed: Seeds every internal hash, 0 to 2**64-1. None draws one from the operating system.
             Replicas that must agree need the same one; draw it at random if prompts are untrusted.
             Results depend on it only in plans with `candidates_dropped`.
         pool_id: Names the KV pool, 1 to 64 bytes; None draws 16 at random. `restore` compares it.
-        hash_bits: Bits kept of every internal hash, 0 to 64, for tests: few bits collide. Results
-            depend on it as on the seed.
+        hash_bits: Bits kept of every internal hash, 0 to 64. For tests: with few bits, hashes
+            collide. Results depend on it only where they depend on the seed.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -796,7 +805,7 @@ class RadixIndex:
         """
     def digest(self, /) -> int:
         """
-        An int in 0..2**64, equal for two indexes made alike that got the same calls.
+        Return an int in 0..2**64 that is equal for two indexes made alike after the same calls.
 
         Example:
             >>> a, b = kvtrie.RadixIndex(num_blocks=8), kvtrie.RadixIndex(num_blocks=8)
@@ -805,16 +814,17 @@ class RadixIndex:
         """
     def discard(self, /, block_ids: _Integers) -> npt.NDArray[np.int32]:
         """
-        Remove these blocks wherever they are, for instance because their KV is gone.
+        Remove blocks, wherever they are indexed, for instance because their KV is lost.
 
         Blocks below them stay, and match again once the hole is filled. `stats().unknown_discards`
-        counts ids that the index does not hold.
+        counts ids that are not in the index.
 
         Args:
             block_ids: Ids in 0..num_blocks.
 
         Returns:
-            The ids that are free now (int32), in call order. Pinned ones come later, by `take_freed`.
+            The ids that are free now (int32), in call order. `take_freed` returns pinned ones
+            later.
 
         Raises:
             ValueError: An id is outside the pool.
@@ -829,13 +839,13 @@ class RadixIndex:
         """
     def drop(self, /, namespace: Namespace) -> npt.NDArray[np.int32]:
         """
-        Forget a namespace. Plans made in it before can insert nothing.
+        Remove a namespace. Plans made in it before insert no blocks.
 
         Args:
-            namespace: Which one; it may hold nothing.
+            namespace: The namespace; it may be unknown.
 
         Returns:
-            The ids that are free now (int32), ascending. Pinned ones come later, by `take_freed`.
+            The ids that are free now (int32), ascending. `take_freed` returns pinned ones later.
 
         Example:
             >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
@@ -847,18 +857,18 @@ class RadixIndex:
         """
     def evict(self, /, n: SupportsIndex) -> npt.NDArray[np.int32]:
         """
-        Remove at most `n` blocks: those that wait for `take_freed` first, then those that `mark_dead`
-        marked, then the least recently used ones, the deepest of a path first.
+        Remove at most `n` blocks: first those that wait for `take_freed`, then dead blocks (see
+        `mark_dead`), then the least recently used blocks, the deepest of a path first.
 
-        Pinned blocks and blocks above them stay, but a dead block goes if nothing below it is pinned
-        except sources of copies.
+        Pinned blocks and blocks above them stay. A dead block is removed even above pinned blocks,
+        if they are only sources of copies.
 
         Args:
-            n: How many.
+            n: Number of blocks.
 
         Returns:
-            Their ids (int32) in order of eviction; fewer than `n` if no more can go. They are the
-            caller's from here on.
+            Their ids (int32) in order of eviction; fewer than `n` if no more can be removed. They
+            belong to the caller from then on.
 
         Raises:
             ValueError: `n` is negative.
@@ -881,16 +891,17 @@ class RadixIndex:
         keep_last: SupportsIndex = 1,
     ) -> Explanation:
         """
-        Say why the exact match of a prompt ends where it does, and what a plan would find.
+        Explain why the exact match of a prompt ends where it does, and what a plan would reuse.
 
-        Nothing counts as used. The index remembers holes and the latest 4,096 departures while the
-        prefix before them stays; what it forgot, or dropped with its namespace, is `"not_cached"`, or
-        `"diverged"` if other tokens are cached there. Up to 64 namespaces with the same salt are
-        searched too, those with the nearest fields.
+        Nothing is touched. The index remembers holes, and the latest 4,096 departures while the
+        prefix before them stays. Tokens whose departure is forgotten, or that were dropped with
+        their namespace, are `"not_cached"`, or `"diverged"` if other tokens are cached there. Up to
+        64 namespaces of the same salt are searched as well, those with the nearest fields.
 
         Args:
             seq: The prompt.
-            policy: What the plan may reuse; None is `ReusePolicy()`, which allows approximate reuse.
+            policy: What the plan may reuse; None means `ReusePolicy()`, which allows approximate
+                reuse.
             context: Token ids to show before and after the position.
             keep_last: Tokens at the end that the plan computes in any case.
 
@@ -926,21 +937,21 @@ class RadixIndex:
         """
         Offer blocks for the front of a sequence.
 
-        The index takes blocks wholly below `num_computed`, labels them by their source, and pins them
-        under the plan if the source is one. Where a block is cached already, that one stays and the
-        offered one is a duplicate.
+        The index takes blocks wholly below `num_computed`, labels them by their source, and pins
+        them with the plan if the source is one. Where a block is cached already, that one stays and
+        the offered block is a duplicate.
 
         Args:
             seq: The sequence that the blocks belong to.
             blocks: Block ids, the first for the tokens at `start`.
             num_computed: Tokens from position 0 whose KV is computed.
             start: Position in tokens of the first id, a multiple of the block size.
-            source: Where the KV came from: the plan that it was built by, `kvtrie.COMPUTED`, or
+            source: Where the KV came from: the plan with which it was built, `kvtrie.COMPUTED`, or
                 `kvtrie.Imported(...)`.
             spans: Tags to set afterwards, as `tag` does.
 
         Raises:
-            BlockInUseError: An id backs another place, or comes twice.
+            BlockInUseError: An id backs another place, or occurs twice.
             StaleHandleError: The plan was released.
             ValueError: An id is outside the pool, there are too few ids, a position is out of range, a
                 span is bad, or the plan is of another index or prompt.
@@ -970,14 +981,14 @@ class RadixIndex:
         """
         Find the longest run of present exact blocks from position 0.
 
-        The cost grows with the prompt alone; for a sequence that has grown since its last use here,
-        with the new tokens alone.
+        The cost depends only on the prompt, and for a sequence that has grown since its last use
+        here, only on the new tokens.
 
         Args:
-            seq: What to look for.
+            seq: The sequence to look up.
             keep_last: Tokens at the end that are not matched: 1 leaves an engine one token to compute.
-            touch: Whether the blocks found count as used, which keeps them longer.
-            start: Position in tokens of the first block wanted, a multiple of the block size.
+            touch: Whether the blocks found count as used, which delays their eviction.
+            start: Position in tokens of the first block to return, a multiple of the block size.
 
         Raises:
             ValueError: `keep_last` or `start` is negative, or `start` is inside a block or beyond the
@@ -993,15 +1004,15 @@ class RadixIndex:
         """
     def mark_dead(self, /, seq: TokenSequence, ranges: _Ranges) -> int:
         """
-        Mark blocks that are no longer wanted: they are evicted before anything else.
+        Mark blocks as dead: they are evicted before all others.
 
-        It marks the blocks wholly inside the ranges, except those above a present block that is not on
-        the path of the sequence. The oldest mark is evicted first, within one mark the last block.
-        `lookup`, `plan` and `insert` unmark blocks that they use; a pinned block goes when its pins
-        have ended. Tokens after a hole match again once it is filled.
+        The call marks the blocks wholly inside the ranges, except those above a present block that
+        is not on the path of the sequence. The oldest mark is evicted first; within one mark, the
+        last block. `lookup`, `plan` and `insert` remove the marks of blocks that they use. A pinned
+        block leaves after its pins have ended. Tokens after a hole match again once it is filled.
 
         Args:
-            seq: The sequence whose positions the ranges mean.
+            seq: The sequence to whose positions the ranges refer.
             ranges: Pairs of positions (start, end), ascending and disjoint, as a list, a tuple or an
                 integer array of shape (n, 2). Ranges that touch are one.
 
@@ -1024,7 +1035,7 @@ class RadixIndex:
     @property
     def max_candidates(self, /) -> int:
         """
-        Places at which a window of a prompt is tried.
+        Most places at which a plan tries a window of a prompt.
         """
     @property
     def min_run(self, /) -> int:
@@ -1038,16 +1049,21 @@ class RadixIndex:
         """
     def namespaces(self, /) -> list[Namespace]:
         """
-        The namespaces that hold something, sorted by field. It shows the salts of all tenants.
+        Return the namespaces that hold a block, sorted by field. They contain the salts of all
+        tenants.
 
         Example:
-            >>> kvtrie.RadixIndex(num_blocks=8).namespaces()
-            []
+            >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+            >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
+            >>> seq = kvtrie.TokenSequence(range(1, 5), space)
+            >>> done = index.insert(seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED)
+            >>> index.namespaces() == [space]
+            True
         """
     @property
     def num_approximate(self, /) -> int:
         """
-        Blocks whose KV is approximate, in O(1); `stats().approximate` takes longer.
+        Number of blocks whose KV is approximate, in O(1); `stats().approximate` takes longer.
         """
     @property
     def num_blocks(self, /) -> int:
@@ -1057,7 +1073,7 @@ class RadixIndex:
     @property
     def num_evictable(self, /) -> int:
         """
-        Blocks that `evict` can remove now.
+        Number of blocks that `evict` can remove now.
         """
     def plan(
         self,
@@ -1072,19 +1088,20 @@ class RadixIndex:
         """
         Plan how to build the KV of a prompt, and pin what the plan uses.
 
-        Whole exact blocks are used in place. After them, the exact tokens of the block that shares most
-        of the rest are copied, unless the policy has `partial_blocks=False`. If the policy allows it,
-        moved runs cover more. The rest is computed.
+        Whole exact blocks are used in place. After them, the exact tokens of the block that shares
+        most of the following tokens are copied, unless the policy has `partial_blocks=False`. If
+        the policy allows it, moved runs cover more. The rest is computed.
 
         Args:
             seq: The prompt.
-            policy: What may be reused; None is `kvtrie.EXACT_ONLY`.
+            policy: What may be reused; None means `kvtrie.EXACT_ONLY`.
             keep_last: Tokens at the end that are computed in any case: an engine needs the last one's
                 logits.
-            pin: Whether what the plan uses stays until the plan is released.
-            path: A sequence of the same namespace: plan as if only its path were cached. Of two runs at
-                the same distance, the one at the lower position is used. If a window of the prompt is
-                on more paths than a plan looks at, `candidates_dropped` is not 0.
+            pin: Whether the blocks that the plan uses are pinned until it is released.
+            path: A sequence of the same namespace. The plan uses only KV on the path of this
+                sequence. Of two runs at the same distance, it uses the one at the lower position.
+                If a window of the prompt is on more paths than a plan examines,
+                `candidates_dropped` is not 0.
 
         Raises:
             ValueError: `keep_last` is negative, the policy's `min_run` is below the index's, or `path`
@@ -1099,6 +1116,9 @@ class RadixIndex:
             >>> with index.plan(prompt, kvtrie.ReusePolicy()) as plan:
             ...     plan.segments[["start", "end", "delta", "class"]].tolist()
             [(0, 4, 0, 0), (4, 5, 0, 0), (5, 17, -15, 1), (17, 25, 0, 2)]
+            >>> with index.plan(prompt, path=kvtrie.TokenSequence(text[:4] + [99], space)) as plan:
+            ...     plan.num_exact
+            4
         """
     @property
     def pool_id(self, /) -> bytes:
@@ -1108,7 +1128,7 @@ class RadixIndex:
     @staticmethod
     def pool_of_snapshot(blob: Buffer) -> bytes:
         """
-        The `pool_id` of the index that a snapshot was made of.
+        Return the `pool_id` of the index of which a snapshot was made.
 
         Args:
             blob: The bytes, in any buffer of bytes.
@@ -1124,18 +1144,19 @@ class RadixIndex:
         """
     def quarantine(self, /, block_ids: _Integers) -> int:
         """
-        Take blocks out of use for good, because their KV is not finite.
+        Take blocks out of use permanently, because their KV is not finite.
 
-        They leave the index; no call returns them and `insert` refuses them. Pinned ones are condemned
-        until their last release. Ids that the index did not know are quarantined too: their holder no
-        longer frees them. Quarantine survives `reset`, `drop` and snapshots, and `digest` covers it.
+        They leave the index; no call returns them and `insert` refuses them. Pinned ones are
+        condemned until their last release. Ids that the index did not know are quarantined too:
+        their holder must not free them. Quarantine survives `reset`, `drop` and snapshots, and
+        `digest` covers it.
 
         Args:
             block_ids: Ids in 0..num_blocks. Repeated ids count once. `stats().unknown_discards` counts
                 those that are not indexed.
 
         Returns:
-            How many are newly quarantined or condemned to it.
+            How many ids were not quarantined before.
 
         Raises:
             ValueError: An id is outside the pool.
@@ -1153,21 +1174,21 @@ class RadixIndex:
     @property
     def quarantined(self, /) -> npt.NDArray[np.int32]:
         """
-        The ids in quarantine or condemned to it, ascending (int32).
+        The quarantined ids, with those whose last pin has not ended, ascending (int32).
         """
     def remove_spans(self, /, seq: TokenSequence, ranges: _Ranges, force: bool = False) -> Removed:
         """
-        Remove blocks, and leave holes where cached blocks are below.
+        Remove blocks inside ranges. Holes remain where cached blocks are below.
 
-        It removes the blocks that `mark_dead` marks. Blocks that a range cuts stay: this frees
-        memory, it does not redact. Tokens after a hole match again once it is filled with exact KV.
-        The index keeps token ids of up to one hole per block of the pool; beyond that the least
-        recently used tails after holes leave too, and wait for `take_freed`.
+        The call removes the blocks that `mark_dead` would mark. Blocks that a range cuts stay: this
+        frees memory, it does not redact. Tokens after a hole match again once it is filled with
+        exact KV. The index keeps the token ids of up to one hole per block of the pool. Beyond
+        that, the least recently used blocks after holes leave too, and wait for `take_freed`.
 
         Args:
-            seq: The sequence whose positions the ranges mean.
+            seq: The sequence to whose positions the ranges refer.
             ranges: As for `mark_dead`.
-            force: Also remove blocks above ones that are on other paths.
+            force: Also remove blocks above blocks that are on other paths.
 
         Raises:
             ValueError: As for `mark_dead`.
@@ -1184,27 +1205,31 @@ class RadixIndex:
         """
     def reset(self, /) -> npt.NDArray[np.int32]:
         """
-        `drop` of every namespace.
+        Remove all namespaces, as `drop` does one.
 
         Example:
-            >>> kvtrie.RadixIndex(num_blocks=8).reset()
-            array([], dtype=int32)
+            >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+            >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
+            >>> seq = kvtrie.TokenSequence(range(1, 5), space)
+            >>> done = index.insert(seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED)
+            >>> index.reset()
+            array([0, 6], dtype=int32)
         """
     @staticmethod
     def restore(
         blob: Buffer, *, pool_id: bytes | None, max_blocks: SupportsIndex = 16777216
     ) -> RadixIndex:
         """
-        An index from a snapshot. It returns the same results to all later calls.
+        Make an index from a snapshot. It returns the same results to all later calls.
 
-        A snapshot has no plans: nothing is pinned, and condemned blocks wait for `take_freed`. The
-        bytes are checked from end to end, but whoever can write them can say what blocks hold.
+        A snapshot has no plans: nothing is pinned, and condemned blocks wait for `take_freed`. All
+        bytes are checked, but whoever can write them decides what blocks are said to hold.
 
         Args:
             blob: The bytes, in any buffer of bytes.
-            pool_id: The pool that holds the blocks: `index.pool_id`, kept with the pool. None if the KV
-                is gone: the new index is empty, with the arguments and seed of the old one and a new
-                `pool_id`.
+            pool_id: The name of the pool that holds the blocks, `index.pool_id`, kept with the
+                pool. None if the KV is lost: the new index is empty, with the arguments and the
+                seed of the old one and a new `pool_id`.
             max_blocks: The largest pool to accept, in blocks.
 
         Raises:
@@ -1225,10 +1250,10 @@ class RadixIndex:
         """
     def snapshot(self, /) -> bytes:
         """
-        Everything but plans, as bytes for `restore`. Equal indexes give equal bytes.
+        Return everything except plans as bytes, for `restore`. Equal indexes give equal bytes.
 
         The bytes contain the prompts and salts of all tenants, and the seed: keep them secret. They
-        take little more than 4 * (block_size + 1) bytes per block.
+        take little more than 4 * (block_size + 1) bytes per cached block.
 
         Example:
             >>> len(kvtrie.RadixIndex(num_blocks=8).snapshot()) < 400
@@ -1236,23 +1261,28 @@ class RadixIndex:
         """
     def stats(self, /) -> IndexStats:
         """
-        Counters of the index at this moment.
+        Return counters of the index at this moment.
 
         Example:
-            >>> kvtrie.RadixIndex(num_blocks=8).stats().indexed
-            0
+            >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+            >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
+            >>> seq = kvtrie.TokenSequence(range(1, 5), space)
+            >>> done = index.insert(seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED)
+            >>> with index.plan(seq, keep_last=2):
+            ...     index.stats().indexed, index.stats().pinned
+            (2, 1)
         """
     def tag(self, /, seq: TokenSequence, spans: Iterable[Span]) -> None:
         """
-        Tag the tokens of spans where the sequence has blocks. Sequences that share the prefix share the
-        tags.
+        Tag the tokens of spans where the sequence has blocks. Sequences with the same prefix share
+        the tags.
 
         Args:
-            seq: The sequence whose positions the spans mean.
+            seq: The sequence to whose positions the spans refer.
             spans: Ranges with their kinds; they may overlap. A new kind takes the next of 64 bits.
 
         Raises:
-            ValueError: A span ends beyond the sequence, or brings a 65th kind.
+            ValueError: A span ends beyond the sequence, or has a 65th kind.
 
         Example:
             >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
@@ -1265,7 +1295,7 @@ class RadixIndex:
         """
     def tags(self, /, seq: TokenSequence) -> list[Span]:
         """
-        The tags on the tokens of a sequence that have a block.
+        Return the tags of those tokens of a sequence that have a block.
 
         Args:
             seq: The sequence.
@@ -1274,18 +1304,20 @@ class RadixIndex:
             The longest ranges of each kind, sorted by (start, end, kind).
 
         Example:
-            >>> seq = kvtrie.TokenSequence(
-            ...     [1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-            ... )
-            >>> kvtrie.RadixIndex(num_blocks=8).tags(seq)
-            []
+            >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+            >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
+            >>> seq = kvtrie.TokenSequence(range(1, 5), space)
+            >>> done = index.insert(seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED)
+            >>> index.tag(seq, [kvtrie.Span(0, 2, "user"), kvtrie.Span(1, 3, "user")])
+            >>> index.tags(seq)
+            [Span(0, 3, 'user')]
         """
     def take_freed(self, /) -> npt.NDArray[np.int32]:
         """
         Return the blocks whose last pin ended after they had left the index.
 
         Returns:
-            Their ids (int32), oldest release first. They are the caller's from here on.
+            Their ids (int32), oldest release first. They belong to the caller from then on.
 
         Example:
             >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
@@ -1303,41 +1335,45 @@ class RadixIndex:
 @final
 class Removed:
     """
-    What became of the blocks inside the ranges given to `RadixIndex.remove_spans`, each in order of
+    What happened to the blocks inside the ranges given to `RadixIndex.remove_spans`, in order of
     position.
 
     Example:
-        >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
-        >>> kvtrie.RadixIndex(num_blocks=8).remove_spans(seq, [(0, 2)])
-        Removed(freed=[], kept=[], condemned=[])
+        >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+        >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
+        >>> seq = kvtrie.TokenSequence(range(1, 7), space)
+        >>> done = index.insert(seq, [6, 0, 3], num_computed=6, source=kvtrie.COMPUTED)
+        >>> with index.plan(kvtrie.TokenSequence([1, 2, 9], space)):
+        ...     index.remove_spans(seq, [(0, 4)])
+        Removed(freed=[0], kept=[], condemned=[6])
     """
     @property
     def condemned(self, /) -> npt.NDArray[np.int32]:
         """
-        Ids that left the index while a plan pins them (int32). They come later, by `take_freed`.
+        Ids that left the index while a plan pins them (int32). `take_freed` returns them later.
         """
     @property
     def freed(self, /) -> npt.NDArray[np.int32]:
         """
-        Ids that left the index and are free now (int32). They are the caller's from here on.
+        Ids that left the index and are free now (int32). They belong to the caller from then on.
         """
     @property
     def kept(self, /) -> npt.NDArray[np.int32]:
         """
-        Ids that stay, because a present block below them is not on the path of the sequence (int32).
+        Ids that stay because a present block below them is not on the path of the sequence (int32).
         """
 
 @final
 class ReusePlan:
     """
-    How to build the KV of one prompt. What it uses stays until it is released.
+    How to build the KV of one prompt. The blocks that it uses are pinned until it is released.
 
     Release every plan, or use it in a `with` statement. A plan that is collected unreleased
-    releases itself and emits a `ResourceWarning`. A released plan names no block, because these may
-    be others' by then: `blocks`, `source_blocks`, `moves` and whatever needs its pins raise
-    `StaleHandleError`. Counts, `gaps`, `segments` and `validate` still work.
+    releases itself and emits a `ResourceWarning`. A released plan names no block, because its
+    blocks may belong to others by then: `blocks`, `source_blocks`, `moves` and every call that
+    needs its pins raise `StaleHandleError`. Counts, `gaps`, `segments` and `validate` still work.
 
-    Array attributes are fresh arrays at every access: take them once and keep them.
+    Array attributes are new arrays at every access: read them once and keep them.
 
     Example:
         >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
@@ -1356,13 +1392,15 @@ class ReusePlan:
     @property
     def blocks(self, /) -> npt.NDArray[np.int32]:
         """
-        Ids used in place for the first whole blocks of the prompt (int32). Nobody writes to them.
+        Ids used in place for the first whole blocks of the prompt (int32). They must not be written
+        to.
         """
     @property
     def candidates_dropped(self, /) -> int:
         """
-        Places that the search for moved runs did not try because of the index's `max_candidates`. While
-        it is 0 the plan does not depend on the index's seed.
+        Number of places that the search for moved runs did not try, because a window has more than
+        the index's `max_candidates` or because the search's budget was used up. While it is 0, the
+        plan does not depend on the index's seed.
         """
     @property
     def gaps(self, /) -> npt.NDArray[np.int64]:
@@ -1373,19 +1411,19 @@ class ReusePlan:
         self, /, table: _Integers, start: SupportsIndex = 0, end: SupportsIndex | None = None
     ) -> npt.NDArray[np.void]:
         """
-        The copies that fill a block table, as plain data for the owner of the memory.
+        Return the copies that fill a block table, as plain data for the owner of the memory.
 
-        A slot is block id · block size + offset. Pieces end at block edges on both sides. The whole
-        table is checked, about 10 ns per block.
+        A slot is block id * block size + offset. Each copy is inside one source and one destination
+        block. The whole table is checked, at about 10 ns per block.
 
         Args:
-            table: Block ids of the prompt from position 0: `blocks`, then the new ones, each id once.
+            table: Block ids of the prompt from position 0: `blocks`, then new ones, each id once.
             start: Only copies to positions from here on, in tokens.
-            end: Only copies to positions before this one; None is the end of the prompt.
+            end: Only copies to positions before this one; None means the end of the prompt.
 
         Returns:
             A structured array with the int64 fields `source_slot`, `dest_slot`, `num_tokens` and
-            `delta` (by how many positions K is rotated).
+            `delta` (the number of positions by which K is rotated).
 
         Raises:
             StaleHandleError: The plan was released.
@@ -1405,22 +1443,22 @@ class ReusePlan:
     @property
     def num_approximate(self, /) -> int:
         """
-        Tokens that are reused approximately.
+        Number of tokens that are reused approximately.
         """
     @property
     def num_compute(self, /) -> int:
         """
-        Tokens that must be computed.
+        Number of tokens that must be computed.
         """
     @property
     def num_exact(self, /) -> int:
         """
-        Tokens that are reused exactly, in place or by a copy.
+        Number of tokens that are reused exactly, in place or by a copy.
         """
     @property
     def num_new_blocks(self, /) -> int:
         """
-        Blocks that the caller brings for the rest of the prompt.
+        Number of blocks that the caller must provide for the rest of the prompt.
         """
     @property
     def pinned(self, /) -> bool:
@@ -1429,12 +1467,13 @@ class ReusePlan:
         """
     def release(self, /) -> None:
         """
-        End the plan: it pins nothing any more.
+        Release the plan: it pins nothing afterwards.
 
-        Blocks that left the index while only this plan pinned them wait for `RadixIndex.take_freed`.
+        Blocks that left the index while only this plan pinned them wait for
+        `RadixIndex.take_freed`.
 
         Raises:
-            StaleHandleError: The plan was released before.
+            StaleHandleError: The plan was released already.
 
         Example:
             >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
@@ -1447,7 +1486,7 @@ class ReusePlan:
         """
     def release_sources(self, /) -> None:
         """
-        Unpin the blocks that are copied from; a second call does nothing.
+        Unpin the blocks that are copied from. A second call does nothing.
 
         Call it once every later write to the pool is ordered after the copies: on one CUDA stream,
         right after their launch.
@@ -1456,12 +1495,14 @@ class ReusePlan:
             StaleHandleError: The plan was released.
 
         Example:
-            >>> seq = kvtrie.TokenSequence(
-            ...     [1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-            ... )
-            >>> index = kvtrie.RadixIndex(num_blocks=8)
-            >>> with index.plan(seq) as plan:
+            >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+            >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=4)
+            >>> seq = kvtrie.TokenSequence(range(1, 5), space)
+            >>> done = index.insert(seq, [5], num_computed=4, source=kvtrie.COMPUTED)
+            >>> with index.plan(kvtrie.TokenSequence([1, 2, 9], space)) as plan:
             ...     plan.release_sources()
+            ...     index.num_evictable
+            1
         """
     @property
     def released(self, /) -> bool:
@@ -1471,24 +1512,26 @@ class ReusePlan:
     @property
     def segments(self, /) -> npt.NDArray[np.void]:
         """
-        Where each token of the prompt comes from: a structured array that covers it once, ascending.
+        Where each token of the prompt comes from: a structured array of ranges that covers the
+        prompt once, ascending.
 
-        Fields, aligned as C aligns them: `start`, `end`, `old_start` (position of the source's first
-        token) and `delta` (`start - old_start`), int64 in tokens; `class`, uint8: 0 exact, 1
-        approximate, 2 compute; `hops`, uint16, of the KV once in place; `kinds`, uint64, the source's
-        tags: bit i is `RadixIndex.kinds[i]`.
+        Fields, aligned as C aligns them: `start`, `end`, `old_start` (position of the source's
+        first token) and `delta` (`start - old_start`), int64 in tokens; `class`, uint8: 0 exact, 1
+        approximate, 2 compute; `hops`, uint16, of the KV in the prompt; `kinds`, uint64, the
+        source's tags: bit i is `RadixIndex.kinds[i]`.
         """
     @property
     def source_blocks(self, /) -> npt.NDArray[np.int32]:
         """
-        Ids that are copied from, ascending, each once (int32). A block in place may be among them.
+        Ids that are copied from (int32), ascending and each once. A block in place may be among
+        them.
         """
     def validate(self, /) -> npt.NDArray[np.bool_]:
         """
-        One bool per segment: whether what the plan uses is still there as it was planned.
+        Return one bool per segment: whether its blocks still hold what the plan says.
 
-        True for computed and pinned segments; without pins, true until one of the blocks leaves the
-        index. `release_sources` unpins the copied segments, `release` all.
+        It is True for computed and pinned segments. Without pins, it is True until one of the
+        blocks leaves the index. `release_sources` unpins the copied segments, `release` all.
 
         Example:
             >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
@@ -1507,21 +1550,21 @@ class ReusePolicy:
     """
     What a plan may reuse.
 
-    Exact KV may always be reused. The other fields limit approximate reuse, of KV from another
-    context or position; what they forbid counts as not cached. `kvtrie.EXACT_ONLY` is
+    Exact KV is always allowed. The other fields limit approximate reuse, of KV from another context
+    or position. KV that they forbid is treated as not cached. `kvtrie.EXACT_ONLY` is
     `ReusePolicy(approximate=False)` and the default everywhere.
 
     Args:
         approximate: Whether KV of another context or position may be used at all.
-        min_run: Shortest moved run in tokens, at least the index's; None takes that.
-        max_hops: Most hops of approximate KV once it is in place, 0 to 32767. A moved run has one
-            more than its source.
-        max_approximate_share: Share of the prompt's tokens, 0 to 1, that may be approximate. A plan
-            with more is made exact only.
-        recompute_first: Tokens at the front of every moved run that are computed anyway.
+        min_run: Shortest moved run in tokens, at least the index's `min_run`, which None means.
+        max_hops: Most hops of approximate KV in the prompt, 0 to 32767. A moved run has one more
+            than its source.
+        max_approximate_share: Largest approximate share of the prompt's tokens, 0 to 1. If a plan
+            would exceed it, the plan uses exact KV only.
+        recompute_first: Tokens at the start of every moved run that are computed anyway.
         recompute_last: Tokens at the end of every moved run that are computed anyway.
-        forbid_kinds: Kinds of spans that are not reused approximately. A kind that no tag of an
-            index has is a `UserWarning`, once, with the nearest kind.
+        forbid_kinds: Kinds of spans that are not reused approximately. A kind that no tag of the
+            index has raises a `UserWarning`, once, with the nearest kind.
         partial_blocks: Whether the exact tokens of the block in which the match ends are copied. An
             engine that copies nothing needs False, and `approximate=False`.
 
@@ -1552,7 +1595,7 @@ class ReusePolicy:
     ) -> ReusePolicy: ...
     def __replace__(self, /, **changes: object) -> ReusePolicy:
         """
-        `replace`, for `copy.replace`.
+        Same as `replace`, for `copy.replace`.
         """
     @property
     def approximate(self, /) -> bool:
@@ -1562,12 +1605,12 @@ class ReusePolicy:
     @property
     def forbid_kinds(self, /) -> tuple[str, ...]:
         """
-        Kinds not reused approximately.
+        Kinds that are not reused approximately.
         """
     @property
     def max_approximate_share(self, /) -> float:
         """
-        Largest share of approximate tokens.
+        Largest approximate share of the prompt's tokens.
         """
     @property
     def max_hops(self, /) -> int:
@@ -1577,17 +1620,17 @@ class ReusePolicy:
     @property
     def min_run(self, /) -> int | None:
         """
-        Shortest moved run in tokens, or None.
+        Shortest moved run in tokens, or None for the index's.
         """
     @property
     def partial_blocks(self, /) -> bool:
         """
-        Whether a block is copied in part.
+        Whether the exact tokens of the block in which the match ends are copied.
         """
     @property
     def recompute_first(self, /) -> int:
         """
-        Tokens computed at the front of every moved run.
+        Tokens computed at the start of every moved run.
         """
     @property
     def recompute_last(self, /) -> int:
@@ -1614,7 +1657,7 @@ class ReusePolicy:
 @final
 class RolledBack:
     """
-    What `SequenceLedger.rollback` undid.
+    The result of `SequenceLedger.rollback`.
 
     Example:
         >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
@@ -1626,7 +1669,7 @@ class RolledBack:
     @property
     def blocks(self, /) -> npt.NDArray[np.int32]:
         """
-        Blocks that were cut off the table, in order of position (int32). They are the caller's.
+        Blocks that were cut off the table, in order of position (int32). They belong to the caller.
         """
     @property
     def ranges(self, /) -> npt.NDArray[np.int64]:
@@ -1637,29 +1680,29 @@ class RolledBack:
 @final
 class SequenceLedger:
     """
-    What is *computed* of every live request of an engine: the only owner of its lengths.
+    Records which KV is *computed* for every live request of an engine, and owns their lengths.
 
-    An engine's counters run ahead of each other. A ledger takes ids and counters as the engine has
-    them, and returns which tokens are final *and* computed. `commit` inserts exactly these into an
-    index.
+    The counters of an engine run ahead of each other. A ledger takes ids and counters as the engine
+    has them, and returns which tokens are final *and* computed. `commit` inserts exactly these into
+    an index.
 
-    Of a request it keeps the sequence, the block table from position 0, the source of its KV, and
-    these positions, in tokens:
+    For each request it keeps the sequence, the block table from position 0, the source of its KV,
+    and these positions, in tokens:
 
     - the final ids: `len(seq)`. Only the ledger changes the sequence: `seq.extend` and
       `seq.truncate` raise.
     - computed, as the engine claims it. It may run ahead of the ids.
     - issued: what the engine has scheduled, never after the end of the table.
-    - final *and* computed: below both of the former and below unverified drafts. Only `rollback`
+    - final *and* computed: at most either of these, and before unverified drafts. Only `rollback`
       lowers it.
-    - committed: inserted into an index, whole blocks.
+    - committed: inserted into an index, in whole blocks.
 
-    Arguments of another type raise `TypeError`. A request is named by any hashable; if it is not
-    live, calls raise `StaleHandleError`. A call that contradicts what is known raises `ValueError`
-    with both numbers. Any thread may call a ledger; one lock guards it.
+    Arguments of another type raise `TypeError`. Any hashable can name a request; if the request is
+    not live, calls raise `StaleHandleError`. A call that contradicts the known positions raises
+    `ValueError` with both numbers. Any thread may call a ledger; one lock guards it.
 
-    What was committed stays in the index until the request ends: its plan holds it, or one that the
-    commits make. A ledger that is dropped releases them.
+    Committed blocks stay in the index until the request ends: its plan, or one that a commit makes,
+    pins them. A ledger that is dropped releases these plans.
 
     Args:
         block_size: Tokens per block, 1 to 4096.
@@ -1687,7 +1730,7 @@ class SequenceLedger:
             blocks: Block ids for the positions after the end of the table.
 
         Raises:
-            BlockInUseError: An id is in the table already, or comes twice.
+            BlockInUseError: An id is in the table already, or occurs twice.
             ValueError: An id is outside 0..2**31.
 
         Example:
@@ -1704,8 +1747,8 @@ class SequenceLedger:
 
         Args:
             request: A live request.
-            ids: Token ids. -1 at the end stands for ids that are not known yet; a later call brings
-                them.
+            ids: Token ids. -1 at the end stands for ids that are not known yet; append them with a
+                later call.
 
         Raises:
             ValueError: An id is outside 0..2**32, or follows a -1.
@@ -1733,30 +1776,33 @@ class SequenceLedger:
         plan: ReusePlan | None = None,
     ) -> None:
         """
-        Add a request, until `finish` or `forget`.
+        Begin a request. It is live until `finish` or `forget`.
 
-        With a plan as its source, its gaps and what follows its tokens are missing, and the rest counts
-        as computed: apply its copies first. Its blocks in place count as committed.
+        If the source is a plan, the plan's gaps and all tokens after it are missing, and the rest
+        counts as computed: apply its copies first. Its blocks in place count as committed.
 
         Args:
-            request: Any hashable.
-            seq: The final ids so far.
+            request: The name of the request, any hashable.
+            seq: The sequence with the final ids so far.
             blocks: Block ids from position 0, for at least the computed tokens.
-            source: Where its KV comes from, as for `RadixIndex.insert`; None is `kvtrie.COMPUTED`.
-            num_computed: Tokens whose KV is in the blocks; not with a plan, nor with `missing`.
+            source: Where the KV comes from, as for `RadixIndex.insert`; None means
+                `kvtrie.COMPUTED`.
+            num_computed: Tokens whose KV is in the blocks. Not allowed with a plan as source, nor
+                with `missing`.
             missing: Ranges of the sequence whose KV is not in the blocks, in tokens, ascending and
-                disjoint, as a list of pairs or an integer array of shape (n, 2); not with a plan. None:
-                all from `num_computed` on.
-            plan: If `source` is not a plan: one of this sequence, whose blocks in place lead `blocks`.
-                They count as committed; `source`
-                describes the KV after them. It is released when the request ends.
+                disjoint, as a list of pairs or an integer array of shape (n, 2). Not allowed with a
+                plan as source. None means all tokens from `num_computed` on.
+            plan: A plan of this sequence whose blocks in place are the first of `blocks`, if
+                `source` is not a plan. These blocks count as committed; `source` describes the KV
+                after them. The plan is released when the request ends.
 
         Raises:
-            BlockInUseError: A block id comes twice.
+            BlockInUseError: A block id occurs twice.
             StaleHandleError: The plan was released.
-            ValueError: The request is live, or another one has the sequence; more is said to be
-                computed than the sequence has tokens or the blocks can hold; a range is wrong; the plan
-                pins nothing, or has another block size, other tokens, or other blocks in place.
+            ValueError: The request is live, or another one owns the sequence; `num_computed` or
+                `missing` imply more KV than the sequence has tokens or the blocks can hold; a range
+                is wrong; the plan pins nothing, or has another block size, other tokens, or other
+                blocks in place.
 
         Example:
             >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
@@ -1775,13 +1821,13 @@ class SequenceLedger:
         """
     def blocks(self, /, request: Hashable) -> npt.NDArray[np.int32]:
         """
-        The block table of a request, from position 0.
+        Return the block table of a request, from position 0.
 
         Args:
             request: A live request.
 
         Returns:
-            Block ids (int32). The last ones may hold no final KV: see `blocks_for`.
+            Block ids (int32). The last ones may not hold final KV: see `blocks_for`.
 
         Example:
             >>> seq = kvtrie.TokenSequence(
@@ -1796,18 +1842,18 @@ class SequenceLedger:
         self, /, request: Hashable, start: SupportsIndex, end: SupportsIndex
     ) -> npt.NDArray[np.int32]:
         """
-        The blocks that hold these tokens, all of them final and computed.
+        Return the blocks that hold these tokens, which must be final and computed.
 
         Args:
             request: A live request.
             start: First position, in tokens.
-            end: One past the last.
+            end: One past the last position.
 
         Returns:
-            Block ids (int32): the first holds `start`, the last `end - 1`.
+            Block ids (int32). The first holds `start`, the last `end - 1`.
 
         Raises:
-            ValueError: The range is reversed, or ends after what is final and computed.
+            ValueError: The range is reversed, or ends after the final and computed tokens.
 
         Example:
             >>> seq = kvtrie.TokenSequence(
@@ -1820,15 +1866,15 @@ class SequenceLedger:
         """
     def commit(self, /, request: Hashable, index: RadixIndex) -> InsertResult:
         """
-        Insert into the index exactly the whole blocks that are final and computed and that it does not
-        have of this request yet.
+        Insert into the index exactly the whole blocks that are final, computed and not yet
+        committed.
 
-        The table has `blocks` of the result from here on. Its `duplicates` and `freed` are the
-        caller's; `surplus` is empty, since what was not taken stays in the table.
+        The table has `blocks` of the result from then on. Its `duplicates` and `freed` belong to
+        the caller; `surplus` is empty, because blocks that were not taken stay in the table.
 
         Args:
             request: A live request.
-            index: Its block size is the ledger's; with a plan, it is the plan's index.
+            index: An index of the ledger's block size; with a plan as source, the plan's index.
 
         Raises:
             BlockInUseError: As for `RadixIndex.insert`.
@@ -1847,22 +1893,24 @@ class SequenceLedger:
         """
     def confirm(self, /, request: Hashable, num_computed: SupportsIndex) -> None:
         """
-        The engine claims that KV of all positions below is written, or ordered before every reader.
+        Record the engine's claim that the KV of all positions below is written, or ordered before
+        every reader.
 
-        A claim may be lower than the last one, where drafts were refused, but not below what is final
-        and computed. A claim that is lower, or that follows the ids of drafts, includes the steps under
-        way: nothing after it counts as issued. Drafts are not counted out before their ids have come;
-        `step` takes both at once.
+        A claim may be lower than the last one, where drafts were rejected, but not below the final
+        and computed tokens. After a claim that is lower, or that follows the ids of drafts, no
+        later position counts as issued. A lower claim is refused before the ids of the drafts have
+        arrived; `step` takes both at once.
 
-        A reader on another stream, such as a transfer, waits until the last claimed step has run.
+        A reader on another stream, such as a transfer, must wait until the last claimed step has
+        run.
 
         Args:
             request: A live request.
             num_computed: A position in tokens.
 
         Raises:
-            ValueError: It is below what is final and computed, which takes a `rollback`, or after what
-                was issued.
+            ValueError: It is below the final and computed tokens, which takes a `rollback`, or
+                after the issued positions.
 
         Example:
             >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
@@ -1875,7 +1923,7 @@ class SequenceLedger:
         """
     def final_range(self, /, request: Hashable) -> tuple[int, int]:
         """
-        The tokens that are final *and* computed: safe to save, share or send.
+        Return the range of tokens that are final *and* computed: safe to save, share or send.
 
         Args:
             request: A live request.
@@ -1894,17 +1942,18 @@ class SequenceLedger:
         """
     def finish(self, /, request: Hashable, index: RadixIndex) -> InsertResult:
         """
-        `commit` for the last time and end the request: its plan is released and its sequence is free
-        again.
+        `commit` a last time and end the request: its plan is released, and its sequence may be
+        changed again.
 
-        It raises as `commit` does; the request stays live then.
+        It raises as `commit` does; then the request stays live.
 
         Args:
             request: A live request.
             index: As for `commit`.
 
         Returns:
-            The result; `duplicates`, `surplus` (the rest of the table) and `freed` are the caller's.
+            The result. Its `duplicates`, `surplus` (the rest of the table) and `freed` belong to
+            the caller.
 
         Example:
             >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
@@ -1918,13 +1967,13 @@ class SequenceLedger:
         """
     def forget(self, /, request: Hashable) -> npt.NDArray[np.int32]:
         """
-        End a request without an index: its plan is released and its sequence is free again.
+        End a request without an index: its plan is released, and its sequence may be changed again.
 
         Args:
             request: A live request.
 
         Returns:
-            The blocks of its table that no commit has taken (int32); they are the caller's.
+            The blocks of its table that were not committed (int32). They belong to the caller.
 
         Example:
             >>> ledger = kvtrie.SequenceLedger()
@@ -1938,11 +1987,10 @@ class SequenceLedger:
         """
     def labels(self, /, request: Hashable) -> npt.NDArray[np.void]:
         """
-        How exact the final and computed KV is, as an index would label its blocks.
+        Return how exact the final and computed KV is, as an index would label its blocks.
 
-        A whole block is approximate if it ends after the plan's first approximate token, or after what
-        `Imported` says is exact, or if a commit returned that what backs the sequence there is
-        approximate.
+        A whole block is approximate if it ends after the plan's first approximate token or after
+        `Imported.exact_until`, or if a commit reported approximate KV there.
 
         Args:
             request: A live request.
@@ -1962,7 +2010,8 @@ class SequenceLedger:
         """
     def lookahead(self, /, request: Hashable) -> tuple[int, int]:
         """
-        The positions issued after what is final and computed: look-ahead, drafts, a step under way.
+        Return the positions issued after the final and computed tokens: look-ahead, drafts, a step
+        under way.
 
         Args:
             request: A live request.
@@ -1980,7 +2029,7 @@ class SequenceLedger:
         """
     def missing(self, /, request: Hashable) -> npt.NDArray[np.int64]:
         """
-        The final tokens without KV that is known to be theirs.
+        Return the ranges of final tokens whose KV is not known to be computed.
 
         Args:
             request: A live request.
@@ -1997,7 +2046,7 @@ class SequenceLedger:
         """
     def new_range(self, /, request: Hashable) -> tuple[int, int]:
         """
-        The tokens that are final and computed and that no commit has taken.
+        Return the range of tokens that are final and computed, but not committed.
 
         Args:
             request: A live request.
@@ -2018,17 +2067,18 @@ class SequenceLedger:
         self, /, request: Hashable, to: SupportsIndex, *, drop_blocks: bool = False
     ) -> RolledBack:
         """
-        Undo what was issued or computed at or after a position: a preemption, or refused drafts.
+        Undo what was issued or computed at or after a position, for a preemption or rejected
+        drafts.
 
-        The ids stay: final tokens are computed again.
+        The ids stay: final tokens must be computed again.
 
         Args:
             request: A live request.
             to: A position in tokens; nothing below it changes.
-            drop_blocks: Also cut blocks wholly after `to` off the table.
+            drop_blocks: Also remove the blocks wholly after `to` from the table.
 
         Raises:
-            ValueError: `to` is below what was committed, or after what was issued.
+            ValueError: `to` is below the committed tokens, or after the issued positions.
 
         Example:
             >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
@@ -2043,18 +2093,19 @@ class SequenceLedger:
         self, /, request: Hashable, num_tokens: SupportsIndex, *, num_drafts: SupportsIndex = 0
     ) -> None:
         """
-        The engine issues the next positions: a piece of the prompt, a token, look-ahead.
+        Record that the engine issues the next positions: a piece of the prompt, a token,
+        look-ahead.
 
-        Tokens that have KV already, after a gap, are skipped.
+        Cached tokens after a gap are skipped.
 
         Args:
             request: A live request.
-            num_tokens: How many.
-            num_drafts: How many of these, the last ones, are unverified drafts. A claim counts for them
-                only if it follows ids after the first of them.
+            num_tokens: Number of positions.
+            num_drafts: How many of these, counted from the end, are unverified drafts. A claim
+                counts for drafts only if ids after the first of them have arrived before it.
 
         Raises:
-            ValueError: The blocks are too few, or the drafts more than the tokens.
+            ValueError: There are too few blocks, or more drafts than tokens.
 
         Example:
             >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
@@ -2066,7 +2117,7 @@ class SequenceLedger:
         """
     def sequence(self, /, request: Hashable) -> TokenSequence:
         """
-        The sequence object that a request began with.
+        Return the sequence object with which a request began.
 
         Args:
             request: A live request.
@@ -2082,7 +2133,7 @@ class SequenceLedger:
         """
     def source(self, /, request: Hashable) -> ReusePlan | ComputedSource | Imported:
         """
-        The source that a request began with.
+        Return the source with which a request began.
 
         Args:
             request: A live request.
@@ -2098,7 +2149,7 @@ class SequenceLedger:
         """
     def spans(self, /, request: Hashable) -> list[Span]:
         """
-        The spans that a request was tagged with, in the order in which they came.
+        Return the spans of a request, in call order.
 
         Args:
             request: A live request.
@@ -2109,8 +2160,10 @@ class SequenceLedger:
             ... )
             >>> ledger = kvtrie.SequenceLedger(block_size=2)
             >>> ledger.begin("a", seq, [6, 0], num_computed=2)
+            >>> ledger.tag("a", [kvtrie.Span(2, 3, "answer")])
+            >>> ledger.tag("a", [kvtrie.Span(0, 2, "user")])
             >>> ledger.spans("a")
-            []
+            [Span(2, 3, 'answer'), Span(0, 2, 'user')]
         """
     def step(
         self,
@@ -2124,25 +2177,27 @@ class SequenceLedger:
         num_drafts: _Integers | None = None,
     ) -> None:
         """
-        One scheduler step of many requests, all of it or nothing.
+        Record one scheduler step of many requests. It takes effect for all of them or for none.
 
-        For each request, in this order: `append` of its new ids, `confirm` of the engine's counter, and
-        `schedule` from that counter on. Numpy arrays are read without an object per item.
+        For each request, in this order: `append` of its new ids, `confirm` of the engine's counter,
+        and `schedule` from that counter on. Numpy arrays are read without an object per item.
 
         Args:
             requests: Live requests, each once.
-            num_scheduled: Positions that this step issues, one number per request.
-            num_computed: The engine's counters before this step, in tokens, one per request. They may
-                count steps under way, run ahead of the ids, and come down where drafts were refused.
-            ids: Ids that became final since the last step, request after request, each as for `append`.
-            offsets: Where each request's ids begin, with the end after the last.
-            num_drafts: How many of `num_scheduled`, the last ones, are unverified drafts, one number
-                per request; None is 0 for all.
+            num_scheduled: Number of positions that this step issues, per request.
+            num_computed: The engine's counter before this step, in tokens, per request. It may
+                include steps under way, run ahead of the ids, and fall where drafts were rejected.
+            ids: Ids that became final since the last step, request after request, each as for
+                `append`.
+            offsets: Where each request's ids begin, and the end of the last.
+            num_drafts: How many of `num_scheduled`, counted from the end, are unverified drafts,
+                per request; None means 0 for all.
 
         Raises:
             StaleHandleError: A request is not live; the message names it.
-            ValueError: A request comes twice, lists have different lengths, offsets do not ascend from
-                0 to the number of ids, or a request is contradicted; the message names it.
+            ValueError: A request occurs twice, lists have different lengths, offsets do not ascend
+                from 0 to the number of ids, or a request's positions are contradicted; the message
+                names it.
 
         Example:
             >>> import numpy as np
@@ -2157,7 +2212,7 @@ class SequenceLedger:
         """
     def tag(self, /, request: Hashable, spans: Iterable[Span]) -> None:
         """
-        Keep spans of a request; an index gets them with the commits that take their blocks.
+        Store spans of a request. Commits give them to the index with the blocks of their tokens.
 
         Args:
             request: A live request.
@@ -2176,10 +2231,10 @@ class SequenceLedger:
         """
     def untag(self, /, request: Hashable) -> None:
         """
-        Remove the spans that no index has yet.
+        Remove the spans that were not yet given to an index.
 
-        An index has at most 64 kinds: if it refuses one, every commit of the request fails until the
-        spans are removed.
+        An index has at most 64 kinds. If it refuses one, every commit of the request fails until
+        the spans are removed.
 
         Args:
             request: A live request.
@@ -2190,13 +2245,16 @@ class SequenceLedger:
             ... )
             >>> ledger = kvtrie.SequenceLedger(block_size=2)
             >>> ledger.begin("a", seq, [6, 0], num_computed=2)
+            >>> ledger.tag("a", [kvtrie.Span(1, 3, "reasoning")])
             >>> ledger.untag("a")
+            >>> ledger.spans("a")
+            []
         """
 
 @final
 class SharedSalt:
     """
-    The type of `kvtrie.SHARED`, its one value.
+    The type of `kvtrie.SHARED`, its only value.
 
     Example:
         >>> kvtrie.SHARED
@@ -2219,7 +2277,7 @@ class Span:
         kind: What the tokens are.
 
     Raises:
-        TypeError: A position is not an int, or the kind not a str.
+        TypeError: A position is not an int, or the kind is not a str.
         ValueError: The range is reversed or negative, or the kind is empty.
 
     Example:
@@ -2233,7 +2291,7 @@ class Span:
     def __new__(cls, /, start: SupportsIndex, end: SupportsIndex, kind: str) -> Span: ...
     def __replace__(self, /, **changes: object) -> Span:
         """
-        `replace`, for `copy.replace`.
+        Same as `replace`, for `copy.replace`.
         """
     @property
     def end(self, /) -> int:
@@ -2271,23 +2329,23 @@ class TokenSequence:
     """
     Token ids from position 0, in a namespace.
 
-    Make one sequence per request and extend it: it remembers how far it matched in the index that
-    last used it, so a call costs its new tokens only.
+    Make one sequence per request and extend it. It remembers how far it matched in the index that
+    last used it, so a call costs only its new tokens.
 
-    `len(seq)` is the number of tokens, `seq[i]` the id at a position (an int), `seq[a:b]` a copy as
-    a numpy array of uint32; iteration covers the ids of that moment. Sequences compare by identity;
-    compare slices for equal ids.
+    `len(seq)` is the number of tokens, `seq[i]` the id at a position (an int), and `seq[a:b]` a
+    copy as a numpy array of uint32. Iteration covers the ids at its start. Sequences compare by
+    identity; compare slices to compare ids.
 
     Args:
         ids: Token ids, each in 0..2**32: a list or tuple of int, an `array.array`, a memoryview, a
             one-dimensional numpy array of any integer dtype, or a CPU tensor. They are copied.
-        namespace: What the KV depends on besides the tokens.
-        items: Ranges that stand for something else, ascending, disjoint and inside the ids.
+        namespace: Everything besides tokens that the KV depends on.
+        items: Ranges that represent something else, ascending, disjoint and inside the ids.
 
     Raises:
-        TypeError: The ids hold bools, floats or anything else that is not an integer.
-        ValueError: An id is negative or too large (it is never wrapped), the array is not
-            one-dimensional, or an item is elsewhere.
+        TypeError: An id is a bool, a float or anything else that is not an integer.
+        ValueError: An id is negative or too large (none is wrapped), the array is not
+            one-dimensional, or an item is outside the ids, overlaps or does not ascend.
 
     Example:
         >>> import numpy as np
@@ -2311,7 +2369,7 @@ class TokenSequence:
         Append token ids.
 
         Args:
-            ids: More token ids, as for the class. They are copied.
+            ids: Token ids, as for the class. They are copied.
             items: Items over the new tokens; positions count from the start of the sequence.
 
         Raises:
@@ -2355,8 +2413,8 @@ class TokenSequence:
 @final
 class TransferLimits:
     """
-    The largest manifest that `TransferManifest.from_bytes` reads. Counts are those of all groups
-    together.
+    The largest manifest that `TransferManifest.from_bytes` reads. Counts are totals over all groups
+    of blocks.
 
     Args:
         max_bytes: Bytes of the manifest, 64 MiB.
@@ -2391,7 +2449,7 @@ class TransferLimits:
     ) -> TransferLimits: ...
     def __replace__(self, /, **changes: object) -> TransferLimits:
         """
-        `replace`, for `copy.replace`.
+        Same as `replace`, for `copy.replace`.
         """
     @property
     def max_block_size(self, /) -> int:
@@ -2445,8 +2503,8 @@ class TransferManifest:
     What a sender offers of one request: runs of blocks with their positions, token digests and
     labels.
 
-    It travels with the KV. The engines agree on which bytes of a block belong to which layer, head
-    and rank. `plan_transfer` checks it with the key.
+    It travels with the KV. The engines must agree on which bytes of a block belong to which layer,
+    head and rank. `plan_transfer` checks the manifest with the key.
 
     Example:
         >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt="tenant-a"))
@@ -2482,27 +2540,29 @@ class TransferManifest:
         context: bytes = ...,
     ) -> TransferManifest:
         """
-        The manifest of a request whose blocks the caller knows.
+        Make the manifest of a request whose blocks the caller knows.
 
         Args:
-            seq: The request's tokens.
-            blocks: Its block table from position 0: ids, or a dict from group number to ids if groups
-                of layers have their own tables. Ids after the last position named below are ignored.
+            seq: The tokens of the request.
+            blocks: Its block table from position 0: ids, or a dict from group number to ids if
+                groups of layers have tables of their own. Ids after the last position named below
+                are ignored.
             key: The deployment's key, 16 to 64 bytes.
-            num_computed: Tokens of `seq`, from 0, that have KV. The token sampled last and drafts have
-                none.
-            block_size: Tokens per block, or a dict from group number to them.
-            source: Where the KV came from: `kvtrie.COMPUTED`, which None is, or a `kvtrie.Imported`.
-            num_lookahead: Positions issued after `num_computed`. Blocks that hold nothing else are
-                look-ahead.
-            context: What the manifest is about, up to 1,024 bytes, such as engine, request and a count
-                of its transfers. A reader with another context is refused. Without one, runs of another
-                engine or of an ended request verify.
+            num_computed: Tokens of `seq`, from position 0, that have KV. The token sampled last and
+                drafts have none.
+            block_size: Tokens per block, or a dict from group number to tokens per block.
+            source: Where the KV came from: `kvtrie.COMPUTED`, which None means, or a
+                `kvtrie.Imported`.
+            num_lookahead: Positions issued after `num_computed`. Blocks that hold only such
+                positions are look-ahead.
+            context: What the manifest is about, up to 1,024 bytes, such as the engine, the request
+                and a count of its transfers. A reader with another context is refused. Without a
+                context, runs of another engine or of a request that has ended verify too.
 
         Raises:
-            ValueError: `num_computed` is beyond the sequence, there are too few blocks (both numbers
-                are named), a block comes twice, groups of blocks and of block sizes differ, or the key
-                has another length.
+            ValueError: `num_computed` is beyond the sequence, there are too few blocks (the message
+                has both numbers), a block occurs twice, groups of blocks and of block sizes differ,
+                or the key is too short or too long.
 
         Example:
             >>> seq = kvtrie.TokenSequence(
@@ -2518,11 +2578,11 @@ class TransferManifest:
     @staticmethod
     def from_bytes(raw: Buffer, limits: TransferLimits | None = None) -> TransferManifest:
         """
-        Read a manifest. Its form is checked here, its truth by `plan_transfer`.
+        Read a manifest. This checks its form; `plan_transfer` checks its digests.
 
         Args:
-            raw: Bytes, from anybody.
-            limits: The largest manifest to read; None takes the defaults of `TransferLimits`.
+            raw: Bytes from an untrusted source.
+            limits: The largest manifest to read; None means the defaults of `TransferLimits`.
 
         Returns:
             The manifest whose `to_bytes()` is `raw`. Reading takes at most four times the memory of
@@ -2549,23 +2609,23 @@ class TransferManifest:
         context: bytes = ...,
     ) -> TransferManifest:
         """
-        The manifest of a live request: its final and computed tokens with their labels, and its
-        look-ahead blocks.
+        Make the manifest of a live request: its final and computed tokens with their labels, and
+        its look-ahead blocks.
 
-        Blocks after a missing range are offered too. If a range ends inside a block, the tokens of that
-        block are offered only if nothing computed comes after. See `SequenceLedger.confirm` for claims
-        that include steps under way.
+        Blocks after a missing range are offered too. If a range ends inside a block, the tokens of
+        that block are offered only if no computed token follows. See `SequenceLedger.confirm` for
+        claims that include steps under way.
 
         Args:
             ledger: The ledger of the engine.
-            request: A live request of it.
+            request: A live request of the ledger.
             key: The deployment's key, 16 to 64 bytes.
             group: The group number of the ledger's blocks.
             context: As for `from_blocks`.
 
         Raises:
             StaleHandleError: The request is not live, or its plan was released.
-            ValueError: `group` is negative, or the key has another length.
+            ValueError: `group` is negative, or the key is too short or too long.
 
         Example:
             >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
@@ -2580,7 +2640,8 @@ class TransferManifest:
     @property
     def is_shared(self, /) -> bool:
         """
-        Whether the KV is shared with everybody. A manifest has no salt of a tenant, only its digest.
+        Whether the KV is shared with everybody. A manifest contains no tenant's salt, only its
+        digest.
         """
     @property
     def kv_dtype(self, /) -> str:
@@ -2595,12 +2656,12 @@ class TransferManifest:
     @property
     def num_tokens(self, /) -> int:
         """
-        The highest end of a run with KV.
+        The highest end of a run with KV, in tokens.
         """
     @property
     def rope(self, /) -> str:
         """
-        How positions rotate K.
+        How K is rotated by position.
         """
     @property
     def runs(self, /) -> list[BlockRun]:
@@ -2609,7 +2670,8 @@ class TransferManifest:
         """
     def to_bytes(self, /) -> bytes:
         """
-        The manifest for `from_bytes`: MessagePack, version 1. Equal manifests have equal bytes.
+        Return the manifest as bytes for `from_bytes`: MessagePack, version 1. Equal manifests have
+        equal bytes.
 
         The bytes contain block ids, positions and digests, no token ids and no salt.
 
@@ -2627,8 +2689,8 @@ class TransferManifest:
 @final
 class TransferPlan:
     """
-    What to load of a manifest, and what to compute: the result of `plan_transfer`. It holds no
-    blocks and needs no release.
+    What to load from a manifest, and what to compute: the result of `plan_transfer`. It pins
+    nothing and needs no release.
 
     Example:
         >>> space, key = kvtrie.Namespace(model="m", salt=kvtrie.SHARED), b"k" * 32
@@ -2645,77 +2707,79 @@ class TransferPlan:
     @property
     def compute(self, /) -> npt.NDArray[np.int64]:
         """
-        Ranges to compute, int64[n, 2], ascending: neither cached nor loaded, and what `keep_last`
-        keeps.
+        Ranges to compute, int64 of shape (n, 2), ascending: tokens neither cached nor loaded, and
+        the last `keep_last` tokens.
         """
     @property
     def exact_until(self, /) -> int:
         """
-        Position of the first token that is loaded and approximate, or the length of the sequence.
+        Position of the first approximate token that is loaded, or the length of the sequence.
         """
     @property
     def hops(self, /) -> int:
         """
-        The most hops of loaded KV, 0 if all of it is exact.
+        The most hops of loaded KV; 0 if all of it is exact.
         """
     @property
     def missing(self, /) -> npt.NDArray[np.int64]:
         """
-        `compute`, under the name that `SequenceLedger.begin` has for it.
+        Same as `compute`, under the name that `SequenceLedger.begin` uses.
         """
     @property
     def num_approximate(self, /) -> int:
         """
-        Tokens that are loaded and approximate in some group.
+        Number of tokens that are loaded and approximate in some group.
         """
     @property
     def num_exact(self, /) -> int:
         """
-        Tokens that are loaded and exact in every group.
+        Number of tokens that are loaded and exact in every group.
         """
     @property
     def pairs(self, /) -> npt.NDArray[np.void]:
         """
-        What to load, a structured array by group and position: `group`, `remote` and `local` (block
-        ids, int32; `local` is -1 if the plan was made without `local_blocks`), `start` and `end`
-        (positions in the local sequence, int64), `delta` (position here minus position there, int64:
-        by how many positions K is rotated), `class` (0 exact, 1 approximate, uint8), `hops` (of the KV
-        once loaded, uint16). Each pair is inside one remote and one local block, number
-        `start // block_size` of the local table; the first of its tokens is at
-        `(start - delta) % remote_block_size` in the remote one.
+        The pairs of blocks to load, by group and position. A structured array with the fields
+        `group`, `remote` and `local` (block ids, int32; `local` is -1 if the plan was made without
+        `local_blocks`), `start` and `end` (positions in the local sequence, int64), `delta`
+        (position here minus position there, by which K is rotated, int64), `class` (0 exact, 1
+        approximate, uint8) and `hops` (of the loaded KV, uint16). Each pair is inside one remote
+        and one local block, number `start // block_size` of the local table. Its first token is at
+        `(start - delta) % remote_block_size` in the remote block.
         """
     @property
     def source(self, /) -> Imported | ComputedSource:
         """
-        The source for `insert` and `begin` after loading: `Imported(exact_until, hops)`, or `COMPUTED`
-        if all loaded KV is exact, so that tokens decoded after it count as exact too. Both assume that
-        `cached` is exact.
+        The source for `insert` and `begin` after loading: `Imported(exact_until, hops)`, or
+        `COMPUTED` if all loaded KV is exact, so that tokens decoded after it are exact too. Both
+        assume that the `cached` tokens are exact.
         """
 
 @final
 class WouldSave:
     """
-    What a plan would find of a prompt, in tokens.
+    What a plan would reuse and compute of a prompt, in tokens.
 
     Example:
+        >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
         >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
-        >>> kvtrie.RadixIndex(num_blocks=8).explain(seq).would_save
-        WouldSave(exact=0, approximate=0, compute=3)
+        >>> done = index.insert(seq, [6], num_computed=2, source=kvtrie.COMPUTED)
+        >>> index.explain(seq).would_save
+        WouldSave(exact=2, approximate=0, compute=1)
     """
     @property
     def approximate(self, /) -> int:
         """
-        Tokens found in another context or at another position.
+        Tokens that can be reused from another context or position.
         """
     @property
     def compute(self, /) -> int:
         """
-        Tokens left to compute.
+        Tokens to compute.
         """
     @property
     def exact(self, /) -> int:
         """
-        Tokens found exactly.
+        Tokens that can be reused exactly.
         """
 
 def plan_transfer(
@@ -2734,31 +2798,32 @@ def plan_transfer(
     Plan which blocks of a sender to load for a sequence, and what to compute. Nothing is pinned.
 
     A token is loaded only if a digest proves that the local sequence has it there. It is exact if
-    its run is and all tokens before it are those of the local sequence; such KV stays in place,
-    `delta` is 0. An approximate policy also allows, in place, KV that the sender calls approximate,
-    and moved runs: whole blocks (and the last one) whose tokens are elsewhere in the local
-    sequence, at least `policy.min_run` (16) tokens with one delta, at one hop more.
+    its run is exact and all tokens before it equal those of the local sequence. Such KV keeps its
+    position: `delta` is 0. A policy that allows approximate KV also allows KV at its position that
+    the sender labels approximate, and moved runs: whole blocks (and the last one) whose tokens are
+    elsewhere in the local sequence, at least `policy.min_run` (16) tokens with one delta, at one
+    hop more.
 
     Digests are per block: if a block differs, none of its tokens is loaded. Each group is planned
-    separately, and a token is loaded if all groups have it; a pair has the label of its own group,
-    `exact_until` and `hops` are the worst of all groups.
+    separately, and a token is loaded only if all groups have it. A pair has the label of its own
+    group; `exact_until` and `hops` are the worst of all groups.
 
     The plan uses a copy of `local_seq`, so other threads may use the sequence meanwhile. A search
-    for moved runs hashes one block per token that nothing else covers: its time grows with the
+    for moved runs hashes one block per token that no other KV covers, so its time grows with the
     sender's block size.
 
     Args:
-        manifest: What the sender offers.
-        local_seq: The prompt here.
-        local_blocks: Its block table from position 0: ids (group 0), or a dict from group number to
-            ids. It must cover the sequence; further ids are ignored. None: no block is allocated yet,
-            and the pairs name none.
+        manifest: The manifest of the sender.
+        local_seq: The prompt of the receiver.
+        local_blocks: The prompt's block table from position 0: ids (group 0), or a dict from group
+            number to ids. It must cover the sequence; further ids are ignored. None: no block is
+            allocated yet, and the pairs name no local block.
         cached: Half-open range of positions whose KV is present here and exact. It is not loaded.
         key: The deployment's key, 16 to 64 bytes.
-        policy: What may be loaded; None is `kvtrie.EXACT_ONLY`. A manifest has no kinds: with any
-            `forbid_kinds`, or beyond `max_approximate_share` of the local sequence, nothing
+        policy: What may be loaded; None means `kvtrie.EXACT_ONLY`. A manifest has no kinds: with
+            any `forbid_kinds`, or beyond `max_approximate_share` of the local sequence, nothing
             approximate is loaded. `partial_blocks` has no effect.
-        block_size: Tokens per local block, or a dict by group; None takes the sender's.
+        block_size: Tokens per local block, or a dict by group; None means the sender's.
         keep_last: Tokens at the end that are computed in any case, cached or not.
         context: As the sender gave it to `TransferManifest.from_blocks`.
 
@@ -2766,8 +2831,8 @@ def plan_transfer(
         TransferRefused: With the reason `"digest"` (a run was changed, or written with another key
             or context), `"namespace"` (the message names the field), or `"groups"` (the sender has
             other groups).
-        ValueError: There are too few local blocks (both numbers are named), one comes twice,
-            `cached` is not a range inside the sequence, or the key has another length.
+        ValueError: There are too few local blocks (the message has both numbers), one occurs twice,
+            `cached` is not a range inside the sequence, or the key is too short or too long.
 
     Example:
         >>> space, key = kvtrie.Namespace(model="m", salt=kvtrie.SHARED), b"k" * 32
@@ -2814,4 +2879,4 @@ class TransferRefused(KvTrieError):
     reason: str
 
 class UnsupportedRopeError(KvTrieError):
-    """The keys of a model cannot be moved by turning them, or its config does not say how they turn."""
+    """The keys of a model cannot be re-rotated, or its config does not say how they are rotated."""

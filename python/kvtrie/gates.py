@@ -4,8 +4,8 @@ A gate file names one model, and says what each policy measured on it cost and w
 within the thresholds. Engines use ``kvtrie.EXACT_ONLY`` for what it does not clear. A cleared
 policy is still approximate. ``docs/fidelity.md`` has the rule.
 
-Clearing is monotone: a policy that lost more, gained less or diverges more, or a control that lost
-less, never clears what better figures do not.
+Clearing is monotone: a policy that is not cleared stays so if it loses more, gains less or diverges
+more, or if a control loses less.
 
 This module needs neither torch nor numpy.
 """
@@ -195,7 +195,7 @@ class Figures:
         return found
 
     def blind(self, controls: Sequence[Control], thresholds: Thresholds) -> list[str]:
-        """Why this data could not refuse a policy, with value and limit.
+        """Why this data cannot show that a policy is bad, with value and limit.
 
         Args:
             controls: Measured on the same replies.
@@ -315,9 +315,7 @@ class Measured:
         high = self.interval[1]
         if high > thresholds.max_loss:
             needed = questions_needed(self.lost, self.gained, thresholds.max_loss)
-            more = (
-                "" if needed is None else f" (the data cannot tell: {needed} questions are needed)"
-            )
+            more = "" if needed is None else f" (undecided: {needed} questions are needed)"
             return (
                 f"up to {100 * high:.2f} points of accuracy lost over {self.questions} questions, "
                 f"the limit is {100 * thresholds.max_loss:.2f}{more}"
@@ -354,6 +352,12 @@ class Gate:
         data: A description of the replayed data.
         checkpoint: Digest of the measured model directory, by which engines with another namespace
             recognise it; None if its weights are not in safetensors files.
+
+    Example:
+        >>> gate = Gate("m@1", "bfloat16", "default", Thresholds(), measured=(), controls=())
+        >>> decision = gate.policy(kvtrie.ReusePolicy(approximate=True), model="m@1")
+        >>> decision.policy == kvtrie.EXACT_ONLY, decision.reason
+        (True, 'nothing that reuses as much was measured')
     """
 
     model: str

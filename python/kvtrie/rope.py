@@ -231,6 +231,12 @@ class RopeSpec:
             ValueError: ``mla`` is unknown.
             TypeError: ``interleaved`` is not a bool.
             ImportError: torch is not installed.
+
+        Example:
+            >>> config = {"model_type": "llama", "num_hidden_layers": 2, "rope_theta": 500_000.0}
+            >>> config |= {"hidden_size": 32, "num_attention_heads": 4}
+            >>> RopeSpec.from_config(config)
+            RopeSpec(2 layers, head_dim=8: layers 0 to 1 rotate [0, 8) in halves)
         """
         if mla not in {"latent", "expanded"}:
             msg = f"RopeSpec.from_config: mla must be 'latent' or 'expanded', not {mla!r}"

@@ -1,4 +1,4 @@
-"""What is measured on the shipped models: the task can fail, and the measure sees it."""
+"""Measurements on the shipped models: the task can fail, and the measurement detects it."""
 
 from __future__ import annotations
 

@@ -438,22 +438,32 @@ def test_interval_is_monotone_in_both_counts() -> None:
             assert end >= ends.get((lost, gained + 1), -1.0)
 
 
+@pytest.fixture
+def document() -> Any:
+    """A gate file as JSON, for a test to spoil."""
+    return json.loads(gate().to_json())
+
+
+def write(path: Path, document: dict[str, Any]) -> None:
+    path.write_text(json.dumps(document), encoding="utf-8")
+
+
+def inside(document: Any, keys: tuple[Any, ...]) -> Any:
+    for key in keys:
+        document = document[key]
+    return document
+
+
 def put(*keys: Any, value: Any) -> Callable[[dict[str, Any]], None]:
     def change(document: dict[str, Any]) -> None:
-        inner: Any = document
-        for key in keys[:-1]:
-            inner = inner[key]
-        inner[keys[-1]] = value
+        inside(document, keys[:-1])[keys[-1]] = value
 
     return change
 
 
 def drop(*keys: Any) -> Callable[[dict[str, Any]], None]:
     def change(document: dict[str, Any]) -> None:
-        inner: Any = document
-        for key in keys[:-1]:
-            inner = inner[key]
-        del inner[keys[-1]]
+        del inside(document, keys[:-1])[keys[-1]]
 
     return change
 
@@ -505,11 +515,10 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], None]] = {
 
 @pytest.mark.parametrize("change", HOSTILE.values(), ids=HOSTILE.keys())
 def test_read_hostile_field_is_refused(
-    path: Path, change: Callable[[dict[str, Any]], None]
+    path: Path, change: Callable[[dict[str, Any]], None], document: Any
 ) -> None:
-    document = json.loads(gate().to_json())
     change(document)
-    path.write_text(json.dumps(document), encoding="utf-8")
+    write(path, document)
     with pytest.raises(gates.GateError, match=r"gate\.json"):
         gates.read(path)
 
@@ -538,7 +547,7 @@ def test_read_hostile_figure_is_refused_by_name(
     for change in (drop(*side, name), *(put(*side, name, value=one) for one in FIELDS[name])):
         document = json.loads(gate().to_json())
         change(document)
-        path.write_text(json.dumps(document), encoding="utf-8")
+        write(path, document)
         with pytest.raises(gates.GateError, match=rf"gate\.json, (policy|control) 1, .*'{name}'"):
             gates.read(path)
 
@@ -553,22 +562,20 @@ def test_read_hostile_figure_is_refused_by_name(
     ],
 )
 def test_read_figures_that_contradict_each_other_are_refused(
-    path: Path, name: str, value: int, said: str
+    path: Path, name: str, value: int, said: str, document: Any
 ) -> None:
-    document = json.loads(gate().to_json())
     put(*FIGURES, name, value=value)(document)
-    path.write_text(json.dumps(document), encoding="utf-8")
+    write(path, document)
     with pytest.raises(gates.GateError, match=said):
         gates.read(path)
 
 
-def test_read_control_of_other_replies_is_refused(path: Path) -> None:
+def test_read_control_of_other_replies_is_refused(path: Path, document: Any) -> None:
     # Though the other control is of the same replies, and clears the policy.
-    document = json.loads(gate().to_json())
     second = json.loads(json.dumps(document["controls"][0])) | {"name": "drop"}
     second["figures"][0]["positions"] += 1
     document["controls"].append(second)
-    path.write_text(json.dumps(document), encoding="utf-8")
+    write(path, document)
     said = r"are \(900, 500, 495\), those of the control 'drop' are \(901, 500, 495\)"
     with pytest.raises(gates.GateError, match=said):
         gates.read(path)
@@ -576,56 +583,43 @@ def test_read_control_of_other_replies_is_refused(path: Path) -> None:
 
 @pytest.mark.parametrize("constant", ["NaN", "Infinity", "-Infinity"])
 @pytest.mark.parametrize("name", ["kl_mean", "kl_p99", "top1"])
-def test_read_figure_that_is_no_number_is_refused(path: Path, name: str, constant: str) -> None:
-    document = json.loads(gate().to_json())
+def test_read_figure_that_is_no_number_is_refused(
+    path: Path, name: str, constant: str, document: Any
+) -> None:
     put(*FIGURES, name, value="HERE")(document)
     path.write_text(json.dumps(document).replace('"HERE"', constant), encoding="utf-8")
     with pytest.raises(gates.GateError, match=f"{constant} is not a JSON number"):
         gates.read(path)
 
 
-@pytest.mark.parametrize(
-    "raw",
-    [
-        b"",
-        b"{",
-        b"[]",
-        b"null",
-        b"\xff\xfe",
-        b'{"format": NaN}',
-        b'{"format": "kvtrie-gate", "format": "kvtrie-gate"}',
-        b"[" * 100_000,
-        b"9" * 5_000,
-        b'{"a":' * 50_000,
-        b" " * (gates.MAX_BYTES + 1),
-    ],
-    ids=[
-        "empty",
-        "cut",
-        "list",
-        "null",
-        "bytes",
-        "nan",
-        "twice",
-        "deep",
-        "long number",
-        "deep objects",
-        "large",
-    ],
-)
+HOSTILE_BYTES = {
+    "empty": b"",
+    "cut": b"{",
+    "list": b"[]",
+    "null": b"null",
+    "bytes": b"\xff\xfe",
+    "nan": b'{"format": NaN}',
+    "twice": b'{"format": "kvtrie-gate", "format": "kvtrie-gate"}',
+    "deep": b"[" * 100_000,
+    "long number": b"9" * 5_000,
+    "deep objects": b'{"a":' * 50_000,
+    "large": b" " * (gates.MAX_BYTES + 1),
+}
+
+
+@pytest.mark.parametrize("raw", HOSTILE_BYTES.values(), ids=HOSTILE_BYTES)
 def test_read_hostile_bytes_are_refused(path: Path, raw: bytes) -> None:
     path.write_bytes(raw)
     with pytest.raises(gates.GateError):
         gates.read(path)
 
 
-def test_read_version_1_says_why_it_clears_nothing(path: Path) -> None:
+def test_read_version_1_says_why_it_clears_nothing(path: Path, document: Any) -> None:
     # As version 1 wrote it: no controls, and thresholds that limit neither KL nor top 1.
-    document = json.loads(gate().to_json())
     document["version"] = 1
     del document["controls"]
     document["thresholds"] |= {"max_kl_mean": None, "max_kl_p99": None, "min_top1": None}
-    path.write_text(json.dumps(document), encoding="utf-8")
+    write(path, document)
     with pytest.raises(gates.GateMismatchError) as caught:
         gates.read(path)
     assert str(caught.value) == (
@@ -635,10 +629,9 @@ def test_read_version_1_says_why_it_clears_nothing(path: Path) -> None:
 
 
 @pytest.mark.parametrize("version", [0, 3, True, 1.0, "1", None, 10**30])
-def test_read_another_version_is_refused(path: Path, version: Any) -> None:
-    document = json.loads(gate().to_json())
+def test_read_another_version_is_refused(path: Path, version: Any, document: Any) -> None:
     document["version"] = version
-    path.write_text(json.dumps(document), encoding="utf-8")
+    write(path, document)
     with pytest.raises(gates.GateMismatchError, match="version"):
         gates.read(path)
 

@@ -177,7 +177,7 @@ def test_interrupted_and_killed_run_ends_as_one_that_was_not(tmp_path: Path) -> 
     assert len(kept.read_bytes()) > len(before)
     assert out.read_text(encoding="utf-8") == "old"
 
-    # Another run is refused by name, and harms nothing.
+    # Another run is refused by name, and the file is unchanged.
     before = kept.read_bytes()
     refused = run(out, "--seed", "1")
     assert (refused.exit_code, refused.stdout) == (2, "")

@@ -102,7 +102,7 @@ def test_too_few_questions_cannot_tell_and_say_how_many_are_needed(
 ) -> None:
     # Regression: four right answers of four were shown as within the limits.
     few = report(replace(GOOD, questions=100, right_full=100))
-    assert line(capsys, few).rstrip().endswith("cannot tell: 381 needed")
+    assert line(capsys, few).rstrip().endswith("undecided: 381 needed")
     found = row(few)
     assert (found["within_thresholds"], found["questions_needed"]) == (None, 381)
     assert "381 questions are needed, 100 were asked" in found["reason"]
@@ -121,7 +121,7 @@ def test_too_few_questions_cannot_tell_and_say_how_many_are_needed(
 def test_data_that_could_not_refuse_cannot_tell(
     capsys: pytest.CaptureFixture[str], found: measure.Report, why: str
 ) -> None:
-    assert "cannot tell" in line(capsys, found)
+    assert "undecided" in line(capsys, found)
     assert row(found)["within_thresholds"] is None
     assert why in row(found)["reason"]
 

@@ -93,7 +93,7 @@ def test_one_reply_has_no_edited_history(run: Run, write: Write) -> None:
 
 def test_what_goes_on_is_not_measured() -> None:
     replies = [_edited.Reply([], [7, 8, 9]), _edited.Reply([], [7]), _edited.Reply([], [7])]
-    # The second prompt goes on from the first and its reply, the third leaves the reply out.
+    # The second prompt continues the first and its reply, the third omits the reply.
     steps = _edited._steps([[1, 2], [1, 2, 7, 8, 5], [1, 2, 5]], replies)
     assert [step.is_measured for step in steps] == [False, False, True]
 
@@ -103,13 +103,15 @@ def test_edited_histories_of_the_shipped_conversation(run: Run) -> None:
     assert conversation["why_not_edited"] is None
     rows = {(row["shape"], row["policy"]): row for row in conversation["edited"]}
     names = ("full", "exact", "rotated", "rotated+first4", "rotated+last4")
-    assert list(rows) == [(shape, name) for shape in ("W01", "W11") for name in names]
+    assert list(rows) == [
+        (shape, name) for shape in ("one by one", "all at once") for name in names
+    ]
     for row in rows.values():
         assert row["exact"] + row["moved"] + row["computed"] == row["prompt"]
         assert row["seconds"] > 0
         assert row["positions"] > 0
         assert row["answer"]
-    for shape in ("W01", "W11"):
+    for shape in ("one by one", "all at once"):
         full, exact = rows[shape, "full"], rows[shape, "exact"]
         assert (full["computed"], full["kl_mean"], full["top1"]) == (full["prompt"], 0, 1)
         assert exact["moved"] == 0

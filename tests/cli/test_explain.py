@@ -1,4 +1,4 @@
-"""``kvtrie explain``: what it shows, in which form, and how it gives up."""
+"""``kvtrie explain``: what it shows, in which form, and its errors."""
 
 from __future__ import annotations
 

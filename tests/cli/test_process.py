@@ -124,7 +124,7 @@ def wait_for(found: Callable[[], bool], process: subprocess.Popen[str]) -> None:
 
 
 def interrupt_import_of(module: str, args: list[str], tmp_path: Path) -> tuple[int, str, str]:
-    """Run a command with a module that never ends to import, and interrupt it there."""
+    """Run a command in which the import of a module never ends, and interrupt it there."""
     stubs, mark = tmp_path / "stubs", tmp_path / "mark"
     stubs.mkdir()
     stub = f"open({str(mark)!r}, 'w').close()\nimport time\nwhile True: time.sleep(0.01)\n"
@@ -171,7 +171,7 @@ def test_interrupted_while_it_reads_is_one_sentence(prompts: list[str], tmp_path
     def is_read() -> bool:
         try:
             writers.append(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
-        except OSError:  # nobody has it open to read yet
+        except OSError:  # no reader has opened it yet
             return False
         return True
 
@@ -191,7 +191,7 @@ def run_guarded(code: str, **options: Any) -> subprocess.CompletedProcess[str]:
 
 def test_interrupted_while_a_file_is_written_waits_until_it_is_whole() -> None:
     done = run_guarded(
-        "with _process.last_words(lambda: 'all is kept'), _process.held():\n"
+        "with _process.add_to_interrupt(lambda: 'all is kept'), _process.held():\n"
         "    os.kill(os.getpid(), signal.SIGINT)\n"
         "    print('whole', flush=True)\n"
         "print('never', flush=True)\n"
@@ -201,7 +201,7 @@ def test_interrupted_while_a_file_is_written_waits_until_it_is_whole() -> None:
 
 
 def test_interrupts_that_are_ignored_stay_ignored() -> None:
-    # As nohup, and shells for what runs in the background, start it.
+    # nohup, and shells for background jobs, start commands with SIGINT ignored.
     done = run_guarded(
         "os.kill(os.getpid(), signal.SIGINT)\nprint('goes on')\n",
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),

@@ -1,4 +1,4 @@
-"""The extra `cli` is without torch: each command runs as far as it needs none, then says so."""
+"""The extra `cli` has no torch: each command runs until it needs torch, then says so."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ from typing import Any
 import figures
 import pytest
 import report
+from workloads.registry import WORKLOADS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
@@ -63,6 +64,14 @@ def test_a_goal_is_met_at_its_bound(
 ) -> None:
     goal = report.goal_of("group", "what", value, " µs", least=least, limit=limit)
     assert goal.is_met == is_met
+
+
+def test_every_workload_is_named() -> None:
+    for text in (PAGE, report.tables(CONTENT)):
+        found = re.findall(r"\b(W\d\d(?:\.\S*\w)?) (\S*\w)", text)
+        assert found
+        assert len(found) == len(re.findall(r"\bW\d\d", text))
+        assert {name for _, name in found} <= {one.name for one in WORKLOADS.values()}
 
 
 def test_readme_quotes_recorded_figures() -> None:

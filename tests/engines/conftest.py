@@ -111,3 +111,18 @@ def check_drained(check_blocks: Callable[[Generator], None]) -> Callable[[Genera
         assert generator.index.stats().live_plans == 0
 
     return check
+
+
+@pytest.fixture
+def drain(check_blocks: Callable[[Generator], None]) -> Callable[[Generator], None]:
+    """Step until no request is left, and check before and after each step."""
+
+    def run(generator: Generator) -> None:
+        for _ in range(2_000):
+            check_blocks(generator)
+            if not (generator.num_running or generator.num_waiting):
+                return
+            generator.step()
+        pytest.fail("not done after 2,000 steps")
+
+    return run

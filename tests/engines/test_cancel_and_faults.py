@@ -35,20 +35,14 @@ def submit_three(generator: Generator, ids: Ids) -> list[Request]:
     ]
 
 
-def run(generator: Generator, check: Check) -> None:
-    while generator.num_running or generator.num_waiting:
-        generator.step()
-        check(generator)
-
-
 @pytest.mark.parametrize("victim", [0, 1, 2])
 @pytest.mark.parametrize("num_blocks", [64, 9])
 def test_cancel_at_every_step(
-    victim: int, num_blocks: int, make: Make, ids: Ids, check_blocks: Check, check_drained: Check
+    victim: int, num_blocks: int, make: Make, ids: Ids, drain: Check, check_drained: Check
 ) -> None:
     plain = make()
     expected = submit_three(plain, ids)
-    run(plain, check_blocks)
+    drain(plain)
     for steps in range(40):
         generator = make(num_blocks=num_blocks, prefill_chunk=5)
         requests = submit_three(generator, ids)
@@ -56,8 +50,7 @@ def test_cancel_at_every_step(
             generator.step()
         was_finished = requests[victim].status == "finished"
         generator.cancel(requests[victim])
-        check_blocks(generator)
-        run(generator, check_blocks)
+        drain(generator)
         check_drained(generator)
         for number, (request, want) in enumerate(zip(requests, expected, strict=True)):
             if number != victim or was_finished:
@@ -119,7 +112,7 @@ class Fuse:
 
 
 class Faulty:
-    """Passes everything on, but burns the fuse before the calls that it guards."""
+    """Passes all calls on; the fuse counts the guarded ones, and one of them fails."""
 
     def __init__(self, real: Any, fuse: Fuse, *guarded: str) -> None:
         self.real = real
@@ -175,11 +168,11 @@ def faulty(generator: Generator, fuse: Fuse, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("num_blocks", [64, 9])
 def test_failure_at_every_call_loses_no_block(
-    num_blocks: int, make: Make, ids: Ids, check_blocks: Check, check_drained: Check
+    num_blocks: int, make: Make, ids: Ids, drain: Check, check_drained: Check
 ) -> None:
     plain = make()
     expected = [request.tokens for request in submit_three(plain, ids)]
-    run(plain, check_blocks)
+    drain(plain)
     failures = 0
     at = 0
     while True:
@@ -190,7 +183,7 @@ def test_failure_at_every_call_loses_no_block(
         with pytest.MonkeyPatch.context() as patch:
             faulty(generator, fuse, patch)
             requests = submit_three(generator, ids)
-            run(generator, check_blocks)
+            drain(generator)
         check_drained(generator)
         failed = [request for request in requests if request.finish_reason == "error"]
         failures += len(failed)

@@ -215,7 +215,7 @@ def test_bad_options_are_refused(
     ids=str,
 )
 def test_a_message_without_content_is_refused(talk: Generator, message: dict[str, Any]) -> None:
-    """As `kvtrie demo` refuses it; the template would write "None", or nothing at all."""
+    """As `kvtrie demo` refuses it; the template would write "None", or nothing."""
     with pytest.raises(ValueError, match=r"Generator: prompt\[1\] is a message without content"):
         talk.submit([CHAT[0], message])
     assert talk.num_waiting == 0
@@ -343,7 +343,7 @@ def test_other_element_types_give_the_same_answers_with_reuse(
     two = generator.generate(ids(22), max_new_tokens=4, return_logits=True)
     # 22 + 3 tokens with KV: the sixth block is full too, and its first token is the prompt's.
     assert (one.usage.exact, two.usage.exact) == (0, 21)
-    # Half precision: three decimal digits of logits below 10. The first row says it all.
+    # Half precision: three decimal digits of logits below 10. The first row is enough.
     atol = {torch.float64: 1e-9, torch.float16: 0.05, torch.bfloat16: 0.3}[dtype]
     assert one.logits is not None
     assert two.logits is not None

@@ -149,7 +149,7 @@ def test_headroom_is_kept_and_nothing_is_taken_without() -> None:
     seq = sequence(NEW[:14])
     others = store.index.plan(sequence(RUN, [0]), kvtrie.EXACT_ONLY)
     # 4 free, and 2 that only the head has; the run is pinned.
-    with pytest.raises(OutOfBlocksError, match="4 blocks wanted besides 3 to spare, 6 available"):
+    with pytest.raises(OutOfBlocksError, match="4 blocks wanted and 3 to spare, 6 available"):
         Lease(store, seq, kvtrie.EXACT_ONLY, headroom=3)
     assert store.allocator.num_free == 4
     assert len(store.ledger) == 0

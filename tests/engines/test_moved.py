@@ -48,6 +48,13 @@ ROPE_MODELS = (
 )
 
 
+def planned(generator: Generator, prompt: list[int]) -> Any:
+    """The segments of the plan that a request for the prompt is about to make."""
+    seq = kvtrie.TokenSequence(prompt, generator.namespace())
+    with generator.index.plan(seq, APPROXIMATE, keep_last=1, pin=False) as plan:
+        return plan.segments.copy()
+
+
 def rows_at(
     model: PreTrainedModel, text: Sequence[int], delta: int
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -107,9 +114,7 @@ def test_logits_equal_those_of_a_cache_put_together_by_hand(
     for name, prompt in edits(text, new).items():
         generator = make(architecture, num_blocks=128, gate="unchecked")
         generator.generate(text, max_new_tokens=1)
-        seq = kvtrie.TokenSequence(prompt, generator.namespace())
-        with generator.index.plan(seq, APPROXIMATE, keep_last=1, pin=False) as plan:
-            segments = plan.segments.copy()
+        segments = planned(generator, prompt)
         done = generator.generate(
             prompt, max_new_tokens=3, ignore_eos=True, return_logits=True, policy=APPROXIMATE
         )
@@ -129,9 +134,7 @@ def test_unrotated_keys_would_be_noticed(
     prompt = edits(text, new)["one deletion"]
     generator = make(architecture, num_blocks=128)
     generator.generate(text, max_new_tokens=1)
-    seq = kvtrie.TokenSequence(prompt, generator.namespace())
-    with generator.index.plan(seq, APPROXIMATE, keep_last=1, pin=False) as plan:
-        segments = plan.segments.copy()
+    segments = planned(generator, prompt)
     want = assembled(models(architecture), text, prompt, segments)
     segments["delta"] = 0
     assert (assembled(models(architecture), text, prompt, segments) - want).abs().max() > 0.01

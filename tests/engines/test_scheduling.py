@@ -20,15 +20,6 @@ if TYPE_CHECKING:
     Check = Callable[[Generator], None]
 
 
-def drain(generator: Generator, check: Check, limit: int = 2_000) -> int:
-    for steps in range(limit):
-        if not (generator.num_running or generator.num_waiting):
-            return steps
-        generator.step()
-        check(generator)
-    pytest.fail(f"not done after {limit} steps")
-
-
 def prompts(ids: Ids) -> list[list[int]]:
     head = ids(18).tolist()
     return [
@@ -44,7 +35,7 @@ def prompts(ids: Ids) -> list[list[int]]:
 @pytest.mark.parametrize("num_blocks", [200, 24, 13])
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 def test_interleaved_requests_equal_one_by_one(
-    num_blocks: int, sampled: bool, make: Make, ids: Ids, check_blocks: Check, check_drained: Check
+    num_blocks: int, sampled: bool, make: Make, ids: Ids, drain: Check, check_drained: Check
 ) -> None:
     options: dict[str, Any] = {"max_new_tokens": 14, "ignore_eos": True}
     if sampled:
@@ -53,7 +44,7 @@ def test_interleaved_requests_equal_one_by_one(
     generator = make(num_blocks=num_blocks, prefill_chunk=8)
     requests = [generator.submit(prompt, **options) for prompt in prompts(ids)]
     assert {request.status for request in requests} == {"waiting"}
-    drain(generator, check_blocks)
+    drain(generator)
     assert [request.tokens for request in requests] == alone
     assert [request.finish_reason for request in requests] == ["length"] * len(requests)
     preemptions = sum(request.num_preemptions for request in requests)
@@ -74,7 +65,7 @@ def test_equal_prompts_at_once_share_what_the_first_computes(
 
 
 def test_same_blocks_computed_twice_are_kept_once(
-    make: Make, ids: Ids, check_blocks: Check, check_drained: Check
+    make: Make, ids: Ids, drain: Check, check_drained: Check
 ) -> None:
     generator = make(prefill_chunk=4)
     # In pieces, interleaved: each computes the blocks that the other has not inserted yet.
@@ -82,14 +73,14 @@ def test_same_blocks_computed_twice_are_kept_once(
         generator.submit([*ids(12).tolist(), tail, *ids(20, seed=9).tolist()], max_new_tokens=3)
         for tail in (5, 5, 6)
     ]
-    drain(generator, check_blocks)
+    drain(generator)
     assert requests[0].tokens == requests[1].tokens
     assert generator.index.stats().indexed == 3 + 2 * 5
     check_drained(generator)
 
 
 def test_full_pool_makes_the_next_request_wait(
-    make: Make, ids: Ids, check_blocks: Check, check_drained: Check
+    make: Make, ids: Ids, drain: Check, check_drained: Check
 ) -> None:
     generator = make(num_blocks=12)
     one = generator.submit(ids(36), max_new_tokens=5, ignore_eos=True)
@@ -97,7 +88,7 @@ def test_full_pool_makes_the_next_request_wait(
     generator.step()
     assert (one.status, two.status) == ("running", "waiting")
     assert two.usage.prompt == 0
-    drain(generator, check_blocks)
+    drain(generator)
     assert (one.num_preemptions, two.num_preemptions) == (0, 0)
     assert (len(one.tokens), len(two.tokens)) == (5, 5)
     check_drained(generator)
@@ -191,9 +182,9 @@ def test_streams_run_side_by_side(make: Make, ids: Ids, check_drained: Check) ->
     alone = [make().generate(ids(9, seed=seed), **options).tokens for seed in range(3)]
     generator = make()
     streams = [generator.stream(ids(9, seed=seed), **options) for seed in range(3)]
-    turns = list(zip(*streams, strict=True))
-    assert [[event.token for event in events] for events in zip(*turns, strict=True)] == alone
-    assert [event.finished for event in turns[-1]] == [True] * 3
+    steps = list(zip(*streams, strict=True))
+    assert [[event.token for event in events] for events in zip(*steps, strict=True)] == alone
+    assert [event.finished for event in steps[-1]] == [True] * 3
     check_drained(generator)
 
 

@@ -67,7 +67,7 @@ def test_spaces_after_special_tokens_stay() -> None:
 
 
 def test_bytes_that_are_no_text_end_nothing() -> None:
-    """A decoder that falls back to bytes takes back what it said of bytes that are no text."""
+    """A decoder that falls back to bytes changes what it returned for invalid bytes."""
     names = ["</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "a"]
     model = models.BPE(vocab={name: at for at, name in enumerate(names)}, merges=[])
     plain = Tokenizer(model)
@@ -76,7 +76,7 @@ def test_bytes_that_are_no_text_end_nothing() -> None:
     stream, rng = TextStream(tokenizer), Random(0)
     for _ in range(2_000):
         stream.push(rng.randrange(1, len(names)))
-    # What comes after it is text again.
+    # Valid text follows.
     stream.push(names.index("a"))
     assert stream.push(names.index("a")) == "a"
 

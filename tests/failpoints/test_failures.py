@@ -1,6 +1,6 @@
 """A call that fails inside has changed nothing, or its handles become unusable.
 
-The error is a typed one, and the interpreter lives. These run on an extension that is built with
+The error is typed, and the interpreter survives. These tests run on an extension that is built with
 failpoints: `make test-failpoints`.
 """
 

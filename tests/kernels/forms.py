@@ -11,7 +11,10 @@ from itertools import pairwise, permutations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvtrie.kernels.geometry import Geometry
 from kvtrie.pool import KVLayout, KVPool
@@ -343,3 +346,15 @@ def geometry_of(pool: KVPool) -> Geometry:
 def same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
     kind = _BITS[one.element_size()]
     return torch.equal(one.contiguous().view(kind), two.contiguous().view(kind))
+
+
+# One case per form, and forms of every size.
+WAYS = pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+RANDOM_FORMS = given(
+    form=st.sampled_from(FORMS),
+    rope=st.sampled_from(sorted(ROPES)),
+    dtype=st.sampled_from(DTYPES),
+    blocks=st.integers(1, 9),
+    block_size=st.integers(1, 7),
+    seed=st.integers(0, 2**32),
+)

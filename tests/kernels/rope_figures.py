@@ -31,16 +31,16 @@ def main() -> None:
             worst = max(worst, rotation.error(rotate(source, ROPE, delta), exact) / once)
         say(f"  one rotation over one rounding, worst of {len(DELTAS)} deltas: {worst:.4f}\n")
         cached = rotation.complex_rotation(unrotated, ROPE, old).to(dtype)
-        for turns in (1, 16, 64):
+        for rotations in (1, 16, 64):
             generator = torch.Generator().manual_seed(5)
-            steps = torch.randint(-500, 500, (turns,), generator=generator).tolist()
+            steps = torch.randint(-500, 500, (rotations,), generator=generator).tolist()
             moved = cached
             for step in steps:
                 moved = rotate(moved, ROPE, step)
             exact = rotation.complex_rotation(unrotated, ROPE, old + sum(steps))
             chained = rotation.error(moved, exact)
             once = rotation.error(rotate(cached, ROPE, sum(steps)), exact)
-            say(f"  {turns:2} rotations: chained {chained:.1e}, once {once:.1e}\n")
+            say(f"  {rotations:2} rotations: chained {chained:.1e}, once {once:.1e}\n")
     rotary = ROPE.layers[0]
     if rotary is None:
         return

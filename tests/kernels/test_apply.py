@@ -13,7 +13,9 @@ from tests.kernels.forms import (
     DTYPES,
     FORMS,
     MOVES,
+    RANDOM_FORMS,
     ROPES,
+    WAYS,
     Form,
     Held,
     Sizes,
@@ -31,8 +33,6 @@ from kvtrie.rope import RopeSpec
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-WAYS = pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
 
 
 def moved(
@@ -99,14 +99,7 @@ def test_apply_with_every_rope(rope: str, dtype: str) -> None:
     check_apply(form, held, sizes, random_moves(5, sizes.slots), spec(rope))
 
 
-@given(
-    form=st.sampled_from(FORMS),
-    rope=st.sampled_from(sorted(ROPES)),
-    dtype=st.sampled_from(DTYPES),
-    blocks=st.integers(1, 9),
-    block_size=st.integers(1, 7),
-    seed=st.integers(0, 2**32),
-)
+@RANDOM_FORMS
 def test_apply_of_random_plans(
     form: Form, rope: str, dtype: str, blocks: int, block_size: int, seed: int
 ) -> None:
@@ -127,13 +120,13 @@ def test_what_is_no_number_stays_in_its_pair(rope: str, dtype: str, value: float
         pool = form.pool(held, sizes, spec(rope))
         pool.apply(np.array([(7, 30, 1, 5)], dtype=MOVES))
         row = pool.k[0][6, 0]
-        turns = ROPES[rope][0]
-        assert turns is not None
+        rotary = ROPES[rope][0]
+        assert rotary is not None
         pairs = [
-            (turns.start + 2 * i, turns.start + 2 * i + 1)
-            if turns.interleaved
-            else (turns.start + i, turns.start + i + len(turns.inv_freq))
-            for i, angle in enumerate(turns.inv_freq)
+            (rotary.start + 2 * i, rotary.start + 2 * i + 1)
+            if rotary.interleaved
+            else (rotary.start + i, rotary.start + i + len(rotary.inv_freq))
+            for i, angle in enumerate(rotary.inv_freq)
             if angle
         ]
         spoiled = next((set(pair) for pair in pairs if channel in pair), {channel})

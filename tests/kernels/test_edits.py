@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 BLOCK_SIZE, NUM_BLOCKS, EDITS, BODY = 16, 256, 64, 160
 SPACE = kvtrie.Namespace(model="toy@1", salt=kvtrie.SHARED)
 POLICY = kvtrie.ReusePolicy(approximate=True)
-TURNS = Rotary(tuple(10_000.0 ** (-i / 8) for i in range(8)))
+ROTARY = Rotary(tuple(10_000.0 ** (-i / 8) for i in range(8)))
 
 
 class Engine:
@@ -26,7 +26,7 @@ class Engine:
 
     def __init__(self) -> None:
         layout = KVLayout(num_layers=1, num_kv_heads=2, head_dim=16, dtype="bfloat16")
-        self.rope = RopeSpec(layers=(TURNS,), head_dim=16)
+        self.rope = RopeSpec(layers=(ROTARY,), head_dim=16)
         self.pool = KVPool(layout, self.rope, num_blocks=NUM_BLOCKS)
         self.index = kvtrie.RadixIndex(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
         self.blocks = kvtrie.BlockAllocator(NUM_BLOCKS)

@@ -37,7 +37,7 @@ def test_a_source_that_is_not_finite_is_named_and_nothing_changes(form: Form, va
                 pool.apply(COPIES, check_finite=True)
             assert raised.value.block_ids == [1, 2]
             assert all(map(torch.equal, held.bits(), before))
-            # Unasked, it is copied.
+            # Without the check it is copied.
             pool.apply(COPIES)
 
 

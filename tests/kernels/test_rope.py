@@ -47,6 +47,12 @@ LLAMA3 = {
 MISSING = object()
 
 
+def gemma3(full: dict[str, Any], sliding: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """A config with settings for each type of layer, and `more` next to them."""
+    types = {"full_attention": full, "sliding_attention": sliding}
+    return {"model_type": "gemma3_text", "rope_parameters": types | more}
+
+
 def made(config: dict[str, Any], **changes: Any) -> RopeSpec:
     return RopeSpec.from_config({**config, **changes})
 
@@ -454,7 +460,7 @@ REFUSED = [
     ({"vision_config": {}}, "multimodal (vision_config)"),
     ({"index_head_dim": 128}, "index_head_dim"),
     ({"index_topk": 2048}, "index_topk"),
-    # K that is no float
+    # K that is not a float
     ({"kv_cache_dtype": "fp8_e4m3"}, "kv_cache_dtype='fp8_e4m3'"),
     ({"kv_cache_dtype": "int4"}, "kv_cache_dtype='int4'"),
     ({"quantization_config": {"kv_cache_scheme": {"num_bits": 8}}}, "kv_cache_scheme"),
@@ -542,42 +548,18 @@ REFUSED = [
         {"model_type": "gemma3_text", "rope_parameters": {"rope_type": "default"}},
         "do not name layer types",
     ),
+    (gemma3({}, {}, factor=2), "mix layer types and fields (factor)"),
     (
-        {
-            "model_type": "gemma3_text",
-            "rope_parameters": {"full_attention": {}, "sliding_attention": {}, "factor": 2},
-        },
-        "mix layer types and fields (factor)",
-    ),
-    (
-        {
-            "model_type": "gemma3_text",
-            "rope_parameters": {
-                "full_attention": {**YARN, "truncate": False, "rope_theta": 1e6},
-                "sliding_attention": {"rope_theta": 1e4},
-            },
-        },
+        gemma3({**YARN, "truncate": False, "rope_theta": 1e6}, {"rope_theta": 1e4}),
         "truncate in the settings of 'full_attention'",
     ),
     (
-        {
-            "model_type": "gemma3_text",
-            "rope_parameters": {
-                "full_attention": {"rope_type": "dynamic", "rope_theta": 1e6},
-                "sliding_attention": {"rope_theta": 1e4},
-            },
-            "num_hidden_layers": 6,
-        },
+        gemma3({"rope_type": "dynamic", "rope_theta": 1e6}, {"rope_theta": 1e4})
+        | {"num_hidden_layers": 6},
         "'dynamic' is dynamic NTK",
     ),
     (
-        {
-            "model_type": "gemma3_text",
-            "rope_parameters": {
-                "full_attention": {"rope_theta": 1e6},
-                "sliding_attention": {"rope_type": "default"},
-            },
-        },
+        gemma3({"rope_theta": 1e6}, {"rope_type": "default"}),
         "of 'sliding_attention' have no rope_theta",
     ),
 ]

@@ -1,4 +1,4 @@
-"""Specs against the models themselves: frequencies, and keys that a model computes elsewhere.
+"""Specs against the models themselves: frequencies, and keys computed at other positions.
 
 Every model type that `RopeSpec.from_config` knows is built tiny, with random weights. Norms get
 random weights too: with weights of one, a norm after the rotation would go unnoticed.
@@ -302,7 +302,7 @@ def test_rotated_keys_are_those_that_the_model_computes_there(
         assert keys.shape[-1] == spec.head_dim
         assert _error(rotate(keys, spec, delta, layer), new[layer]) < 2e-5
         if spec.layers[layer] is not None:
-            assert _error(keys, new[layer]) > 1e-2  # or nothing would have been shown
+            assert _error(keys, new[layer]) > 1e-2  # else the test would show nothing
 
 
 @by_name

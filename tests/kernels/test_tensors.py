@@ -6,13 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.kernels.forms import FORMS, Form, rotary, same_bits
+from tests.kernels.forms import WAYS, Form, rotary, same_bits
 
 from kvtrie._core import LayoutError
 from kvtrie.pool import KVLayout, KVPool
 from kvtrie.rope import RopeSpec
-
-WAYS = pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
 
 
 @WAYS

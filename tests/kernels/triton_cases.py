@@ -18,7 +18,9 @@ from tests.kernels.forms import (
     DTYPES,
     FORMS,
     MOVES,
+    RANDOM_FORMS,
     ROPES,
+    WAYS,
     Form,
     clone_of,
     geometry_of,
@@ -40,8 +42,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
-
-WAYS = pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
 
 
 def arguments(
@@ -78,14 +78,7 @@ def test_every_rope(form: Form, rope: str, dtype: str) -> None:
 
 
 @settings(max_examples=60)
-@given(
-    form=st.sampled_from(FORMS),
-    rope=st.sampled_from(sorted(ROPES)),
-    dtype=st.sampled_from(DTYPES),
-    blocks=st.integers(1, 9),
-    block_size=st.integers(1, 7),
-    seed=st.integers(0, 2**32),
-)
+@RANDOM_FORMS
 def test_random_plans(
     form: Form, rope: str, dtype: str, blocks: int, block_size: int, seed: int
 ) -> None:
@@ -107,8 +100,8 @@ def test_random_windows(
     for _ in range(3):
         pairs = data.draw(st.integers(0, head_dim // 2))
         start = data.draw(st.integers(0, head_dim - 2 * pairs))
-        turns = rotary(pairs, start=start, interleaved=data.draw(st.booleans())) if pairs else None
-        layers.append(data.draw(st.sampled_from([turns, turns, None])))
+        window = rotary(pairs, start=start, interleaved=data.draw(st.booleans())) if pairs else None
+        layers.append(data.draw(st.sampled_from([window, window, None])))
     form = FORMS[0]
     changes = {"head_dim": head_dim, "v_head_dim": head_dim, "heads": heads}
     check_form(form, dtype, RopeSpec(tuple(layers), head_dim), seed, **changes)
@@ -177,7 +170,7 @@ def test_slots_of_64_bits() -> None:
 @pytest.mark.parametrize("ends", [(0, -1), (-1, 0)], ids=["to-far", "from-far"])
 @pytest.mark.parametrize("axis", ["blocks", "tokens", "dim"])
 @pytest.mark.parametrize(
-    "turns",
+    "window",
     [
         pytest.param(rotary(4), id="near-window"),
         pytest.param(rotary(2, start=8), id="far-window"),
@@ -185,7 +178,7 @@ def test_slots_of_64_bits() -> None:
     ],
 )
 def test_addresses_beyond_two_to_the_31_elements(
-    axis: str, turns: Rotary, ends: tuple[int, int]
+    axis: str, window: Rotary, ends: tuple[int, int]
 ) -> None:
     """Strides so long that their products need 64 bits, though each fits 32; few pages are real."""
     far = 2**30 + 64
@@ -202,7 +195,7 @@ def test_addresses_beyond_two_to_the_31_elements(
     layout = KVLayout.from_tensors(
         ([k], [v]), axes="blocks tokens dim", block_size=3, num_kv_heads=1, head_dim=12
     )
-    rope = RopeSpec((turns,), 12)
+    rope = RopeSpec((window,), 12)
     pool = KVPool.wrap(([k], [v]), layout, rope)
     before = k.clone(), v.clone()
     moves = np.array([(source, dest, 1, 40)], dtype=MOVES)

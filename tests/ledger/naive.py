@@ -23,7 +23,7 @@ class NaiveRequest:
     tokens: list[int]
     table: list[int]
     slots: list[Slot] = field(default_factory=list)
-    #: Positions of drafts that nobody verified, one list each time that some were issued.
+    #: Positions of unverified drafts, one list each time that some were issued.
     drafts: list[list[int]] = field(default_factory=list)
     committed: int = 0
 
@@ -76,7 +76,7 @@ class NaiveRequest:
         self.tokens += known
 
     def confirm(self, computed: int) -> None:
-        """All below is claimed, all else is not."""
+        """Claim all positions below, and no others."""
         if not self.verified <= computed <= self.issued or not self._knows_whose(computed):
             raise RefusedError
         claimed = next(
@@ -93,7 +93,7 @@ class NaiveRequest:
             self.drafts = [drafts for drafts in self.drafts if drafts[0] < start]
 
     def _knows_whose(self, computed: int) -> bool:
-        """Whether it is known which step's drafts a claim that decreases leaves out."""
+        """Whether a decreasing claim identifies the step whose drafts it leaves out."""
         claimed = next(
             (at for at, slot in enumerate(self.slots) if not (slot.present or slot.claimed)),
             len(self.slots),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gc
 import re
-import threading
 import tracemalloc
 import warnings
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.together import together
 
 import kvtrie
 
@@ -680,37 +680,28 @@ def test_memory_does_not_grow_over_requests() -> None:
 
 def test_threads_on_one_ledger_lose_nothing() -> None:
     ledger, index = kvtrie.SequenceLedger(BLOCK), kvtrie.RadixIndex(4096, BLOCK)
-    failures: list[BaseException] = []
     num_steps = 40
 
     def engine(number: int) -> None:
-        try:
-            names = [(number, at) for at in range(300)]
-            for name in names:
-                first = (number * 300 + name[1]) * 3
-                seq = sequence(4, first=first)
-                ledger.begin(name, seq, [first, first + 1, first + 2])
-            counter = np.zeros(300, dtype=np.int64)
-            ledger.step(names, counter + 4, counter, [], np.zeros(301, dtype=np.int64))
-            for at in range(num_steps):
-                if at < 8:
-                    ids = np.full(300, at)
-                    ledger.step(names, counter + 1, counter + 4 + at, ids, np.arange(301))
-                ledger.final_range(names[at])
-                if at % 10 == 0:
-                    ledger.commit(names[at], index)
-            for name in names:
-                assert ledger.final_range(name) == (0, 11)
-                ledger.finish(name, index)
-        except BaseException as error:  # noqa: BLE001 - handed to the test
-            failures.append(error)
+        names = [(number, at) for at in range(300)]
+        for name in names:
+            first = (number * 300 + name[1]) * 3
+            seq = sequence(4, first=first)
+            ledger.begin(name, seq, [first, first + 1, first + 2])
+        counter = np.zeros(300, dtype=np.int64)
+        ledger.step(names, counter + 4, counter, [], np.zeros(301, dtype=np.int64))
+        for at in range(num_steps):
+            if at < 8:
+                ids = np.full(300, at)
+                ledger.step(names, counter + 1, counter + 4 + at, ids, np.arange(301))
+            ledger.final_range(names[at])
+            if at % 10 == 0:
+                ledger.commit(names[at], index)
+        for name in names:
+            assert ledger.final_range(name) == (0, 11)
+            ledger.finish(name, index)
 
-    threads = [threading.Thread(target=engine, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    together(engine)
     assert len(ledger) == 0
     assert index.stats().indexed == 4 * 300 * 2
     index.check()
@@ -729,10 +720,6 @@ def test_threads_that_begin_the_same_request_do_it_once() -> None:
         else:
             won.append(at)
 
-    threads = [threading.Thread(target=begin, args=(at,)) for at in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(begin, len(seqs))
     assert len(won) == len(ledger) == 1
     assert ledger.sequence("a") is seqs[won[0]]

@@ -63,7 +63,7 @@ class Ledgers(RuleBasedStateMachine):
             except (ValueError, BlockInUseError):
                 assert self.dump() == before
                 return None, None
-            raise AssertionError("the ledger took what cannot be") from None
+            raise AssertionError("the ledger accepted an impossible call") from None
         return ours(), expected
 
     @initialize()

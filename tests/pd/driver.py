@@ -1,7 +1,7 @@
-"""Random conversations between a prefill and a decode engine, with faults, every label looked at.
+"""Random conversations between a prefill and a decode engine, with faults, every label checked.
 
 An `Episode` is a pair of small engines and some conversations, from empty pools to drained ones.
-Its seed is all that there is to it. What it finds wrong it raises as `WrongError`.
+Its seed determines it. A wrong label raises `WrongError`.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class Episode:
         live.future = future[::-1]
         live.num_drafts = rng.choice((0, 0, 1, 3))
         live.guess = rng.choice((0.2, 0.8, 1.0))
-        # Now and then it is asked for what it has while drafts are in flight.
+        # Sometimes it is asked for its KV while drafts are in flight.
         stop = rng.randrange(15) if rng.random() < 0.15 else None
         live = self.run(engine, live, stop)
         if live.name not in engine.live:
@@ -330,7 +330,7 @@ class Episode:
         at = max(0, cached)
         for start, end in sorted(covered):
             if start != at:
-                raise WrongError(f"{at}..{start} is nobody's, or twice: {sorted(covered)}")
+                raise WrongError(f"{at}..{start} is covered by none, or twice: {sorted(covered)}")
             at = end
 
     def check_policy(

@@ -1,7 +1,7 @@
-"""Transfers between engines with several block groups and without ledgers, every label looked at.
+"""Transfers between engines with several block groups and without ledgers, every label checked.
 
 Each group has a pool of its own, with blocks of its own size. The sender's KV is computed from
-scratch up to somewhere, or was loaded approximately itself; the receiver has a prefix, or none.
+scratch up to some position, or was loaded approximately; the receiver has a prefix, or none.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Side:
 
 
 class Text:
-    """Tokens, some of which stand for images; the ids of all images are the same.
+    """Tokens, some of which represent images; the ids of all images are the same.
 
     `labels` is what the KV of each token is of: its id, or the image and the place in it.
     """

@@ -1,4 +1,4 @@
-"""Many transfers with random faults, every slot looked at, and what they met.
+"""Many transfers with random faults, every slot checked, and counts of what occurred.
 
     python -m tests.pd.soak --transfers 1000000
 

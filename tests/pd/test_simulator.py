@@ -1,4 +1,4 @@
-"""The simulator sees wrong loads: by the peers' rules, by broken plans, by readers in a hurry."""
+"""The simulator detects wrong loads: of peers' rules, broken plans, readers that do not wait."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def called_exact(plan: SimpleNamespace) -> None:
 
 
 def no_hops(plan: SimpleNamespace) -> None:
-    """What is moved is said to be where it was computed."""
+    """Label moved KV as if it were where it was computed."""
     plan.hops = 0
     plan.pairs["hops"] = 0
     plan.source = kvtrie.Imported(exact_until=plan.exact_until, hops=0)
@@ -81,7 +81,7 @@ BREAKS = [one_block_on, blocks_swapped, one_token_more, called_exact, no_hops]
 def test_broken_plans_show_in_serving(
     change: Callable[[SimpleNamespace], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # By their labels, that is.
+    # Without the check of plans, only labels show it.
     monkeypatch.setattr(driver.Episode, "check_plan", lambda *_: None)
     assert finds(lambda seed: driver.play(seed, 20, Broken(change)))
 
@@ -171,7 +171,7 @@ def test_suffix_trim_is_right_until_something_is_edited() -> None:
 
 
 def test_a_sender_that_counts_ids_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last sampled id has no KV, and drafts are of nobody knows what."""
+    """The last sampled id has no KV, and the KV of drafts is of unknown tokens."""
 
     def counted(self: ServingEngine, live: Any, key: bytes) -> Envelope:
         self.drain()

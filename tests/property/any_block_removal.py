@@ -92,11 +92,11 @@ class Removals:
         all_exact, replaced = True, []
         for depth, (number, block) in enumerate(zip(history.prefixes, offered, strict=False)):
             exact = all_exact and (depth + 1) * size <= exact_until
-            standing = self.cached.get(number)
-            if standing is None or (exact and not standing[1]):
-                if standing is not None:
-                    del self.where[standing[0]]
-                    replaced.append(standing[0])
+            present = self.cached.get(number)
+            if present is None or (exact and not present[1]):
+                if present is not None:
+                    del self.where[present[0]]
+                    replaced.append(present[0])
                 self.cached[number] = (block, exact)
                 self.where[block] = number
             all_exact = all_exact and self.cached[number][1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from tests.property.kit import Kit
 
@@ -14,3 +16,8 @@ def kit(request: pytest.FixtureRequest) -> Kit:
     if request.param == "model":
         return Kit(ModelIndex, ModelSequence, ModelAllocator)
     return Kit(kvtrie.RadixIndex, kvtrie.TokenSequence, kvtrie.BlockAllocator)
+
+
+@pytest.fixture
+def index(kit: Kit) -> Any:
+    return kit.index()

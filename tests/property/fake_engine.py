@@ -1,4 +1,4 @@
-"""An engine over labelled KV (`tests.truth`) that knows what its KV is worth."""
+"""An engine over labelled KV (`tests.truth`), which it can verify."""
 
 from __future__ import annotations
 

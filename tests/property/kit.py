@@ -52,9 +52,18 @@ def stats(index: Any, *names: str) -> tuple[int, ...]:
     return tuple(getattr(found, name) for name in names)
 
 
-def rows(plan: Any) -> list[tuple[int, int, int, str, int]]:
-    """(start, end, old_start, class, hops), the class by its first letter."""
+def rows(plan: Any) -> list[str]:
+    """The segments, each as `8-16 a1 from 12`: start, end, class, hops, old start.
+
+    The class is its first letter: exact, approximate, to compute. No hops and an old start that is
+    the start are left out.
+    """
     return [
-        (int(s["start"]), int(s["end"]), int(s["old_start"]), "eac"[s["class"]], int(s["hops"]))
+        f"{s['start']}-{s['end']} {'eac'[s['class']]}{s['hops'] or ''}"
+        + (f" from {s['old_start']}" if s["old_start"] != s["start"] else "")
         for s in plan.segments
     ]
+
+
+def shown(plan: Any) -> str:
+    return ", ".join(rows(plan))

@@ -166,7 +166,9 @@ def main() -> int:
     parser.add_argument("--operations", type=int, default=1_000_000)
     parser.add_argument("--first", type=int, default=0, help="number of the first episode")
     parser.add_argument("--episodes", type=int, default=None, help="so many episodes instead")
-    parser.add_argument("--hash-bits", type=int, default=None, help="0, 4, 8 or 64; else in turns")
+    parser.add_argument(
+        "--hash-bits", type=int, default=None, help="0, 4, 8 or 64; else they alternate"
+    )
     parser.add_argument("--steps", type=int, default=400, help="calls an episode")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     args = parser.parse_args()

@@ -539,7 +539,9 @@ def main() -> int:
     parser.add_argument("--plans", type=int, default=1_000_000)
     parser.add_argument("--first", type=int, default=0, help="seed of the first index")
     parser.add_argument("--each", type=int, default=2_000, help="plans per index")
-    parser.add_argument("--hash-bits", type=int, default=None, help="0, 4, 8 or 64; else in turns")
+    parser.add_argument(
+        "--hash-bits", type=int, default=None, help="0, 4, 8 or 64; else they alternate"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     args = parser.parse_args()
     began = time.perf_counter()

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.property.kit import NS, OTHER, Kit, hit, put, result, stats
+from tests.property.kit import NS, OTHER, Kit, hit, put, result, shown, stats
 
 import kvtrie
 from kvtrie import COMPUTED, EXACT_ONLY, Imported, Item, ReusePolicy, Span
@@ -25,36 +25,31 @@ IN_PLACE_ONLY = ReusePolicy(approximate=False, partial_blocks=False)
 # --- D1: only full blocks below num_computed ------------------------------------------------------
 
 
-def test_insert_half_a_block_is_surplus(kit: Kit) -> None:
-    index = kit.index()
+def test_insert_half_a_block_is_surplus(kit: Kit, index: Any) -> None:
     seq = kit.seq(A, B, [5])
     assert result(put(index, seq, [0, 1, 2])) == ([0, 1], 4, [], [2], [])
     assert hit(index, seq) == (4, [0, 1])
 
 
-def test_insert_takes_only_what_is_computed(kit: Kit) -> None:
-    index = kit.index()
+def test_insert_takes_only_what_is_computed(kit: Kit, index: Any) -> None:
     done = index.insert(kit.seq(A, B, C), [0, 1, 2], num_computed=3, source=COMPUTED)
     assert result(done) == ([0], 2, [], [1, 2], [])
     assert hit(index, kit.seq(A, B, C)) == (2, [0])
 
 
-def test_insert_needs_no_more_ids_than_full_computed_blocks(kit: Kit) -> None:
-    index = kit.index()
+def test_insert_needs_no_more_ids_than_full_computed_blocks(kit: Kit, index: Any) -> None:
     done = index.insert(kit.seq(A, B, C), [0], num_computed=3, source=COMPUTED)
     assert result(done) == ([0], 2, [], [], [])
 
 
-def test_insert_too_few_ids_is_refused(kit: Kit) -> None:
-    index = kit.index()
+def test_insert_too_few_ids_is_refused(kit: Kit, index: Any) -> None:
     with pytest.raises(ValueError, match=r"."):
         index.insert(kit.seq(A, B), [0], num_computed=4, source=COMPUTED)
     assert stats(index, "indexed", "clock") == (0, 0)
 
 
 @pytest.mark.parametrize("start", [1, 8, -2])
-def test_insert_wrong_start_is_refused(kit: Kit, start: int) -> None:
-    index = kit.index()
+def test_insert_wrong_start_is_refused(kit: Kit, index: Any, start: int) -> None:
     with pytest.raises(ValueError, match=r"."):
         index.insert(kit.seq(A, B, C), [0, 1, 2], num_computed=6, start=start, source=COMPUTED)
     with pytest.raises(ValueError, match=r"."):
@@ -62,16 +57,14 @@ def test_insert_wrong_start_is_refused(kit: Kit, start: int) -> None:
     assert stats(index, "clock") == (0,)
 
 
-def test_insert_from_start_continues_a_path(kit: Kit) -> None:
-    index = kit.index()
+def test_insert_from_start_continues_a_path(kit: Kit, index: Any) -> None:
     put(index, kit.seq(A, B), [0, 1])
     done = index.insert(kit.seq(A, B, C, D), [2, 3], num_computed=8, start=4, source=COMPUTED)
     assert result(done) == ([2, 3], 8, [], [], [])
     assert hit(index, kit.seq(A, B, C, D)) == (8, [0, 1, 2, 3])
 
 
-def test_insert_from_start_after_an_absent_block_takes_nothing(kit: Kit) -> None:
-    index = kit.index()
+def test_insert_from_start_after_an_absent_block_takes_nothing(kit: Kit, index: Any) -> None:
     put(index, kit.seq(A, B), [0, 1])
     index.discard([0])
     done = index.insert(kit.seq(A, B, C), [2], num_computed=6, start=4, source=COMPUTED)
@@ -79,8 +72,7 @@ def test_insert_from_start_after_an_absent_block_takes_nothing(kit: Kit) -> None
     assert stats(index, "indexed", "clock") == (1, 2)
 
 
-def test_insert_from_start_touches_the_whole_path(kit: Kit) -> None:
-    index = kit.index()
+def test_insert_from_start_touches_the_whole_path(kit: Kit, index: Any) -> None:
     put(index, kit.seq(A, B), [0, 1])
     put(index, kit.seq(X), [5])
     index.insert(kit.seq(A, B), [], num_computed=4, start=4, source=COMPUTED)
@@ -88,8 +80,7 @@ def test_insert_from_start_touches_the_whole_path(kit: Kit) -> None:
     assert index.evict(3).tolist() == [5, 1, 0]
 
 
-def test_insert_from_start_pins_the_whole_path(kit: Kit) -> None:
-    index = kit.index()
+def test_insert_from_start_pins_the_whole_path(kit: Kit, index: Any) -> None:
     plan = index.plan(kit.seq(A, B, C))
     put(index, kit.seq(A, B), [0, 1])
     index.insert(kit.seq(A, B, C), [2], num_computed=6, start=4, source=plan)
@@ -97,8 +88,7 @@ def test_insert_from_start_pins_the_whole_path(kit: Kit) -> None:
     plan.release()
 
 
-def test_insert_num_computed_before_start_needs_nothing(kit: Kit) -> None:
-    index = kit.index()
+def test_insert_num_computed_before_start_needs_nothing(kit: Kit, index: Any) -> None:
     put(index, kit.seq(A, B), [0, 1])
     done = index.insert(kit.seq(A, B, C), [2], num_computed=2, start=4, source=COMPUTED)
     assert done.blocks.tolist() == []
@@ -108,20 +98,17 @@ def test_insert_num_computed_before_start_needs_nothing(kit: Kit) -> None:
 # --- D2: who backs a place ------------------------------------------------------------------------
 
 
-def test_insert_same_ids_again_changes_nothing(kit: Kit) -> None:
-    index = kit.index()
+def test_insert_same_ids_again_changes_nothing(kit: Kit, index: Any) -> None:
     put(index, kit.seq(A, B), [0, 1])
     assert result(put(index, kit.seq(A, B), [0, 1])) == ([0, 1], 4, [], [], [])
 
 
-def test_insert_other_ids_are_duplicates(kit: Kit) -> None:
-    index = kit.index()
+def test_insert_other_ids_are_duplicates(kit: Kit, index: Any) -> None:
     put(index, kit.seq(A, B), [0, 1])
     assert result(put(index, kit.seq(A, B, C), [4, 1, 5])) == ([0, 1, 5], 6, [4], [], [])
 
 
-def test_insert_exact_replaces_approximate(kit: Kit) -> None:
-    index = kit.index()
+def test_insert_exact_replaces_approximate(kit: Kit, index: Any) -> None:
     seq = kit.seq(A, B)
     assert result(put(index, seq, [0, 1], source=Imported(exact_until=2, hops=1)))[:2] == (
         [0, 1],
@@ -132,8 +119,7 @@ def test_insert_exact_replaces_approximate(kit: Kit) -> None:
     assert hit(index, seq) == (4, [0, 5])
 
 
-def test_insert_approximate_never_replaces_exact(kit: Kit) -> None:
-    index = kit.index()
+def test_insert_approximate_never_replaces_exact(kit: Kit, index: Any) -> None:
     seq = kit.seq(A, B)
     put(index, seq, [0, 1])
     done = put(index, seq, [4, 5], source=Imported(exact_until=0, hops=0))
@@ -143,8 +129,9 @@ def test_insert_approximate_never_replaces_exact(kit: Kit) -> None:
 @pytest.mark.parametrize(
     ("first", "second", "replaced"), [(2, 1, True), (1, 1, False), (1, 2, False), (1, 0, True)]
 )
-def test_insert_fewer_hops_win(kit: Kit, first: int, second: int, replaced: bool) -> None:
-    index = kit.index()
+def test_insert_fewer_hops_win(
+    kit: Kit, index: Any, first: int, second: int, replaced: bool
+) -> None:
     put(index, kit.seq(A), [0], source=Imported(exact_until=0, hops=first))
     done = put(index, kit.seq(A), [1], source=Imported(exact_until=0, hops=second))
     freed: list[int] = [0] if replaced else []
@@ -152,16 +139,14 @@ def test_insert_fewer_hops_win(kit: Kit, first: int, second: int, replaced: bool
     assert result(done) == ([1 if replaced else 0], 0, duplicates, [], freed)
 
 
-def test_insert_same_id_never_raises_a_label(kit: Kit) -> None:
-    index = kit.index()
+def test_insert_same_id_never_raises_a_label(kit: Kit, index: Any) -> None:
     put(index, kit.seq(A), [0], source=Imported(exact_until=0, hops=1))
     assert result(put(index, kit.seq(A), [0])) == ([0], 0, [], [], [])
     assert hit(index, kit.seq(A)) == (0, [])
     assert stats(index, "approximate") == (1,)
 
 
-def test_insert_replacing_a_pinned_block_condemns_it(kit: Kit) -> None:
-    index = kit.index()
+def test_insert_replacing_a_pinned_block_condemns_it(kit: Kit, index: Any) -> None:
     plan = index.plan(kit.seq(A, [9]))
     put(index, kit.seq(A, [9]), [0], source=Imported(exact_until=0))
     index.insert(kit.seq(A, [9]), [0], num_computed=2, source=plan)
@@ -172,8 +157,7 @@ def test_insert_replacing_a_pinned_block_condemns_it(kit: Kit) -> None:
     assert index.take_freed().tolist() == [0]
 
 
-def test_insert_owned_ids_are_never_surplus(kit: Kit) -> None:
-    index = kit.index()
+def test_insert_owned_ids_are_never_surplus(kit: Kit, index: Any) -> None:
     put(index, kit.seq(A, B), [0, 1])
     done = index.insert(kit.seq(A, B), [0, 1], num_computed=0, source=COMPUTED)
     assert result(done) == ([], 0, [], [], [])
@@ -182,8 +166,7 @@ def test_insert_owned_ids_are_never_surplus(kit: Kit) -> None:
 # --- D3: a block backs one entry ------------------------------------------------------------------
 
 
-def test_insert_id_of_another_place_is_refused(kit: Kit) -> None:
-    index = kit.index()
+def test_insert_id_of_another_place_is_refused(kit: Kit, index: Any) -> None:
     put(index, kit.seq(A, B), [0, 1])
     for blocks, seq in (
         ([1, 2], kit.seq(A, B)),  # the right path, the wrong position
@@ -197,15 +180,13 @@ def test_insert_id_of_another_place_is_refused(kit: Kit) -> None:
     assert stats(index, "indexed", "clock") == (2, 1)
 
 
-def test_insert_own_place_after_num_computed_is_fine(kit: Kit) -> None:
-    index = kit.index()
+def test_insert_own_place_after_num_computed_is_fine(kit: Kit, index: Any) -> None:
     put(index, kit.seq(A, B), [0, 1])
     done = index.insert(kit.seq(A, B), [0, 1], num_computed=2, source=COMPUTED)
     assert result(done) == ([0], 2, [], [], [])
 
 
-def test_insert_id_twice_is_refused(kit: Kit) -> None:
-    index = kit.index()
+def test_insert_id_twice_is_refused(kit: Kit, index: Any) -> None:
     with pytest.raises(kvtrie.BlockInUseError):
         put(index, kit.seq(A, B), [3, 3])
     with pytest.raises(kvtrie.BlockInUseError):
@@ -216,8 +197,7 @@ def test_insert_id_twice_is_refused(kit: Kit) -> None:
 # --- D5: a match ----------------------------------------------------------------------------------
 
 
-def test_lookup_matches_whole_exact_blocks_only(kit: Kit) -> None:
-    index = kit.index()
+def test_lookup_matches_whole_exact_blocks_only(kit: Kit, index: Any) -> None:
     put(index, kit.seq(A, B, C), [0, 1, 2])
     assert hit(index, kit.seq(A, B, [5])) == (4, [0, 1])
     assert hit(index, kit.seq(A, B, C), keep_last=1) == (4, [0, 1])
@@ -228,8 +208,7 @@ def test_lookup_matches_whole_exact_blocks_only(kit: Kit) -> None:
     assert hit(index, kit.seq()) == (0, [])
 
 
-def test_lookup_stops_at_a_hole(kit: Kit) -> None:
-    index = kit.index()
+def test_lookup_stops_at_a_hole(kit: Kit, index: Any) -> None:
     put(index, kit.seq(A, B, C), [0, 1, 2])
     assert index.discard([1]).tolist() == [1]
     assert hit(index, kit.seq(A, B, C)) == (2, [0])
@@ -240,8 +219,7 @@ def test_lookup_stops_at_a_hole(kit: Kit) -> None:
     assert stats(index, "holes") == (0,)
 
 
-def test_lookup_namespaces_are_walls(kit: Kit) -> None:
-    index = kit.index()
+def test_lookup_namespaces_are_walls(kit: Kit, index: Any) -> None:
     put(index, kit.seq(A, B), [0, 1])
     assert hit(index, kit.seq(A, B, ns=OTHER)) == (0, [])
     put(index, kit.seq(A, B, ns=OTHER), [2, 3])
@@ -250,8 +228,7 @@ def test_lookup_namespaces_are_walls(kit: Kit) -> None:
     assert hit(index, kit.seq(A, B, ns=equal)) == (4, [2, 3])
 
 
-def test_lookup_compares_items(kit: Kit) -> None:
-    index = kit.index()
+def test_lookup_compares_items(kit: Kit, index: Any) -> None:
     image = kit.seq([1, 9, 9, 9], items=(Item(1, 4, b"cat"),))
     put(index, image, [0, 1])
     assert hit(index, image) == (4, [0, 1])
@@ -271,8 +248,7 @@ def test_lookup_compares_items(kit: Kit) -> None:
 # --- D6: the clock --------------------------------------------------------------------------------
 
 
-def test_clock_advances_for_use_only(kit: Kit) -> None:
-    index = kit.index()
+def test_clock_advances_for_use_only(kit: Kit, index: Any) -> None:
     seq = kit.seq(A, B)
     put(index, seq, [0, 1])
     index.lookup(seq)
@@ -295,8 +271,7 @@ def test_clock_advances_for_use_only(kit: Kit) -> None:
 # --- D7: pins -------------------------------------------------------------------------------------
 
 
-def test_plan_pins_what_it_uses_in_place(kit: Kit) -> None:
-    index = kit.index()
+def test_plan_pins_what_it_uses_in_place(kit: Kit, index: Any) -> None:
     put(index, kit.seq(A, B, C), [0, 1, 2])
     plan = index.plan(kit.seq(A, B, X))
     assert plan.blocks.tolist() == [0, 1]
@@ -306,8 +281,7 @@ def test_plan_pins_what_it_uses_in_place(kit: Kit) -> None:
     assert index.evict(9).tolist() == [1, 0]
 
 
-def test_plan_copied_block_is_pinned_until_release_sources(kit: Kit) -> None:
-    index = kit.index()
+def test_plan_copied_block_is_pinned_until_release_sources(kit: Kit, index: Any) -> None:
     put(index, kit.seq(A, B), [0, 1])
     plan = index.plan(kit.seq(A, [3, 9]))
     assert plan.source_blocks.tolist() == [1]
@@ -323,8 +297,7 @@ def test_plan_copied_block_is_pinned_until_release_sources(kit: Kit) -> None:
         plan.release()
 
 
-def test_plan_blocks_above_a_pinned_one_are_not_evictable(kit: Kit) -> None:
-    index = kit.index()
+def test_plan_blocks_above_a_pinned_one_are_not_evictable(kit: Kit, index: Any) -> None:
     put(index, kit.seq(A, B, C), [0, 1, 2])
     plan = index.plan(kit.seq(A, B, C, [1]))
     # The first block is replaced by another: not pinned, but above pinned ones.
@@ -337,8 +310,7 @@ def test_plan_blocks_above_a_pinned_one_are_not_evictable(kit: Kit) -> None:
     assert index.evict(9).tolist() == [2, 1, 4]
 
 
-def test_plan_unpinned_pins_nothing(kit: Kit) -> None:
-    index = kit.index()
+def test_plan_unpinned_pins_nothing(kit: Kit, index: Any) -> None:
     seq = kit.seq(A, B, [9])
     put(index, seq, [0, 1, 2])
     plan = index.plan(seq, pin=False)
@@ -358,8 +330,7 @@ def test_plan_unpinned_pins_nothing(kit: Kit) -> None:
         plan.release()
 
 
-def test_plan_validate_returns_one_bool_per_segment(kit: Kit) -> None:
-    index = kit.index()
+def test_plan_validate_returns_one_bool_per_segment(kit: Kit, index: Any) -> None:
     put(index, kit.seq(A, B), [0, 1])
     seq = kit.seq(A, [3, 9, 9])
     pinned, loose = index.plan(seq), index.plan(seq, pin=False)
@@ -376,8 +347,7 @@ def test_plan_validate_returns_one_bool_per_segment(kit: Kit) -> None:
 # --- D8: eviction ---------------------------------------------------------------------------------
 
 
-def test_evict_least_recently_used_leaf_first(kit: Kit) -> None:
-    index = kit.index()
+def test_evict_least_recently_used_leaf_first(kit: Kit, index: Any) -> None:
     put(index, kit.seq(A), [0])
     put(index, kit.seq(B), [1])
     put(index, kit.seq(C), [2])
@@ -388,8 +358,7 @@ def test_evict_least_recently_used_leaf_first(kit: Kit) -> None:
     assert index.evict(2).tolist() == []
 
 
-def test_evict_deepest_first_then_lowest_id(kit: Kit) -> None:
-    index = kit.index()
+def test_evict_deepest_first_then_lowest_id(kit: Kit, index: Any) -> None:
     put(index, kit.seq(A, B, C), [5, 6, 7])
     put(index, kit.seq(A, X), [5, 3])
     put(index, kit.seq(A, Y), [5, 2])
@@ -399,8 +368,7 @@ def test_evict_deepest_first_then_lowest_id(kit: Kit) -> None:
     assert index.evict(5).tolist() == [7, 6, 3, 2, 5]
 
 
-def test_evict_same_last_use_lowest_id(kit: Kit) -> None:
-    index = kit.index()
+def test_evict_same_last_use_lowest_id(kit: Kit, index: Any) -> None:
     put(index, kit.seq(A, B), [0, 1])
     put(index, kit.seq(A, X), [0, 2])
     put(index, kit.seq(A, Y), [0, 3])
@@ -412,16 +380,14 @@ def test_evict_same_last_use_lowest_id(kit: Kit) -> None:
     assert index.evict(9).tolist() == [3, 1, 2, 0]
 
 
-def test_evict_parent_keeps_its_own_last_use(kit: Kit) -> None:
-    index = kit.index()
+def test_evict_parent_keeps_its_own_last_use(kit: Kit, index: Any) -> None:
     put(index, kit.seq(A, B), [0, 1])
     put(index, kit.seq(X), [2])
     # A's last use is 1, older than X's: once B is gone, A goes before X.
     assert index.evict(2).tolist() == [1, 0]
 
 
-def test_evict_waiting_blocks_first(kit: Kit) -> None:
-    index = kit.index()
+def test_evict_waiting_blocks_first(kit: Kit, index: Any) -> None:
     put(index, kit.seq(A), [0])
     put(index, kit.seq(B), [1])
     plan = index.plan(kit.seq(B, [9]))
@@ -432,8 +398,7 @@ def test_evict_waiting_blocks_first(kit: Kit) -> None:
     assert index.evict(1).tolist() == [0]
 
 
-def test_evict_hole_below_protects(kit: Kit) -> None:
-    index = kit.index()
+def test_evict_hole_below_protects(kit: Kit, index: Any) -> None:
     put(index, kit.seq(A, B, C), [0, 1, 2])
     index.discard([1])
     put(index, kit.seq(X), [5])
@@ -447,8 +412,7 @@ def test_evict_hole_below_protects(kit: Kit) -> None:
 # --- D9: discard ----------------------------------------------------------------------------------
 
 
-def test_discard_returns_ids_in_call_order(kit: Kit) -> None:
-    index = kit.index()
+def test_discard_returns_ids_in_call_order(kit: Kit, index: Any) -> None:
     put(index, kit.seq(A, B, C), [0, 1, 2])
     assert index.discard([2, 0, 2, 9]).tolist() == [2, 0]
     assert stats(index, "indexed", "unknown_discards") == (1, 1)
@@ -456,8 +420,7 @@ def test_discard_returns_ids_in_call_order(kit: Kit) -> None:
     assert stats(index, "unknown_discards") == (2,)
 
 
-def test_discard_pinned_is_condemned_and_then_unknown(kit: Kit) -> None:
-    index = kit.index()
+def test_discard_pinned_is_condemned_and_then_unknown(kit: Kit, index: Any) -> None:
     put(index, kit.seq(A, B), [0, 1])
     plan = index.plan(kit.seq(A, B, [9]))
     assert index.discard([1]).tolist() == []
@@ -478,8 +441,7 @@ def test_discard_pinned_is_condemned_and_then_unknown(kit: Kit) -> None:
 KNOWN = ("indexed", "condemned", "waiting", "quarantined")
 
 
-def test_quarantine_removes_permanently(kit: Kit) -> None:
-    index = kit.index()
+def test_quarantine_removes_permanently(kit: Kit, index: Any) -> None:
     put(index, kit.seq(A, B, C), [0, 1, 2])
     assert index.quarantine([1, 1]) == 1
     assert index.quarantine([1]) == 0
@@ -491,8 +453,7 @@ def test_quarantine_removes_permanently(kit: Kit) -> None:
     assert index.quarantined.tolist() == [1]
 
 
-def test_quarantine_pinned_follows_after_the_last_release(kit: Kit) -> None:
-    index = kit.index()
+def test_quarantine_pinned_follows_after_the_last_release(kit: Kit, index: Any) -> None:
     put(index, kit.seq(A, B), [0, 1])
     plan, other = index.plan(kit.seq(A, B, [9])), index.plan(kit.seq(A, B, [9]))
     index.discard([1])
@@ -506,8 +467,7 @@ def test_quarantine_pinned_follows_after_the_last_release(kit: Kit) -> None:
     assert index.take_freed().tolist() == []
 
 
-def test_quarantine_waiting_waits_no_more(kit: Kit) -> None:
-    index = kit.index()
+def test_quarantine_waiting_waits_no_more(kit: Kit, index: Any) -> None:
     put(index, kit.seq(A, B), [0, 1])
     with index.plan(kit.seq(A, B, [9])):
         index.discard([0, 1])
@@ -516,8 +476,7 @@ def test_quarantine_waiting_waits_no_more(kit: Kit) -> None:
     assert index.take_freed().tolist() == [1]
 
 
-def test_quarantine_unknown_is_counted_and_taken(kit: Kit) -> None:
-    index = kit.index()
+def test_quarantine_unknown_is_counted_and_taken(kit: Kit, index: Any) -> None:
     assert index.quarantine([5, 3, 5]) == 2
     assert stats(index, *KNOWN, "unknown_discards") == (0, 0, 0, 2, 2)
     # As with condemned ids: an insert stops there, and the id is not its caller's.
@@ -527,8 +486,7 @@ def test_quarantine_unknown_is_counted_and_taken(kit: Kit) -> None:
 
 
 @pytest.mark.parametrize("wrong", [-1, 100])
-def test_quarantine_outside_the_pool_changes_nothing(kit: Kit, wrong: int) -> None:
-    index = kit.index()
+def test_quarantine_outside_the_pool_changes_nothing(kit: Kit, index: Any, wrong: int) -> None:
     put(index, kit.seq(A), [0])
     before = index.digest()
     with pytest.raises(ValueError, match=r"."):
@@ -578,8 +536,7 @@ def test_discard_holes_beyond_the_bound_wait_for_pins(kit: Kit) -> None:
 # --- D12: the condemned ---------------------------------------------------------------------------
 
 
-def test_insert_condemned_id_at_an_empty_place_ends_the_insert(kit: Kit) -> None:
-    index = kit.index()
+def test_insert_condemned_id_at_an_empty_place_ends_the_insert(kit: Kit, index: Any) -> None:
     seq = kit.seq(A, B, C)
     put(index, seq, [0, 1, 2])
     plan = index.plan(kit.seq(A, B, C, [9]))
@@ -594,8 +551,7 @@ def test_insert_condemned_id_at_an_empty_place_ends_the_insert(kit: Kit) -> None
     assert result(put(index, seq, [0, 1, 2])) == ([0, 1, 2], 6, [], [], [])
 
 
-def test_insert_condemned_id_at_a_cached_place_returns_the_cached_one(kit: Kit) -> None:
-    index = kit.index()
+def test_insert_condemned_id_at_a_cached_place_returns_the_cached_one(kit: Kit, index: Any) -> None:
     put(index, kit.seq(A, B), [0, 1])
     plan = index.plan(kit.seq(A, B, [9]))
     index.discard([1])
@@ -610,8 +566,7 @@ def test_insert_condemned_id_at_a_cached_place_returns_the_cached_one(kit: Kit) 
     assert index.take_freed().tolist() == [1]
 
 
-def test_take_freed_oldest_release_first(kit: Kit) -> None:
-    index = kit.index()
+def test_take_freed_oldest_release_first(kit: Kit, index: Any) -> None:
     put(index, kit.seq(A, B), [3, 1])
     put(index, kit.seq(X, Y), [2, 0])
     first, second = index.plan(kit.seq(X, Y, [9])), index.plan(kit.seq(A, B, [9]))
@@ -621,8 +576,7 @@ def test_take_freed_oldest_release_first(kit: Kit) -> None:
     assert index.take_freed().tolist() == [0, 2, 1, 3]
 
 
-def test_take_freed_waits_for_the_last_release(kit: Kit) -> None:
-    index = kit.index()
+def test_take_freed_waits_for_the_last_release(kit: Kit, index: Any) -> None:
     put(index, kit.seq(A), [0])
     first, second = index.plan(kit.seq(A, [9])), index.plan(kit.seq(A, [9]))
     index.discard([0])
@@ -635,24 +589,18 @@ def test_take_freed_waits_for_the_last_release(kit: Kit) -> None:
 # --- D13: what a plan copies ----------------------------------------------------------------------
 
 
-def segments(plan: Any) -> list[tuple[int, int, int]]:
-    return [(int(s["start"]), int(s["end"]), int(s["class"])) for s in plan.segments]
-
-
-def test_plan_of_nothing_computes_all(kit: Kit) -> None:
-    index = kit.index()
+def test_plan_of_nothing_computes_all(kit: Kit, index: Any) -> None:
     with index.plan(kit.seq(A, B, [5])) as plan:
-        assert segments(plan) == [(0, 5, 2)]
+        assert shown(plan) == "0-5 c"
         assert plan.blocks.tolist() == []
         assert plan.num_new_blocks == 3
         assert plan.gaps.tolist() == [[0, 5]]
         assert (plan.num_exact, plan.num_approximate, plan.num_compute) == (0, 0, 5)
 
 
-def test_plan_of_an_empty_sequence(kit: Kit) -> None:
-    index = kit.index()
+def test_plan_of_an_empty_sequence(kit: Kit, index: Any) -> None:
     with index.plan(kit.seq()) as plan:
-        assert segments(plan) == []
+        assert shown(plan) == ""
         assert plan.gaps.shape == (0, 2)
         assert plan.num_new_blocks == 0
         assert plan.validate().tolist() == []
@@ -663,7 +611,7 @@ def test_plan_copies_the_block_where_tokens_diverge(kit: Kit) -> None:
     put(index, kit.seq([1, 2, 3, 4], [5, 6, 7, 8]), [0, 1])
     prompt = kit.seq([1, 2, 3, 4], [5, 6, 9, 9], [9])
     with index.plan(prompt) as plan:
-        assert segments(plan) == [(0, 4, 0), (4, 6, 0), (6, 9, 2)]
+        assert shown(plan) == "0-4 e, 4-6 e, 6-9 c"
         assert plan.source_blocks.tolist() == [1]
         assert plan.num_new_blocks == 2
         assert plan.moves([0, 7, 8]).tolist() == [(4, 28, 2, 0)]
@@ -671,7 +619,7 @@ def test_plan_copies_the_block_where_tokens_diverge(kit: Kit) -> None:
         assert plan.moves([0, 7, 8], 0, 5).tolist() == [(4, 28, 1, 0)]
         assert plan.moves([0, 7, 8], 6).tolist() == []
     with index.plan(prompt, IN_PLACE_ONLY) as plan:
-        assert segments(plan) == [(0, 4, 0), (4, 9, 2)]
+        assert shown(plan) == "0-4 e, 4-9 c"
         assert plan.source_blocks.tolist() == []
 
 
@@ -680,21 +628,21 @@ def test_plan_copies_up_to_keep_last(kit: Kit) -> None:
     seq = kit.seq([1, 2, 3, 4])
     put(index, seq, [0])
     with index.plan(seq) as plan:
-        assert segments(plan) == [(0, 3, 0), (3, 4, 2)]
+        assert shown(plan) == "0-3 e, 3-4 c"
     with index.plan(seq, keep_last=0) as plan:
-        assert segments(plan) == [(0, 4, 0)]
+        assert shown(plan) == "0-4 e"
         assert plan.blocks.tolist() == [0]
         assert plan.num_new_blocks == 0
         assert plan.gaps.shape == (0, 2)
     with index.plan(seq, keep_last=4) as plan:
-        assert segments(plan) == [(0, 4, 2)]
+        assert shown(plan) == "0-4 c"
 
 
 def test_plan_copies_up_to_the_end_of_the_prompt(kit: Kit) -> None:
     index = kit.index(block_size=4)
     put(index, kit.seq([1, 2, 3, 4]), [0])
     with index.plan(kit.seq([1, 2]), keep_last=0) as plan:
-        assert segments(plan) == [(0, 2, 0)]
+        assert shown(plan) == "0-2 e"
         assert plan.num_new_blocks == 1
 
 
@@ -706,11 +654,10 @@ def test_plan_copies_the_sibling_that_shares_most(kit: Kit) -> None:
     with index.plan(kit.seq([1, 2, 3, 4, 5])) as plan:
         # Both 1 and 2 share two tokens; (1, 2, 8, 9) sorts before (1, 2, 9, 9).
         assert plan.source_blocks.tolist() == [2]
-        assert segments(plan) == [(0, 2, 0), (2, 5, 2)]
+        assert shown(plan) == "0-2 e, 2-5 c"
 
 
-def test_plan_sibling_without_an_item_sorts_first(kit: Kit) -> None:
-    index = kit.index()
+def test_plan_sibling_without_an_item_sorts_first(kit: Kit, index: Any) -> None:
     put(index, kit.seq([1, 5], items=(Item(1, 2, b"b"),)), [0])
     put(index, kit.seq([1, 5], items=(Item(1, 2, b"a"),)), [1])
     with index.plan(kit.seq([1, 9, 9])) as plan:
@@ -724,17 +671,15 @@ def test_plan_sibling_without_an_item_sorts_first(kit: Kit) -> None:
         assert plan.source_blocks.tolist() == [3]
 
 
-def test_plan_never_copies_approximate_tokens(kit: Kit) -> None:
-    index = kit.index()
+def test_plan_never_copies_approximate_tokens(kit: Kit, index: Any) -> None:
     put(index, kit.seq(A), [0], source=Imported(exact_until=0))
     with index.plan(kit.seq([1, 9, 9])) as plan:
-        assert segments(plan) == [(0, 3, 2)]
+        assert shown(plan) == "0-3 c"
     with index.plan(kit.seq(A, [9])) as plan:
-        assert segments(plan) == [(0, 3, 2)]
+        assert shown(plan) == "0-3 c"
 
 
-def test_plan_touches_what_it_uses(kit: Kit) -> None:
-    index = kit.index()
+def test_plan_touches_what_it_uses(kit: Kit, index: Any) -> None:
     put(index, kit.seq(A, B), [0, 1])
     put(index, kit.seq(X), [2])
     with index.plan(kit.seq(A, [3, 9])):
@@ -745,8 +690,7 @@ def test_plan_touches_what_it_uses(kit: Kit) -> None:
 # --- D14: labels ----------------------------------------------------------------------------------
 
 
-def test_insert_after_an_approximate_block_is_approximate(kit: Kit) -> None:
-    index = kit.index()
+def test_insert_after_an_approximate_block_is_approximate(kit: Kit, index: Any) -> None:
     seq = kit.seq(A, B, C)
     put(index, kit.seq(A, B), [0, 1], source=Imported(exact_until=2, hops=1))
     assert result(put(index, seq, [0, 1, 2])) == ([0, 1, 2], 2, [], [], [])
@@ -757,8 +701,7 @@ def test_insert_after_an_approximate_block_is_approximate(kit: Kit) -> None:
     assert hit(index, seq) == (4, [0, 4])
 
 
-def test_insert_said_exact_after_approximate_has_no_hops(kit: Kit) -> None:
-    index = kit.index()
+def test_insert_said_exact_after_approximate_has_no_hops(kit: Kit, index: Any) -> None:
     seq = kit.seq(A, B)
     put(index, seq, [0, 1], source=Imported(exact_until=0, hops=2))
     # At A, the cached id; at B a block computed after it: approximate, with fewer hops, none.
@@ -771,16 +714,14 @@ def test_insert_said_exact_after_approximate_has_no_hops(kit: Kit) -> None:
     ("exact_until", "exact"), [(0, 0), (1, 0), (2, 2), (3, 2), (4, 4), (99, 4)]
 )
 def test_insert_imported_is_exact_up_to_whole_blocks(
-    kit: Kit, exact_until: int, exact: int
+    kit: Kit, index: Any, exact_until: int, exact: int
 ) -> None:
-    index = kit.index()
     seq = kit.seq(A, B)
     assert put(index, seq, [0, 1], source=Imported(exact_until=exact_until)).num_exact == exact
     assert hit(index, seq)[0] == exact
 
 
-def test_insert_plan_of_computed_tokens_replaces_approximate(kit: Kit) -> None:
-    index = kit.index()
+def test_insert_plan_of_computed_tokens_replaces_approximate(kit: Kit, index: Any) -> None:
     seq = kit.seq(A, B, C)
     put(index, kit.seq(A, B), [0, 1], source=Imported(exact_until=2, hops=0))
     plan = index.plan(seq)
@@ -791,8 +732,9 @@ def test_insert_plan_of_computed_tokens_replaces_approximate(kit: Kit) -> None:
     plan.release()
 
 
-def test_insert_plan_that_adopted_approximate_blocks_labels_later_ones(kit: Kit) -> None:
-    index = kit.index()
+def test_insert_plan_that_adopted_approximate_blocks_labels_later_ones(
+    kit: Kit, index: Any
+) -> None:
     seq = kit.seq(A, B, C)
     plan = index.plan(seq)
     put(index, kit.seq(A), [0], source=Imported(exact_until=0, hops=0))
@@ -807,8 +749,7 @@ def test_insert_plan_that_adopted_approximate_blocks_labels_later_ones(kit: Kit)
     assert sorted(index.take_freed().tolist()) == [0]
 
 
-def test_insert_sequence_that_does_not_start_with_the_plan_is_refused(kit: Kit) -> None:
-    index = kit.index()
+def test_insert_sequence_that_does_not_start_with_the_plan_is_refused(kit: Kit, index: Any) -> None:
     plan = index.plan(kit.seq(A, B))
     for seq in (
         kit.seq(A, X),
@@ -837,8 +778,7 @@ def tags(index: Any, seq: Any) -> list[tuple[int, int, str]]:
     return [(span.start, span.end, span.kind) for span in index.tags(seq)]
 
 
-def test_tags_belong_to_the_prefix(kit: Kit) -> None:
-    index = kit.index()
+def test_tags_belong_to_the_prefix(kit: Kit, index: Any) -> None:
     put(index, kit.seq(A, B, C), [0, 1, 2])
     index.tag(kit.seq(A, B, X), [Span(1, 6, "reasoning"), Span(0, 2, "user")])
     assert tags(index, kit.seq(A, B, C)) == [(0, 2, "user"), (1, 4, "reasoning")]
@@ -847,8 +787,7 @@ def test_tags_belong_to_the_prefix(kit: Kit) -> None:
     assert tags(index, kit.seq(A, B, ns=OTHER)) == []
 
 
-def test_tags_replacement_keeps_them_and_removal_drops_them(kit: Kit) -> None:
-    index = kit.index()
+def test_tags_replacement_keeps_them_and_removal_drops_them(kit: Kit, index: Any) -> None:
     seq = kit.seq(A, B)
     put(index, seq, [0, 1], source=Imported(exact_until=2), spans=[Span(0, 4, "mine")])
     put(index, seq, [0, 5])
@@ -860,23 +799,20 @@ def test_tags_replacement_keeps_them_and_removal_drops_them(kit: Kit) -> None:
     assert index.kinds[7:] == ("mine",)
 
 
-def test_tags_runs_are_maximal(kit: Kit) -> None:
-    index = kit.index()
+def test_tags_runs_are_maximal(kit: Kit, index: Any) -> None:
     seq = kit.seq(A, B, C)
     put(index, seq, [0, 1, 2])
     index.tag(seq, [Span(0, 1, "user"), Span(1, 3, "user"), Span(4, 5, "user"), Span(2, 2, "none")])
     assert tags(index, seq) == [(0, 3, "user"), (4, 5, "user")]
 
 
-def test_insert_spans_tag_whatever_was_taken(kit: Kit) -> None:
-    index = kit.index()
+def test_insert_spans_tag_whatever_was_taken(kit: Kit, index: Any) -> None:
     put(index, kit.seq(A, B), [0, 1])
     index.insert(kit.seq(A, B), [], num_computed=0, source=COMPUTED, spans=[Span(0, 4, "system")])
     assert tags(index, kit.seq(A, B)) == [(0, 4, "system")]
 
 
-def test_plan_kinds_of_its_source_tokens(kit: Kit) -> None:
-    index = kit.index()
+def test_plan_kinds_of_its_source_tokens(kit: Kit, index: Any) -> None:
     seq = kit.seq(A, B)
     put(index, seq, [0, 1])
     index.tag(seq, [Span(0, 1, "system"), Span(1, 2, "user"), Span(3, 4, "answer")])
@@ -887,8 +823,7 @@ def test_plan_kinds_of_its_source_tokens(kit: Kit) -> None:
         assert [int(kinds) for kinds in plan.segments["kinds"]] == [0b11, 0b100, 0]
 
 
-def test_tag_empty_span_is_a_no_op(kit: Kit) -> None:
-    index = kit.index()
+def test_tag_empty_span_is_a_no_op(kit: Kit, index: Any) -> None:
     seq = kit.seq(A)
     put(index, seq, [0])
     index.tag(seq, [Span(1, 1, "mine"), Span(0, 0, "user"), Span(2, 2, "yours")])
@@ -898,8 +833,7 @@ def test_tag_empty_span_is_a_no_op(kit: Kit) -> None:
     assert index.kinds[7:] == ("yours",)
 
 
-def test_tag_more_than_64_kinds_is_refused(kit: Kit) -> None:
-    index = kit.index()
+def test_tag_more_than_64_kinds_is_refused(kit: Kit, index: Any) -> None:
     seq = kit.seq(A)
     put(index, seq, [0])
     index.tag(seq, [Span(0, 1, f"kind {i}") for i in range(57)])
@@ -913,8 +847,7 @@ def test_tag_more_than_64_kinds_is_refused(kit: Kit) -> None:
 # --- D18: epochs ----------------------------------------------------------------------------------
 
 
-def test_drop_frees_a_namespace_and_ends_its_plans(kit: Kit) -> None:
-    index = kit.index()
+def test_drop_frees_a_namespace_and_ends_its_plans(kit: Kit, index: Any) -> None:
     put(index, kit.seq(A, B), [1, 0])
     put(index, kit.seq(A, ns=OTHER), [2])
     seq = kit.seq(A, B, C)
@@ -934,8 +867,7 @@ def test_drop_frees_a_namespace_and_ends_its_plans(kit: Kit) -> None:
     other.release()
 
 
-def test_reset_frees_all_and_ends_all_plans(kit: Kit) -> None:
-    index = kit.index()
+def test_reset_frees_all_and_ends_all_plans(kit: Kit, index: Any) -> None:
     put(index, kit.seq(A, B), [3, 1])
     put(index, kit.seq(A, ns=OTHER), [2])
     plan = index.plan(kit.seq(X))
@@ -945,16 +877,16 @@ def test_reset_frees_all_and_ends_all_plans(kit: Kit) -> None:
     assert stats(index, "indexed", "clock") == (0, 4)
 
 
-def test_drop_of_an_unknown_namespace_starts_an_epoch(kit: Kit) -> None:
-    index = kit.index()
+def test_drop_of_an_unknown_namespace_starts_an_epoch(kit: Kit, index: Any) -> None:
     plan = index.plan(kit.seq(A))
     assert index.drop(NS).tolist() == []
     assert result(put(index, kit.seq(A), [0], source=plan)) == ([], 0, [], [0], [])
     plan.release()
 
 
-def test_insert_with_an_older_epoch_advances_the_clock_and_touches_nothing(kit: Kit) -> None:
-    index = kit.index()
+def test_insert_with_an_older_epoch_advances_the_clock_and_touches_nothing(
+    kit: Kit, index: Any
+) -> None:
     plan = index.plan(kit.seq(A))
     index.drop(NS)
     put(index, kit.seq(A), [0])
@@ -968,8 +900,7 @@ def test_insert_with_an_older_epoch_advances_the_clock_and_touches_nothing(kit: 
 # --- D19: collected plans -------------------------------------------------------------------------
 
 
-def test_plan_collected_unreleased_releases_itself_and_warns(kit: Kit) -> None:
-    index = kit.index()
+def test_plan_collected_unreleased_releases_itself_and_warns(kit: Kit, index: Any) -> None:
     put(index, kit.seq(A), [0])
     plan = index.plan(kit.seq(A, [9]))
     assert stats(index, "pinned", "live_plans") == (1, 1)
@@ -981,8 +912,7 @@ def test_plan_collected_unreleased_releases_itself_and_warns(kit: Kit) -> None:
     assert stats(index, "pinned", "live_plans") == (0, 0)
 
 
-def test_plan_context_releases_once(kit: Kit) -> None:
-    index = kit.index()
+def test_plan_context_releases_once(kit: Kit, index: Any) -> None:
     with index.plan(kit.seq(A)) as plan:
         assert not plan.released
     assert plan.released
@@ -1057,19 +987,8 @@ def test_allocator_double_free_is_refused(kit: Kit) -> None:
 
 def test_defaults_are_exact(kit: Kit) -> None:
     index = kit.index_class(4)
-    assert (index.num_blocks, index.block_size, index.min_run, index.max_candidates) == (
-        4,
-        16,
-        16,
-        64,
-    )
+    sizes = (index.num_blocks, index.block_size, index.min_run, index.max_candidates)
+    assert sizes == (4, 16, 16, 64)
     assert not EXACT_ONLY.approximate
-    assert index.kinds == (
-        "system",
-        "user",
-        "reasoning",
-        "answer",
-        "tool_call",
-        "tool_result",
-        "lookahead",
-    )
+    kinds = "system user reasoning answer tool_call tool_result lookahead"
+    assert index.kinds == tuple(kinds.split())

@@ -244,6 +244,14 @@ class Twin:
         self.same(f"{what} hands out an id twice", len(set(got)), len(got))
         self.held |= set(got)
 
+    def ids_of(self, name: str, *args: Any) -> Any:
+        """Make a call that hands out blocks; their ids, none where it was refused."""
+        got = self.both(f"{name}{args}", lambda index, _: getattr(index, name)(*args), None)
+        if got is None:
+            return []
+        self.give(name, got[0])
+        return got[0]
+
     def order(self, key: Any) -> int:
         return self.model._entries[key].block
 
@@ -593,10 +601,7 @@ class Twin:
         )
         if done:
             self.inserted(done[0])
-            ids = done[0].blocks[:-1]
-            got = self.both(f"discard({ids})", lambda index, _: index.discard(ids), None)
-            if got:
-                self.give("discard", got[0])
+            self.ids_of("discard", done[0].blocks[:-1])
 
     def inserted(self, done: Any) -> None:
         out = {*done.duplicates.tolist(), *done.surplus.tolist()}
@@ -653,21 +658,15 @@ class Twin:
         self.same("warnings", kinds, [ResourceWarning] * wanted)
 
     def take_freed(self) -> None:
-        got = self.both("take_freed()", lambda index, _: index.take_freed(), None)
-        if got:
-            self.give("take_freed", got[0])
-            self.counts["taken freed"] += len(got[0])
+        self.counts["taken freed"] += len(self.ids_of("take_freed"))
 
     def evict(self) -> None:
         n = self.rng.choice([0, 1, 1, 2, 3])
         if self.chance(0.05):
             n = self.rng.choice([-1, self.num_blocks])
         dead = self.model.stats().dead
-        got = self.both(f"evict({n})", lambda index, _: index.evict(n), None)
-        if got:
-            self.give("evict", got[0])
-            self.counts["evicted"] += len(got[0])
-            self.counts["evicted dead"] += dead - self.model.stats().dead
+        self.counts["evicted"] += len(self.ids_of("evict", n))
+        self.counts["evicted dead"] += dead - self.model.stats().dead
 
     def discard(self) -> None:
         ids = [self.rng.randrange(self.num_blocks) for _ in range(self.rng.randint(0, 1))]
@@ -683,10 +682,7 @@ class Twin:
             ids += ids[:1]
         if self.chance(0.01):
             ids.append(self.rng.choice([-1, self.num_blocks]))
-        got = self.both(f"discard({ids})", lambda index, _: index.discard(ids), None)
-        if got:
-            self.give("discard", got[0])
-            self.counts["discarded"] += len(got[0])
+        self.counts["discarded"] += len(self.ids_of("discard", ids))
 
     def quarantine(self) -> None:
         """Quarantine one or two ids of any state, but keep a part of the pool."""
@@ -742,18 +738,13 @@ class Twin:
             self.counts["condemned by span"] += len(removed[0].condemned)
 
     def drop(self) -> None:
-        namespace = self.rng.choice(NAMESPACES)
-        got = self.both(f"drop({namespace.salt})", lambda index, _: index.drop(namespace), None)
-        if got:
-            self.give("drop", got[0])
+        self.ids_of("drop", self.rng.choice(NAMESPACES))
 
     def reset(self) -> None:
-        got = self.both("reset()", lambda index, _: index.reset(), None)
-        if got:
-            self.give("reset", got[0])
+        self.ids_of("reset")
 
     def restart(self) -> None:
-        """Go on with what a snapshot restores: the model goes on as it is."""
+        """Continue with the index that a snapshot restores; the model stays."""
         while self.plans:
             self.release()
         # Plans of the index before are no plans of this one.
@@ -840,14 +831,8 @@ class Twin:
             self.release()
         there = set(range(self.num_blocks)) - set(self.model.quarantined.tolist())
         while self.held != there:
-            got = self.both(
-                f"drain: evict({self.num_blocks})",
-                lambda index, _: index.evict(self.num_blocks),
-                None,
-            )
-            if got is None or not len(got[0]):
+            if not len(self.ids_of("evict", self.num_blocks)):
                 break
-            self.give("drain", got[0])
         self.verify()
         self.same("blocks lost", there - self.held, set())
         self.same("plans left", self.stats(self.real)["live_plans"], 0)

@@ -49,7 +49,7 @@ class Clock:
         return self.now
 
 
-class Mourner:
+class Finalized:
     """Calls the tracker when it is freed, as the finalizer of a connection may."""
 
     def __init__(self, tracker: kvtrie.TurnTracker, seen: list[int]) -> None:
@@ -58,8 +58,8 @@ class Mourner:
     def __del__(self) -> None:
         self.seen.append(len(self.tracker))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Mourner:
-        return Mourner(self.tracker, self.seen)
+    def __deepcopy__(self, memo: dict[int, Any]) -> Finalized:
+        return Finalized(self.tracker, self.seen)
 
 
 def _replace(tracker: kvtrie.TurnTracker, _clock: Clock) -> None:
@@ -111,7 +111,7 @@ def test_what_is_forgotten_dies_without_the_lock(
     seen: list[int] = []
 
     def work() -> None:
-        held: Any = Mourner(tracker, seen)
+        held: Any = Finalized(tracker, seen)
         if held_as == "kv_transfer_params":
             held = {"a field of tomorrow's": held}
         options = {held_as: held}
@@ -122,7 +122,7 @@ def test_what_is_forgotten_dies_without_the_lock(
         forgotten_by(tracker, clock)
 
     ends(work)
-    # It died once, in a tracker that was whole again.
+    # It was freed once, when the tracker was consistent again.
     assert seen == [len(tracker)]
 
 

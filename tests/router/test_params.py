@@ -14,6 +14,10 @@ from kvtrie.router.nixl_params import checked_params, cut_params
 NS = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
 
 
+def seq(*ids: int) -> kvtrie.TokenSequence:
+    return kvtrie.TokenSequence(list(ids), NS)
+
+
 def params(num_tokens: int | None, *groups: list[int], **others: object) -> dict[str, Any]:
     return {
         "do_remote_prefill": False,
@@ -178,24 +182,22 @@ def test_parameters_that_cannot_be_made_safe_are_none_with_a_reason(
 )
 def test_malformed_field_is_refused_by_name_and_nothing_is_kept(name: str, value: object) -> None:
     tracker = kvtrie.TurnTracker(block_size=16)
-    seq = kvtrie.TokenSequence([1, 2, 3], NS)
+    history = seq(1, 2, 3)
     with pytest.raises(ValueError, match=name):
-        tracker.keep(seq, num_computed=2, kv_transfer_params=params(2, [1]) | {name: value})
+        tracker.keep(history, num_computed=2, kv_transfer_params=params(2, [1]) | {name: value})
     with pytest.raises(TypeError, match="kv_transfer_params is a list"):
-        tracker.keep(seq, num_computed=2, kv_transfer_params=[1])  # type: ignore[arg-type]
+        tracker.keep(history, num_computed=2, kv_transfer_params=[1])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="key 1"):
-        tracker.keep(seq, num_computed=2, kv_transfer_params={1: 2})  # type: ignore[dict-item]
+        tracker.keep(history, num_computed=2, kv_transfer_params={1: 2})  # type: ignore[dict-item]
     assert (len(tracker), tracker.num_tokens) == (0, 0)
 
 
 def test_parameters_are_copied_in_and_handed_out_once() -> None:
     tracker = kvtrie.TurnTracker(block_size=2)
     given = params(5, [7, 8, 9], nested={"list": [1]})
-    tracker.keep(
-        kvtrie.TokenSequence([1, 2, 3, 4, 5, 6], NS), num_computed=5, kv_transfer_params=given
-    )
+    tracker.keep(seq(1, 2, 3, 4, 5, 6), num_computed=5, kv_transfer_params=given)
     given["nested"]["list"].append(2)
-    prompt = kvtrie.TokenSequence([1, 2, 3, 4, 5, 9], NS)
+    prompt = seq(1, 2, 3, 4, 5, 9)
     looked = tracker.compare(prompt, take=False)
     assert looked.kv_transfer_params is not None
     looked.kv_transfer_params["nested"]["list"].append(3)
@@ -213,12 +215,12 @@ def test_parameters_are_copied_in_and_handed_out_once() -> None:
 def test_whole_history_keeps_its_partial_block_and_loses_its_lookahead() -> None:
     tracker = kvtrie.TurnTracker(block_size=4)
     tracker.keep(
-        kvtrie.TokenSequence(list(range(10)), NS),
+        seq(*range(10)),
         num_computed=9,
         # The counter is one step ahead, and there is a block for drafts.
         kv_transfer_params=params(11, [3, 1, 4, 9]),
     )
-    answer = tracker.compare(kvtrie.TokenSequence(list(range(12)), NS))
+    answer = tracker.compare(seq(*range(12)))
     assert (answer.kind, answer.num_tokens, answer.num_transfer_tokens) == ("exact_extension", 9, 9)
     assert answer.kv_transfer_params == params(9, [3, 1, 4])
 
@@ -227,11 +229,11 @@ def test_stripped_reasoning_of_sixteen_blocks_gets_the_question_only() -> None:
     question, reasoning, answer = range(64), range(100, 260), range(300, 348)
     tracker = kvtrie.TurnTracker(block_size=16)
     tracker.keep(
-        kvtrie.TokenSequence([*question, *reasoning, *answer], NS),
+        seq(*question, *reasoning, *answer),
         num_computed=271,
         kv_transfer_params=params(271, list(range(17))),
     )
-    prompt = kvtrie.TokenSequence([*question, *answer, *range(400, 432)], NS)
+    prompt = seq(*question, *answer, *range(400, 432))
     found = tracker.compare(prompt)
     assert (found.kind, found.num_tokens) == ("common_prefix", 64)
     assert found.kv_transfer_params == params(64, [0, 1, 2, 3])
@@ -240,14 +242,12 @@ def test_stripped_reasoning_of_sixteen_blocks_gets_the_question_only() -> None:
 def test_approximate_history_offers_its_exact_blocks_alone() -> None:
     tracker = kvtrie.TurnTracker(block_size=2)
     tracker.keep(
-        kvtrie.TokenSequence(list(range(8)), NS),
+        seq(*range(8)),
         num_computed=7,
         source=kvtrie.Imported(exact_until=5),
         kv_transfer_params=params(7, [1, 2, 3, 4]),
     )
-    answer = tracker.compare(
-        kvtrie.TokenSequence(list(range(9)), NS), policy=kvtrie.ReusePolicy(approximate=True)
-    )
+    answer = tracker.compare(seq(*range(9)), policy=kvtrie.ReusePolicy(approximate=True))
     assert (answer.kind, answer.num_tokens, answer.num_exact) == ("exact_extension", 7, 5)
     assert answer.num_transfer_tokens == 5
 
@@ -256,12 +256,12 @@ def test_parameters_of_a_conversation_are_not_for_others() -> None:
     """A receiver that reads one block has all of them released."""
     tracker = kvtrie.TurnTracker(block_size=2)
     tracker.keep(
-        kvtrie.TokenSequence([1, 2, 3, 4, 5], NS),
+        seq(1, 2, 3, 4, 5),
         num_computed=4,
         conversation="mine",
         kv_transfer_params=params(4, [7, 8]),
     )
-    prompt = kvtrie.TokenSequence([1, 2, 9], NS)
+    prompt = seq(1, 2, 9)
     other = tracker.compare(prompt)
     assert (other.kind, other.num_tokens, other.kv_transfer_params) == ("common_prefix", 2, None)
     assert other.transfer_reason == "they are those of conversation 'mine'"
@@ -270,12 +270,8 @@ def test_parameters_of_a_conversation_are_not_for_others() -> None:
 
 def test_few_tokens_are_not_worth_a_transfer() -> None:
     tracker = kvtrie.TurnTracker(block_size=2, min_transfer=4)
-    tracker.keep(
-        kvtrie.TokenSequence([1, 2, 3, 4, 5], NS),
-        num_computed=4,
-        kv_transfer_params=params(4, [7, 8]),
-    )
-    few = tracker.compare(kvtrie.TokenSequence([1, 2, 3, 9, 9], NS))
+    tracker.keep(seq(1, 2, 3, 4, 5), num_computed=4, kv_transfer_params=params(4, [7, 8]))
+    few = tracker.compare(seq(1, 2, 3, 9, 9))
     assert (few.num_tokens, few.kv_transfer_params) == (3, None)
     assert few.transfer_reason == "they cover 2 tokens, and min_transfer is 4"
-    assert tracker.compare(kvtrie.TokenSequence([1, 2, 3, 4, 9], NS)).num_transfer_tokens == 4
+    assert tracker.compare(seq(1, 2, 3, 4, 9)).num_transfer_tokens == 4

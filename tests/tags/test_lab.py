@@ -192,7 +192,7 @@ def test_second_turn_leaves_the_first_alone(lab: Lab) -> None:
 
 @pytest.mark.parametrize("lab", [lab for lab in LABS if lab.in_loop], ids=str)
 def test_interrupted_loop(lab: Lab) -> None:
-    """A user who does not wait for the answer ends the turn, except where the answer would."""
+    """A user message before the answer ends the turn, except where only an answer ends it."""
     talk = Conversation(lab)
     talk.say(SYSTEM, asked(1), called(1, lab))
     talk.history += [result(1), asked(2)]
@@ -251,7 +251,7 @@ def test_cut_off_generation(lab: Lab, cut: int) -> None:
 
 
 def test_lone_closing_delimiter() -> None:
-    """Fed without the prompt that opened it, reasoning is found all the same."""
+    """Fed without the prompt that opened it, reasoning is found too."""
     for lab in (R1, V31, V32, QWQ, GLM):
         vocabulary = Vocabulary()
         tagger = tags.Tagger.from_preset(lab.preset, vocabulary)

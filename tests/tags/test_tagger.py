@@ -30,12 +30,16 @@ def tagger(**more: Any) -> tags.Tagger:
     return tags.Tagger.from_ids(**(given | more))
 
 
-def found(sections: Any) -> list[tuple[int, int, str]]:
-    return [(it.span.start, it.span.end, it.kind) for it in sections]
+@pytest.fixture
+def stream() -> tags.Stream:
+    return tagger().stream()
 
 
-def test_open_span_follows_the_tokens() -> None:
-    stream = tagger().stream()
+def found(sections: Any) -> str:
+    return ", ".join(f"{it.span.start}-{it.span.end} {it.kind}" for it in sections)
+
+
+def test_open_span_follows_the_tokens(stream: tags.Stream) -> None:
     seen = []
     for token in [USER, 50, END, ASSISTANT, THINK, 51, CALL, 52, UNCALL, UNTHINK, 53, END]:
         stream.feed([token])
@@ -58,19 +62,14 @@ def test_open_span_follows_the_tokens() -> None:
 
 def test_call_inside_reasoning_is_nested() -> None:
     sections = tagger().sections([ASSISTANT, THINK, 50, CALL, 51, UNCALL, UNTHINK, 52, END])
-    assert found(sections) == [(3, 6, "tool_call"), (1, 7, "reasoning"), (7, 8, "answer")]
+    assert found(sections) == "3-6 tool_call, 1-7 reasoning, 7-8 answer"
     assert [section.nested for section in sections] == [True, False, False]
 
 
-def test_unclosed_call_inside_reasoning_ends_with_it() -> None:
+def test_unclosed_call_inside_reasoning_ends_with_it(stream: tags.Stream) -> None:
     """`</think>` ends the reasoning, and with it an unclosed call: the answer counts."""
-    stream = tagger().stream()
     stream.feed([USER, 40, END, ASSISTANT, THINK, CALL, 50, UNTHINK, 51, END])
-    assert found(stream.sections)[1:] == [
-        (5, 7, "tool_call"),
-        (4, 8, "reasoning"),
-        (8, 9, "answer"),
-    ]
+    assert found(stream.sections[1:]) == "5-7 tool_call, 4-8 reasoning, 8-9 answer"
     assert [section.complete for section in stream.sections] == [True, False, True, True]
     assert stream.turns[-1].state == "answered"
 
@@ -80,40 +79,35 @@ def test_call_ends_reasoning_where_the_format_says_so() -> None:
     text = "<|im_assistant|>assistant<|im_middle|><think>a<|tool_calls_section_begin|>b"
     text += "<|tool_calls_section_end|><|im_end|>"
     sections = tags.Tagger.from_preset("kimi-k2", kimi).sections(kimi.encode(text))
-    assert found(sections) == [(3, 5, "reasoning"), (5, 8, "tool_call")]
+    assert found(sections) == "3-5 reasoning, 5-8 tool_call"
     assert [section.nested for section in sections] == [False, False]
 
 
 def test_delimiters_inside_a_call_are_text() -> None:
     sections = tagger().sections([ASSISTANT, CALL, THINK, UNTHINK, CALL, UNCALL, END])
-    assert found(sections) == [(1, 6, "tool_call")]
+    assert found(sections) == "1-6 tool_call"
 
 
 def test_first_closing_delimiter_ends_reasoning_unless_it_nests() -> None:
     ids = [ASSISTANT, THINK, 50, THINK, 51, UNTHINK, 52, UNTHINK, 53, END]
-    assert found(tagger().sections(ids)) == [(1, 6, "reasoning"), (6, 9, "answer")]
-    assert found(tagger(nests=True).sections(ids)) == [(1, 8, "reasoning"), (8, 9, "answer")]
+    assert found(tagger().sections(ids)) == "1-6 reasoning, 6-9 answer"
+    assert found(tagger(nests=True).sections(ids)) == "1-8 reasoning, 8-9 answer"
 
 
 def test_missing_end_ends_with_the_message() -> None:
     sections = tagger().sections([ASSISTANT, THINK, 50, END, USER, 40, END])
-    assert found(sections) == [(1, 3, "reasoning"), (4, 7, "user")]
+    assert found(sections) == "1-3 reasoning, 4-7 user"
     assert not sections[0].complete
 
 
 def test_lone_closing_delimiter_counts_once() -> None:
     sections = tagger().sections([ASSISTANT, NEWLINE, 50, UNTHINK, NEWLINE, 51, UNTHINK, 52, END])
-    assert found(sections) == [(2, 5, "reasoning"), (5, 8, "answer")]
+    assert found(sections) == "2-5 reasoning, 5-8 answer"
 
 
 def test_lone_closing_delimiter_reaches_back_to_the_call_before_it() -> None:
     sections = tagger().sections([ASSISTANT, 50, CALL, 51, UNCALL, 52, UNTHINK, 53, END])
-    assert found(sections) == [
-        (1, 2, "answer"),
-        (2, 5, "tool_call"),
-        (5, 7, "reasoning"),
-        (7, 8, "answer"),
-    ]
+    assert found(sections) == "1-2 answer, 2-5 tool_call, 5-7 reasoning, 7-8 answer"
 
 
 @pytest.mark.parametrize(
@@ -127,17 +121,16 @@ def test_what_is_dropped_with_reasoning(drops: Any, dropped: tuple[int, int]) ->
     assert (answer.span.start, answer.span.end) == (6, 8)
 
 
-def test_reasoning_settles_with_the_first_token_that_is_not_a_newline() -> None:
-    stream = tagger().stream()
+def test_reasoning_settles_with_the_first_token_that_is_not_a_newline(stream: tags.Stream) -> None:
     assert stream.feed([ASSISTANT, THINK, 50, UNTHINK]) == []
-    assert found(stream.sections) == [(1, 4, "reasoning")]
+    assert found(stream.sections) == "1-4 reasoning"
     assert stream.feed([NEWLINE]) == []
     assert [(it.start, it.end) for it in stream.feed([51])] == [(1, 5)]
 
 
 def test_sections_count_in_the_assistants_messages_alone() -> None:
     sections = tagger().sections([USER, THINK, 40, UNTHINK, CALL, UNCALL, END])
-    assert found(sections) == [(0, 7, "user")]
+    assert found(sections) == "0-7 user"
 
 
 def test_unknown_role_is_tagged_with_nothing() -> None:
@@ -217,12 +210,7 @@ def test_delimiters_straddle_calls() -> None:
     )
     # Each begins again inside its own beginning.
     ids = [1, 2, 3, 40, 1, 2, 4, 7, 7, 7, 8, 50, 9, 9, 9, 8, 60]
-    assert found(straddling.sections(ids)) == [
-        (0, 4, "user"),
-        (7, 8, "answer"),
-        (8, 16, "reasoning"),
-        (16, 17, "answer"),
-    ]
+    assert found(straddling.sections(ids)) == "0-4 user, 7-8 answer, 8-16 reasoning, 16-17 answer"
     stream = straddling.stream()
     for token in ids:
         stream.feed([token])
@@ -235,14 +223,13 @@ def test_delimiters_straddle_calls() -> None:
 def test_positions_may_start_anywhere() -> None:
     stream = tagger().stream(start=1_000, role="assistant")
     stream.feed([50, UNTHINK, 51, END])
-    assert found(stream.sections) == [(1_000, 1_002, "reasoning"), (1_002, 1_003, "answer")]
+    assert found(stream.sections) == "1000-1002 reasoning, 1002-1003 answer"
     assert len(stream) == 1_004
     with pytest.raises(ValueError, match=r"truncate: length is 999; it must be in \[1000, 1004\]"):
         stream.truncate(999)
 
 
-def test_finishing_is_undone_by_what_follows() -> None:
-    stream = tagger().stream()
+def test_finishing_is_undone_by_what_follows(stream: tags.Stream) -> None:
     stream.feed([ASSISTANT, CALL, 50])
     assert [span.kind for span in stream.finish()] == ["tool_call"]
     assert stream.finish() == stream.spans
@@ -251,7 +238,7 @@ def test_finishing_is_undone_by_what_follows() -> None:
         [kvtrie.Span(1, 5, "tool_call")],
         False,
     ]
-    assert found(stream.sections) == [(1, 5, "tool_call")]
+    assert found(stream.sections) == "1-5 tool_call"
 
 
 @pytest.mark.parametrize(
@@ -270,8 +257,7 @@ def test_finishing_is_undone_by_what_follows() -> None:
         (np.array([[1]]), ValueError),
     ],
 )
-def test_bad_ids_change_nothing(ids: Any, error: type[Exception]) -> None:
-    stream = tagger().stream()
+def test_bad_ids_change_nothing(ids: Any, error: type[Exception], stream: tags.Stream) -> None:
     stream.feed([ASSISTANT, THINK, 50])
     with pytest.raises(error, match="feed: "):
         stream.feed(ids)
@@ -280,8 +266,7 @@ def test_bad_ids_change_nothing(ids: Any, error: type[Exception]) -> None:
 
 
 @pytest.mark.parametrize("ids", [[], (), np.array([], dtype=np.uint32), np.array([])])
-def test_nothing_may_be_fed(ids: Any) -> None:
-    stream = tagger().stream()
+def test_nothing_may_be_fed(ids: Any, stream: tags.Stream) -> None:
     assert stream.feed(ids) == []
     assert stream.turns == ()
     assert stream.finish() == []
@@ -301,8 +286,7 @@ def test_bad_streams(arguments: Any, error: type[Exception], message: str) -> No
 
 
 @pytest.mark.parametrize("length", [-1, 4, True, 1.0])
-def test_bad_truncation_changes_nothing(length: Any) -> None:
-    stream = tagger().stream()
+def test_bad_truncation_changes_nothing(length: Any, stream: tags.Stream) -> None:
     stream.feed([ASSISTANT, 50, END])
     with pytest.raises((TypeError, ValueError), match="truncate: length is"):
         stream.truncate(length)
@@ -329,8 +313,7 @@ def states(stream: tags.Stream) -> list[tuple[int, int, str]]:
     return [(turn.start, turn.end, turn.state) for turn in stream.turns]
 
 
-def test_turns_close_when_a_user_speaks() -> None:
-    stream = tagger().stream()
+def test_turns_close_when_a_user_speaks(stream: tags.Stream) -> None:
     stream.feed([USER, 40, END, ASSISTANT, CALL, UNCALL, END])
     assert states(stream) == [(0, 7, "open")]
     stream.feed([TOOL, 45, END, ASSISTANT, 50, END])
@@ -341,14 +324,12 @@ def test_turns_close_when_a_user_speaks() -> None:
     assert states(stream) == [(0, 13, "closed"), (13, 16, "open")]
 
 
-def test_tool_result_after_an_answer_continues_the_loop() -> None:
-    stream = tagger().stream()
+def test_tool_result_after_an_answer_continues_the_loop(stream: tags.Stream) -> None:
     stream.feed([USER, 40, END, ASSISTANT, 50, END, TOOL, 45, END])
     assert states(stream) == [(0, 9, "open")]
 
 
-def test_two_user_messages_are_one_turn() -> None:
-    stream = tagger().stream()
+def test_two_user_messages_are_one_turn(stream: tags.Stream) -> None:
     stream.feed([USER, 40, END, USER, 41, END, ASSISTANT, 50, END])
     assert states(stream) == [(0, 9, "answered")]
 
@@ -380,7 +361,7 @@ def test_preset_from_a_mapping() -> None:
     ids = {text: number for number, text in enumerate(texts, 10)}
     mapped = tags.Tagger(form, ids | {"\n": 5})
     row = [ids["]~b]"], ids["ai"], 5, ids["<think>"], 90, ids["</think>"], 5, 91, ids["[e~["]]
-    assert found(mapped.sections(row)) == [(3, 7, "reasoning"), (7, 8, "answer")]
+    assert found(mapped.sections(row)) == "3-7 reasoning, 7-8 answer"
     del ids["[e~["], ids["user"]
     with pytest.raises(ValueError, match=r"no ids are given for '\[e~\[', 'user'"):
         tags.Tagger(form, ids)

@@ -93,7 +93,7 @@ def test_every_kind_may_go() -> None:
 
 @pytest.mark.parametrize("length", range(8, 18))
 def test_loop_under_way_is_left_alone(length: int) -> None:
-    """From the call to the end of the last reasoning, wherever the tokens stop."""
+    """Tokens may stop anywhere from the call to the end of the last reasoning."""
     index = Recorder()
     done = tags.TurnPolicy(reasoning="drop").close_turn(index, RUN, stream_of(RUN[:length]))
     assert index.is_untouched
@@ -167,7 +167,12 @@ def test_nested_call_is_dropped_with_its_reasoning() -> None:
     assert (done.evict_first, done.drop) == ((), ((4, 9),))
 
 
-INDEXES = [pytest.param(kind, id=kind.__name__) for kind in (kvtrie.RadixIndex, ModelIndex)]
+SPACE = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+
+
+@pytest.fixture(params=[kvtrie.RadixIndex, ModelIndex], ids=lambda kind: kind.__name__)
+def index(request: pytest.FixtureRequest) -> Any:
+    return request.param(num_blocks=256, block_size=BLOCK)
 
 
 def conversation() -> tuple[list[int], list[int], tags.Stream]:
@@ -186,8 +191,7 @@ def conversation() -> tuple[list[int], list[int], tags.Stream]:
 
 
 def inserted(index: Any, ids: list[int]) -> Any:
-    space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-    seq = kvtrie.TokenSequence(ids, space)
+    seq = kvtrie.TokenSequence(ids, SPACE)
     blocks = np.arange(-(-len(ids) // BLOCK), dtype=np.int32)
     index.insert(seq, blocks, num_computed=len(ids), source=kvtrie.COMPUTED)
     return seq
@@ -201,28 +205,23 @@ def blocks_inside(ranges: tuple[tuple[int, int], ...], length: int) -> list[int]
     ]
 
 
-@pytest.mark.parametrize("kind", INDEXES)
-def test_dead_thinking_is_evicted_first(kind: Any) -> None:
+def test_dead_thinking_is_evicted_first(index: Any) -> None:
     """Prompt and answer stay cached without the reasoning between them (vLLM 39321)."""
     cached, prompt, stream = conversation()
-    index = kind(num_blocks=256, block_size=BLOCK)
     seq = inserted(index, cached)
     done = tags.TurnPolicy().close_turn(index, seq, stream)
     dead = blocks_inside(done.evict_first, len(cached))
     assert done.num_marked == len(dead) > 5
     assert sorted(index.evict(len(dead)).tolist()) == dead
-    space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     shared = next(at for at, (a, b) in enumerate(zip(cached, prompt, strict=False)) if a != b)
-    found = index.lookup(kvtrie.TokenSequence(prompt, space), touch=False)
+    found = index.lookup(kvtrie.TokenSequence(prompt, SPACE), touch=False)
     assert found.num_tokens == shared // BLOCK * BLOCK
     left = {span.kind for span in index.tags(seq)}
     assert left >= {"system", "user", "answer"}
 
 
-@pytest.mark.parametrize("kind", INDEXES)
-def test_dropped_thinking_is_free_at_once(kind: Any) -> None:
+def test_dropped_thinking_is_free_at_once(index: Any) -> None:
     cached, _, stream = conversation()
-    index = kind(num_blocks=256, block_size=BLOCK)
     seq = inserted(index, cached)
     done = tags.TurnPolicy(reasoning="drop").close_turn(index, seq, stream)
     assert done.freed.tolist() == blocks_inside(done.drop, len(cached))
@@ -230,13 +229,10 @@ def test_dropped_thinking_is_free_at_once(kind: Any) -> None:
     assert index.stats().indexed == len(cached) // BLOCK - len(done.freed)
 
 
-@pytest.mark.parametrize("kind", INDEXES)
-def test_thinking_that_others_extend_is_kept(kind: Any) -> None:
+def test_thinking_that_others_extend_is_kept(index: Any) -> None:
     cached, _, stream = conversation()
-    index = kind(num_blocks=256, block_size=BLOCK)
     seq = inserted(index, cached)
-    space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-    other = kvtrie.TokenSequence([*cached[:-BLOCK], *range(9_000, 9_020)], space)
+    other = kvtrie.TokenSequence([*cached[:-BLOCK], *range(9_000, 9_020)], SPACE)
     blocks = np.arange(100, 100 + -(-len(other) // BLOCK), dtype=np.int32)
     index.insert(other, blocks, num_computed=len(other), source=kvtrie.COMPUTED)
     policy = tags.TurnPolicy(reasoning="drop")

@@ -211,7 +211,7 @@ def test_a_call_that_is_long_lets_go_of_the_interpreter(made: Callable[[], Call]
 
 def test_a_search_that_is_short_keeps_the_interpreter_however_long_its_prompt_is() -> None:
     # The prompt is one moved run: it is found at once, and compared as memory. On a busy machine
-    # another thread can run for reasons of its own; a call that lets go has it run in each try.
+    # another thread can run for other reasons; if the call detaches, it runs in each try.
     text = np.arange(40_000)
     ticks = []
     for _ in range(TRIES):

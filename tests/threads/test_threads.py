@@ -1,4 +1,4 @@
-"""Several threads on one index, one sequence, one plan: no torn answer, no lost block."""
+"""Several threads on one index, one sequence, one plan: no inconsistent result, no lost block."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from tests.together import together
 
 import kvtrie
 from kvtrie import COMPUTED
@@ -27,27 +28,6 @@ def often() -> Iterator[None]:
     sys.setswitchinterval(1e-6)
     yield
     sys.setswitchinterval(before)
-
-
-def together(work: Callable[[int], None], count: int = THREADS) -> None:
-    """Run in threads that start at the same time; the first failure is the test's."""
-    barrier = threading.Barrier(count)
-    failures: list[BaseException] = []
-
-    def body(number: int) -> None:
-        try:
-            barrier.wait()
-            work(number)
-        except BaseException as error:  # noqa: BLE001 - handed to the test
-            failures.append(error)
-
-    threads = [threading.Thread(target=body, args=(number,)) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
 
 
 def test_index_requests_in_threads_lose_no_block() -> None:
@@ -224,7 +204,7 @@ def test_index_lets_go_of_the_interpreter_on_long_work() -> None:
         thread.join()
         return ticks
 
-    # A machine that is busy may not let both run at once: several tries, then it was never let go.
+    # A machine that is busy may not let both run at once: several tries, then it never detached.
     calls: list[Callable[[], object]] = [index.check, lambda: index.lookup(fresh.pop())]
     for call in calls:
         assert any(ticks_during(call) > 1_000 for _ in range(10))

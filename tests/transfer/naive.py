@@ -375,7 +375,7 @@ def plan(  # noqa: PLR0912 - one step after the other
 def loads_of(
     manifest: Manifest, prompt: Prompt, key: bytes, open_: list[bool], policy: Policy
 ) -> dict[int, list[Load]]:
-    """By position, what it is loaded from in each group; only what all groups have."""
+    """Loads by position, one per group, of positions that all groups have."""
     groups = [group_loads(group, prompt, key, open_, policy) for group in manifest.groups]
     if not groups:
         return {}

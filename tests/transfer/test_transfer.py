@@ -33,6 +33,22 @@ def _written(case: cases.Case) -> kvtrie.TransferManifest:
     )
 
 
+def check_plan(case: cases.Case, sent: naive.Manifest, manifest: kvtrie.TransferManifest) -> None:
+    expected = cases.refusal(lambda: case.planned(sent))
+    assert cases.refusal(lambda: case.asked(manifest)) == expected
+    if expected is None:
+        found = cases.as_plan(case.asked(manifest))
+        assert found == case.planned(sent)
+        cases.check_loads(case, found)
+
+
+def _of_one_block(prompt: naive.Prompt) -> kvtrie.TransferManifest:
+    size = len(prompt.ids)
+    return kvtrie.TransferManifest.from_blocks(
+        cases.sequence(prompt), [1], key=KEY, num_computed=size, block_size=size
+    )
+
+
 @given(cases.cases())
 @settings(max_examples=400)
 def test_manifest_and_plan_equal_the_naive_ones(case: cases.Case) -> None:
@@ -45,12 +61,8 @@ def test_manifest_and_plan_equal_the_naive_ones(case: cases.Case) -> None:
     assert again == manifest
     assert again.to_bytes() == raw
     assert hash(again) == hash(manifest)
-    expected = cases.refusal(lambda: case.planned(sent))
-    assert cases.refusal(lambda: case.asked(manifest)) == expected
-    if expected is None:
-        found = cases.as_plan(case.asked(again))
-        assert found == case.planned(sent)
-        cases.check_loads(case, found)
+    for one in (manifest, again):
+        check_plan(case, sent, one)
 
 
 @given(cases.cases(), st.binary(min_size=16, max_size=64))
@@ -78,12 +90,7 @@ def test_segments_after_gaps_and_mixed_labels_equal_the_naive_ones(
     case = cases.replaced(case, labels=labels)
     sent = case.sent()
     manifest = kvtrie.TransferManifest.from_bytes(naive.to_bytes(sent))
-    expected = cases.refusal(lambda: case.planned(sent))
-    assert cases.refusal(lambda: case.asked(manifest)) == expected
-    if expected is None:
-        found = cases.as_plan(case.asked(manifest))
-        assert found == case.planned(sent)
-        cases.check_loads(case, found)
+    check_plan(case, sent, manifest)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -116,8 +123,12 @@ def test_other_groups_are_refused_alike(case: cases.Case, data: st.DataObject) -
     assert cases.refusal(lambda: case.asked(manifest)) == cases.refusal(lambda: case.planned(sent))
 
 
+def counting(num_tokens: int) -> kvtrie.TokenSequence:
+    return cases.sequence(naive.Prompt(tuple(range(num_tokens))))
+
+
 def _manifest(num_tokens: int = 40, **options: Any) -> kvtrie.TransferManifest:
-    seq = cases.sequence(naive.Prompt(tuple(range(num_tokens))))
+    seq = counting(num_tokens)
     given_: dict[str, Any] = {"key": KEY, "num_computed": num_tokens, "block_size": 16}
     return kvtrie.TransferManifest.from_blocks(seq, [4, 2, 9, 7], **given_ | options)
 
@@ -162,7 +173,7 @@ def test_from_blocks_refuses_contradictions(options: dict[str, Any], message: st
 
 
 def test_from_blocks_refuses_a_block_twice() -> None:
-    seq = cases.sequence(naive.Prompt(tuple(range(40))))
+    seq = counting(40)
     with pytest.raises(ValueError, match="block 4 comes twice in the table of group 0"):
         kvtrie.TransferManifest.from_blocks(seq, [4, 2, 4], key=KEY, num_computed=40, block_size=16)
 
@@ -179,13 +190,13 @@ def test_from_blocks_refuses_a_block_twice() -> None:
     ],
 )
 def test_plan_refuses_contradictions(options: dict[str, Any], message: str) -> None:
-    seq = cases.sequence(naive.Prompt(tuple(range(40))))
+    seq = counting(40)
     with pytest.raises(ValueError, match=f"^plan_transfer: .*{message}"):
         kvtrie.plan_transfer(_manifest(), seq, [1, 2, 3], **{"key": KEY} | options)
 
 
 def test_plan_refuses_tables_with_a_block_twice() -> None:
-    seq = cases.sequence(naive.Prompt(tuple(range(40))))
+    seq = counting(40)
     with pytest.raises(ValueError, match="block 1 comes twice"):
         kvtrie.plan_transfer(_manifest(), seq, [1, 2, 1], key=KEY)
 
@@ -228,9 +239,7 @@ def test_long_names_are_cut_in_messages_and_reprs() -> None:
 @pytest.mark.parametrize(("count", "shown"), [(80, "'{}'"), (81, "'{}'... (81 characters)")])
 def test_names_of_eighty_characters_are_shown_whole(count: int, shown: str) -> None:
     prompt = naive.Prompt((1, 2), space=naive.Space(model="ü" * count))
-    manifest = kvtrie.TransferManifest.from_blocks(
-        cases.sequence(prompt), [1], key=KEY, num_computed=2, block_size=2
-    )
+    manifest = _of_one_block(prompt)
     name = shown.format("ü" * 80)
     assert repr(manifest) == f"<TransferManifest of 2 tokens of {name} in 1 run>"
     with pytest.raises(kvtrie.TransferRefused) as caught:
@@ -241,9 +250,7 @@ def test_names_of_eighty_characters_are_shown_whole(count: int, shown: str) -> N
 
 def test_names_that_differ_after_the_shown_part_say_where() -> None:
     prompt = naive.Prompt((1, 2), space=naive.Space(model="m" * 90 + "a"))
-    manifest = kvtrie.TransferManifest.from_blocks(
-        cases.sequence(prompt), [1], key=KEY, num_computed=2, block_size=2
-    )
+    manifest = _of_one_block(prompt)
     other = cases.sequence(naive.Prompt((1, 2), space=naive.Space(model="m" * 90 + "b")))
     with pytest.raises(kvtrie.TransferRefused, match=r"they differ after character 90$"):
         kvtrie.plan_transfer(manifest, other, [1], key=KEY)
@@ -251,9 +258,7 @@ def test_names_that_differ_after_the_shown_part_say_where() -> None:
 
 def test_another_salt_is_refused_without_naming_either() -> None:
     prompt = naive.Prompt(tuple(range(16)), space=naive.Space(salt="mine"))
-    manifest = kvtrie.TransferManifest.from_blocks(
-        cases.sequence(prompt), [1], key=KEY, num_computed=16, block_size=16
-    )
+    manifest = _of_one_block(prompt)
     assert b"mine" not in manifest.to_bytes()
     other = cases.sequence(naive.Prompt(prompt.ids, space=naive.Space(salt="yours")))
     with pytest.raises(kvtrie.TransferRefused, match="the salt is one") as caught:
@@ -293,7 +298,7 @@ def test_a_plan_without_a_table_is_that_with_one_but_for_the_local_blocks(block_
 
 
 def test_a_plan_without_a_table_refuses_other_groups_and_sizes() -> None:
-    seq = cases.sequence(naive.Prompt(tuple(range(40))))
+    seq = counting(40)
     with pytest.raises(
         kvtrie.TransferRefused, match=r"has the groups \[0\], the receiver has \[0, 1\]"
     ):
@@ -303,7 +308,7 @@ def test_a_plan_without_a_table_refuses_other_groups_and_sizes() -> None:
 
 
 def test_source_is_computed_while_all_is_exact() -> None:
-    seq = cases.sequence(naive.Prompt(tuple(range(40))))
+    seq = counting(40)
     move = kvtrie.plan_transfer(_manifest(), seq, [1, 2, 3], key=KEY, keep_last=1)
     assert move.source is kvtrie.COMPUTED
     assert (move.exact_until, move.hops) == (40, 0)
@@ -328,7 +333,7 @@ def test_a_plan_can_be_begun_with() -> None:
 
 
 def test_from_ledger_offers_segments_after_gaps_and_lookahead() -> None:
-    seq = cases.sequence(naive.Prompt(tuple(range(12))))
+    seq = counting(12)
     ledger = kvtrie.SequenceLedger(block_size=2)
     ledger.begin("a", seq, list(range(8)), missing=[(3, 5), (9, 12)])
     runs = kvtrie.TransferManifest.from_ledger(ledger, "a", key=KEY, group=2).runs

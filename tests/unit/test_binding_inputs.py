@@ -59,47 +59,29 @@ def test_largest_id_survives(dtype: str) -> None:
     assert tokens(np.array([0, LARGEST], dtype=dtype)) == [0, LARGEST]
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        list,
-        tuple,
-        lambda ids: array.array("q", ids),
-        lambda ids: array.array("I", ids),
-        lambda ids: memoryview(array.array("Q", ids)),
-        lambda ids: np.array(ids).data,
-        lambda ids: memoryview(array.array("q", [value for token in ids for value in (token, 0)]))[
-            ::2
-        ],
-        lambda ids: np.array([value for token in ids for value in (token, 0)])[::2],
-        lambda ids: np.array(ids[::-1])[::-1],
-        lambda ids: np.array([ids, ids])[1],
-        lambda ids: np.array([ids, ids]).T[:, 0],
-        lambda ids: np.frombuffer(np.array(ids).tobytes(), dtype="i8"),
-        packed,
-        lambda ids: [np.int64(token) for token in ids],
-        lambda ids: [Odd(token) for token in ids],
-        lambda ids: np.array(ids).view(np.recarray),
-    ],
-    ids=[
-        "list",
-        "tuple",
-        "array q",
-        "array I",
-        "memoryview Q",
-        "memoryview of numpy",
-        "strided memoryview",
-        "strided",
-        "reversed",
-        "row",
-        "column",
-        "read-only",
-        "misaligned",
-        "list of numpy scalars",
-        "list of __index__",
-        "subclass",
-    ],
-)
+FORMS: dict[str, Callable[[list[int]], Any]] = {
+    "list": list,
+    "tuple": tuple,
+    "array q": lambda ids: array.array("q", ids),
+    "array I": lambda ids: array.array("I", ids),
+    "memoryview Q": lambda ids: memoryview(array.array("Q", ids)),
+    "memoryview of numpy": lambda ids: np.array(ids).data,
+    "strided memoryview": lambda ids: memoryview(
+        array.array("q", [value for token in ids for value in (token, 0)])
+    )[::2],
+    "strided": lambda ids: np.array([value for token in ids for value in (token, 0)])[::2],
+    "reversed": lambda ids: np.array(ids[::-1])[::-1],
+    "row": lambda ids: np.array([ids, ids])[1],
+    "column": lambda ids: np.array([ids, ids]).T[:, 0],
+    "read-only": lambda ids: np.frombuffer(np.array(ids).tobytes(), dtype="i8"),
+    "misaligned": packed,
+    "list of numpy scalars": lambda ids: [np.int64(token) for token in ids],
+    "list of __index__": lambda ids: [Odd(token) for token in ids],
+    "subclass": lambda ids: np.array(ids).view(np.recarray),
+}
+
+
+@pytest.mark.parametrize("make", FORMS.values(), ids=FORMS)
 def test_ids_of_every_form(make: Callable[[list[int]], Any]) -> None:
     assert tokens(make([7, 0, LARGEST, 3])) == [7, 0, LARGEST, 3]
 

@@ -1,4 +1,4 @@
-"""Life and death of plans, and batches whose items go wrong."""
+"""Plans that are collected or released, and calls that detach from the interpreter."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_long_calls_let_go_of_the_interpreter() -> None:
 
     thread = threading.Thread(target=tick, daemon=True)
     before = sys.getswitchinterval()
-    sys.setswitchinterval(1000)  # so that only a call that lets go lets the other thread run
+    sys.setswitchinterval(1000)  # so that the other thread runs only if the call detaches
     try:
         thread.start()
         ticks = 0

@@ -1,4 +1,4 @@
-"""Handles: what a released plan still says, weak references, and exceptions on the way in."""
+"""Handles: what a released plan returns, weak references, and exceptions of arguments."""
 
 from __future__ import annotations
 
@@ -29,6 +29,11 @@ def cached(make: Any, **options: Any) -> Any:
     seq = kvtrie.TokenSequence([*range(100, 132)], NS)
     index.insert(seq, [*range(20, 28)], num_computed=32, source=COMPUTED)
     return index
+
+
+@pytest.fixture
+def index() -> Any:
+    return cached(kvtrie.RadixIndex)
 
 
 def edited() -> kvtrie.TokenSequence:
@@ -131,8 +136,7 @@ def test_every_attribute_of_a_plan_is_under_the_rule() -> None:
     assert named == {*NAMES_BLOCKS, *STAYS, "released"} - {"__enter__", "__exit__"}
 
 
-def test_the_repr_of_a_released_plan_names_no_block() -> None:
-    index = cached(kvtrie.RadixIndex)
+def test_the_repr_of_a_released_plan_names_no_block(index: Any) -> None:
     plan = index.plan(edited())
     assert "blocks=[20, 21]" in repr(plan)
     plan.release()
@@ -212,13 +216,8 @@ def test_handles_can_be_weakly_referenced() -> None:
     handles.clear()
     gc.collect()
     assert [watch() for watch in watches] == [None] * 5
-    assert sorted(ended) == [
-        "BlockAllocator",
-        "RadixIndex",
-        "ReusePlan",
-        "SequenceLedger",
-        "TokenSequence",
-    ]
+    names = "BlockAllocator RadixIndex ReusePlan SequenceLedger TokenSequence"
+    assert sorted(ended) == names.split()
     assert not table
 
 
@@ -262,9 +261,8 @@ READERS: dict[str, Callable[[Any, Any], object]] = {
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError])
 def test_what_is_not_about_the_argument_stays_what_it_is(
-    reader: str, error: type[BaseException]
+    reader: str, error: type[BaseException], index: Any
 ) -> None:
-    index = cached(kvtrie.RadixIndex)
     before = index.digest()
     raised = error("stop")
     with pytest.raises(error) as caught:
@@ -289,8 +287,7 @@ def test_other_exceptions_are_the_cause_of_a_typed_one(reader: str) -> None:
         assert caught.value.__cause__ is raised
 
 
-def test_an_interrupt_while_an_argument_is_iterated_stays_one() -> None:
-    index = cached(kvtrie.RadixIndex)
+def test_an_interrupt_while_an_argument_is_iterated_stays_one(index: Any) -> None:
     for call in (
         lambda it: index.tag(edited(), it),
         lambda it: kvtrie.TokenSequence([1], NS, it),
@@ -306,8 +303,7 @@ def plan(index: kvtrie.RadixIndex, *kinds: str, approximate: bool = True) -> Non
         pass
 
 
-def test_a_kind_that_no_tag_has_is_warned_of_once_with_the_nearest_name() -> None:
-    index = cached(kvtrie.RadixIndex)
+def test_a_kind_that_no_tag_has_is_warned_of_once_with_the_nearest_name(index: Any) -> None:
     said = r"RadixIndex\.plan: .*'raesoning'.* forbids nothing; the nearest kind is 'reasoning'"
     with pytest.warns(UserWarning, match=said) as caught:
         plan(index, "raesoning")
@@ -325,29 +321,19 @@ def test_a_kind_that_no_tag_has_is_warned_of_once_with_the_nearest_name() -> Non
         plan(index, "\U0001f642\0")
 
 
-def test_a_kind_that_is_known_or_tagged_later_is_silent() -> None:
-    index = cached(kvtrie.RadixIndex)
+def test_a_kind_that_is_known_or_tagged_later_is_silent(index: Any) -> None:
     policy = kvtrie.ReusePolicy(forbid_kinds=("mine", "reasoning"))
     index.tag(kvtrie.TokenSequence([*range(100, 132)], NS), [kvtrie.Span(0, 4, "mine")])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for kind in (
-            "system",
-            "user",
-            "reasoning",
-            "answer",
-            "tool_call",
-            "tool_result",
-            "lookahead",
-        ):
+        for kind in kvtrie.RadixIndex(1).kinds:
             plan(index, kind)
         index.plan(edited(), policy).release()
         # Nothing is forbidden where all is exact.
         plan(index, "raesoning", approximate=False)
 
 
-def test_a_plan_whose_warning_is_an_error_was_not_made() -> None:
-    index = cached(kvtrie.RadixIndex)
+def test_a_plan_whose_warning_is_an_error_was_not_made(index: Any) -> None:
     before = index.digest()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -235,9 +235,8 @@ def test_errors_form_one_tree() -> None:
         assert not issubclass(error, TypeError | ValueError)
 
 
-@pytest.mark.parametrize(
-    ("expected", "args"),
-    [
+WRONG: dict[Callable[..., object], list[tuple[type[Exception], dict[str, Any]]]] = {
+    kvtrie.RadixIndex: [
         (ValueError, {"num_blocks": 0}),
         (ValueError, {"num_blocks": -1}),
         (ValueError, {"num_blocks": 2**31 + 1}),
@@ -245,29 +244,69 @@ def test_errors_form_one_tree() -> None:
         (TypeError, {"num_blocks": 8.0}),
         (TypeError, {"num_blocks": True}),
         (TypeError, {"num_blocks": None}),
-        (ValueError, {"block_size": 0}),
-        (ValueError, {"block_size": 4097}),
-        (ValueError, {"block_size": -16}),
-        (TypeError, {"block_size": 16.0}),
-        (TypeError, {"block_size": True}),
-        (ValueError, {"min_run": 7}),
-        (TypeError, {"min_run": 8.5}),
-        (ValueError, {"max_candidates": -1}),
-        (TypeError, {"moved_runs": 1}),
-        (ValueError, {"seed": -1}),
-        (ValueError, {"seed": 2**64}),
-        (ValueError, {"pool_id": b""}),
-        (ValueError, {"pool_id": bytes(65)}),
-        (TypeError, {"pool_id": "pool"}),
-        (ValueError, {"hash_bits": -1}),
-        (ValueError, {"hash_bits": 65}),
-        (TypeError, {"hash_bits": False}),
+        (ValueError, {"num_blocks": 8, "block_size": 0}),
+        (ValueError, {"num_blocks": 8, "block_size": 4097}),
+        (ValueError, {"num_blocks": 8, "block_size": -16}),
+        (TypeError, {"num_blocks": 8, "block_size": 16.0}),
+        (TypeError, {"num_blocks": 8, "block_size": True}),
+        (ValueError, {"num_blocks": 8, "min_run": 7}),
+        (TypeError, {"num_blocks": 8, "min_run": 8.5}),
+        (ValueError, {"num_blocks": 8, "max_candidates": -1}),
+        (TypeError, {"num_blocks": 8, "moved_runs": 1}),
+        (ValueError, {"num_blocks": 8, "seed": -1}),
+        (ValueError, {"num_blocks": 8, "seed": 2**64}),
+        (ValueError, {"num_blocks": 8, "pool_id": b""}),
+        (ValueError, {"num_blocks": 8, "pool_id": bytes(65)}),
+        (TypeError, {"num_blocks": 8, "pool_id": "pool"}),
+        (ValueError, {"num_blocks": 8, "hash_bits": -1}),
+        (ValueError, {"num_blocks": 8, "hash_bits": 65}),
+        (TypeError, {"num_blocks": 8, "hash_bits": False}),
     ],
+    kvtrie.Namespace: [
+        (TypeError, {"model": "m"}),
+        (TypeError, {"salt": "s"}),
+        (ValueError, {"model": "m", "salt": ""}),
+        (ValueError, {"model": "", "salt": "s"}),
+        (TypeError, {"model": "m", "salt": None}),
+        (TypeError, {"model": "m", "salt": 7}),
+        (TypeError, {"model": 7, "salt": "s"}),
+        (TypeError, {"model": "m", "salt": "s", "adapter": 7}),
+    ],
+    Imported: [
+        (ValueError, {"exact_until": -1}),
+        (ValueError, {"exact_until": 0, "hops": -1}),
+        (ValueError, {"exact_until": 0, "hops": 32768}),
+        (TypeError, {"exact_until": 1.0}),
+        (TypeError, {"exact_until": True}),
+        (TypeError, {"exact_until": 0, "hops": 1.0}),
+        (TypeError, {}),
+    ],
+    ReusePolicy: [
+        (ValueError, {"min_run": 7}),
+        (ValueError, {"max_hops": -1}),
+        (ValueError, {"max_approximate_share": 1.5}),
+        (ValueError, {"max_approximate_share": -0.1}),
+        (ValueError, {"max_approximate_share": float("nan")}),
+        (ValueError, {"recompute_first": -1}),
+        (ValueError, {"recompute_last": -1}),
+        (TypeError, {"approximate": 1}),
+        (TypeError, {"partial_blocks": None}),
+        (TypeError, {"min_run": 8.0}),
+        (TypeError, {"forbid_kinds": "user"}),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("make", "expected", "args"),
+    [(make, *case) for make, cases in WRONG.items() for case in cases],
     ids=str,
 )
-def test_index_wrong_argument_is_refused(expected: type[Exception], args: dict[str, Any]) -> None:
+def test_wrong_argument_is_refused(
+    make: Callable[..., object], expected: type[Exception], args: dict[str, Any]
+) -> None:
     with pytest.raises(expected):
-        kvtrie.RadixIndex(**{"num_blocks": 8, **args})
+        make(**args)
 
 
 def test_index_extreme_sizes_are_fine() -> None:
@@ -292,27 +331,6 @@ def test_empty_sequences_are_valid() -> None:
         assert done.surplus.tolist() == [3]
     assert index.tags(seq) == []
     index.tag(seq, [Span(0, 0, "user")])
-
-
-@pytest.mark.parametrize(
-    ("expected", "args"),
-    [
-        (TypeError, {"model": "m"}),
-        (TypeError, {"salt": "s"}),
-        (ValueError, {"model": "m", "salt": ""}),
-        (ValueError, {"model": "", "salt": "s"}),
-        (TypeError, {"model": "m", "salt": None}),
-        (TypeError, {"model": "m", "salt": 7}),
-        (TypeError, {"model": 7, "salt": "s"}),
-        (TypeError, {"model": "m", "salt": "s", "adapter": 7}),
-    ],
-    ids=str,
-)
-def test_namespace_wrong_argument_is_refused(
-    expected: type[Exception], args: dict[str, Any]
-) -> None:
-    with pytest.raises(expected):
-        kvtrie.Namespace(**args)
 
 
 def test_namespace_is_a_value() -> None:
@@ -363,48 +381,6 @@ def test_span_is_a_value() -> None:
     assert hash(Span(0, 2, "user")) == hash(Span(0, 2, "user"))
     assert Span(0, 2, "user") != Span(0, 2, "answer")
     assert Span(0, 0, "user") != Span(1, 1, "user")
-
-
-@pytest.mark.parametrize(
-    ("expected", "args"),
-    [
-        (ValueError, {"exact_until": -1}),
-        (ValueError, {"exact_until": 0, "hops": -1}),
-        (ValueError, {"exact_until": 0, "hops": 32768}),
-        (TypeError, {"exact_until": 1.0}),
-        (TypeError, {"exact_until": True}),
-        (TypeError, {"exact_until": 0, "hops": 1.0}),
-        (TypeError, {}),
-    ],
-    ids=str,
-)
-def test_imported_wrong_argument_is_refused(
-    expected: type[Exception], args: dict[str, Any]
-) -> None:
-    with pytest.raises(expected):
-        Imported(**args)
-
-
-@pytest.mark.parametrize(
-    ("expected", "args"),
-    [
-        (ValueError, {"min_run": 7}),
-        (ValueError, {"max_hops": -1}),
-        (ValueError, {"max_approximate_share": 1.5}),
-        (ValueError, {"max_approximate_share": -0.1}),
-        (ValueError, {"max_approximate_share": float("nan")}),
-        (ValueError, {"recompute_first": -1}),
-        (ValueError, {"recompute_last": -1}),
-        (TypeError, {"approximate": 1}),
-        (TypeError, {"partial_blocks": None}),
-        (TypeError, {"min_run": 8.0}),
-        (TypeError, {"forbid_kinds": "user"}),
-    ],
-    ids=str,
-)
-def test_policy_wrong_argument_is_refused(expected: type[Exception], args: dict[str, Any]) -> None:
-    with pytest.raises(expected):
-        ReusePolicy(**args)
 
 
 def test_policy_is_a_value() -> None:

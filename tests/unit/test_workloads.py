@@ -208,7 +208,7 @@ def test_reordered_documents_move_one_by_one() -> None:
 
 
 def longest_in_order(kept: tuple[Kept, ...]) -> int:
-    """Most tokens that kept pieces have together without changing their order."""
+    """The most tokens of kept pieces that are in the same order in both."""
     best = 0
     for count in range(1, len(kept) + 1):
         for chosen in itertools.combinations(kept, count):

@@ -28,7 +28,7 @@ class Reference:
         return float((logits.amax(-1) - said).max())
 
     def logprobs(self, prompt: Sequence[int], answer: Sequence[int]) -> torch.Tensor:
-        """Of all tokens, where each token of an answer was chosen: ``[answer, vocabulary]``."""
+        """Log probabilities by which each answer token was chosen: ``[answer, vocabulary]``."""
         ids = torch.tensor([[*prompt, *answer]])
         with torch.no_grad():
             logits = self._model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1]

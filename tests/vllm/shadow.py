@@ -113,7 +113,7 @@ class Shadow:
             for offset in range(count):
                 block, slot = divmod(source + offset, self._size)
                 content = self._slots[block][slot]
-                assert content is not None, f"slot {source + offset} is copied, nobody wrote it"
+                assert content is not None, f"slot {source + offset} is copied and unwritten"
                 exact = content.exact and delta == 0
                 moved = Content(content.request, content.at, content.position + delta, exact)
                 block, slot = divmod(dest + offset, self._size)
@@ -140,7 +140,7 @@ class Shadow:
         same: dict[int, bool] = {}
         for position in range(first, start + count):
             content = self._at(table, position)
-            assert content is not None, f"{name} reads position {position}, nobody wrote it"
+            assert content is not None, f"{name} reads position {position}, which is unwritten"
             mine = content.request is request
             assert content.position == position, (name, position, content.position)
             if content.exact is None:
@@ -187,7 +187,7 @@ class Shadow:
                 continue
             for slot, content in enumerate(self._slots[block.block_id]):
                 where = f"block {number} of {request.request_id}, slot {slot}"
-                assert content is not None, f"{where}: cached, and nobody wrote it"
+                assert content is not None, f"{where}: cached and unwritten"
                 assert content.exact, f"{where}: approximate KV under a plain hash"
                 position = number * self._size + slot
                 assert content.position == position, where
@@ -205,7 +205,7 @@ class Shadow:
         return hashes
 
     def unwritten(self) -> list[int]:
-        """Blocks that other requests would hit, and nobody has written."""
+        """Unwritten blocks that other requests would hit."""
         return [
             block.block_id
             for block in self._inside.pool.blocks

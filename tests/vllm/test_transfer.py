@@ -158,7 +158,7 @@ class Side:
             for mine, theirs in zip(local, remote, strict=True):
                 self.loaded.append(theirs)
                 for offset in range(SIZE):
-                    # What nobody has written there is nobody's.
+                    # Unwritten slots hold no token.
                     there = self.sender.kv.get(theirs * SIZE + offset, -1)
                     self.kv[mine * SIZE + offset] = there
         return came

@@ -75,7 +75,7 @@ def held(core: Core) -> dict[str, int]:
 def test_ten_thousand_tenants(core: Callable[..., Core]) -> None:
     vllm = core(
         connector={"gate": "unchecked", "chat_format": FORMAT},
-        # It knows all requests that ever were.
+        # The shadow keeps all requests.
         shadow=False,
         blocks=BLOCKS,
         max_model_len=256,
@@ -83,7 +83,7 @@ def test_ten_thousand_tenants(core: Callable[..., Core]) -> None:
     )
     crowd = Crowd(vllm)
     crowd.serve(2_000)
-    # What the settings and the chat format hold is what it is.
+    # What the settings and the chat format hold is constant.
     before = held(vllm)
     crowd.serve(8_000)
     after = held(vllm)

@@ -90,7 +90,7 @@ def test_tokens_that_vllm_counts_on_and_nobody_promised_are_not_skipped(
 def test_an_exact_request_of_which_vllm_counts_on_other_tokens_than_promised(
     core: Callable[..., Core], monkeypatch: pytest.MonkeyPatch, change: int, in_flight: bool
 ) -> None:
-    # What was not promised nobody can copy: the workers say that it failed, and it is computed.
+    # Tokens that were not promised are not copied: workers report a failure, and they are computed.
     vllm = core(connector=UNCHECKED, in_flight=in_flight, shadow=False)
     vllm.ask(QUESTION + REASONING + ANSWER)
     counts_on(vllm, monkeypatch, change)
@@ -114,7 +114,7 @@ def test_blocks_of_a_request_preempted_in_the_step_that_was_to_write_them_are_no
     core: Callable[..., Core], mode: str
 ) -> None:
     # By priority, vLLM preempts a request that the same step has taken slots for, and cached:
-    # others hit blocks that nobody had written.
+    # others hit unwritten blocks.
     prompt, num_preempted = words(250, 95), 0
     for left in range(11, 16):
         vllm = core(

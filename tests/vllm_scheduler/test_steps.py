@@ -122,7 +122,7 @@ def test_adapters_share_nothing(core: Callable[..., Core], mode: str) -> None:
     vllm = core(connector=UNCHECKED, enable_lora=True, max_loras=2)
     edited = QUESTION + ANSWER
     vllm.ask(QUESTION + REASONING + ANSWER, adapter="one")
-    # Nobody else finds it, in place or moved; neither do they lend anything.
+    # Other adapters find none of its KV, in place or moved, and it finds none of theirs.
     for adapter in (None, "two"):
         assert vllm.computed_for(edited, adapter=adapter, mode=mode) == len(edited)
         again = vllm.computed_for(edited, adapter=adapter, mode=mode)

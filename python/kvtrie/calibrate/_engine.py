@@ -95,7 +95,7 @@ class Model:
 
 
 class _Copier:
-    """A pool that rotates K in moves, or not, as the policy says."""
+    """A pool that rotates K in moves only if the policy says so."""
 
     def __init__(self, pool: KVPool, *, rotates: bool) -> None:
         self._pool = pool
@@ -154,7 +154,7 @@ class Replay:
                 self._model.paged(self._store.pool, seq, lease.table, start, end)
                 lease.advance(end)
                 start, end = lease.next_range(len(seq))
-            # The reply is known: one pass computes the end of the prompt and all of it.
+            # The reply is known: one pass computes the end of the prompt and the whole reply.
             lease.append(np.array(step.reply[:-1], dtype=np.uint32))
             lease.issue(len(seq))
             pool, table = self._store.pool, lease.table
@@ -170,7 +170,7 @@ def tokens_needed(steps: list[Step], block_size: int) -> int:
 def divergence(full: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """KL divergence of next-token distributions from those of full recomputation, in nats.
 
-    From logits ``[positions, vocabulary]`` to ``[positions]``, float64, on the CPU.
+    Logits are ``[positions, vocabulary]``. Returns ``[positions]``, float64, on the CPU.
     """
     reference, own = (part.double().log_softmax(-1) for part in (full, rows))
     return (reference.exp() * (reference - own)).sum(-1).clamp_min(0).cpu()

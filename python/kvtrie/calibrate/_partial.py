@@ -1,8 +1,8 @@
 """The results of a run on disk, written while it runs, so that it can be resumed.
 
 Each line is a checksum and a JSON document: first the identity of the run, then one row per
-conversation, in order. So the file is valid after each, however the process ends; an incomplete
-last line is dropped. Costs about 11 bytes per position and policy.
+conversation, in order. The file is valid after each row, however the process ends; an
+incomplete last line is dropped. It takes about 11 bytes per position and policy.
 """
 
 from __future__ import annotations

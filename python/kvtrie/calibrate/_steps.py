@@ -27,7 +27,7 @@ class Scenario:
     Attributes:
         name: The name in reports.
         least_edits: Replies are measured once this many earlier reasoning spans have been dropped.
-        most_edits: And while no more than this many have been; None for any number.
+        most_edits: They are measured up to this many dropped spans; None: no limit.
         window: Exchanges (a user message and what follows) kept after the system prompt. With a
             window, replies are measured once the oldest exchange has been dropped.
     """
@@ -50,8 +50,8 @@ class Step:
     """One reply.
 
     `dropped` is the prompt without the answers whose reasoning is dropped; the reply starts with
-    its reasoning and ends with the end-of-sequence id. If `is_scored`, only its exact answer is
-    right. If `is_measured`, the scenario measures it.
+    its reasoning and ends with the end-of-sequence id. If `is_scored`, only its exact answer
+    counts as right. If `is_measured`, the scenario measures it.
     """
 
     prompt: list[int]
@@ -63,7 +63,7 @@ class Step:
 
 
 class Renderer:
-    """A fast tokenizer and its chat template; else a `CalibrationError`."""
+    """A fast tokenizer with a chat template; any other raises `CalibrationError`."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         if not tokenizer.is_fast:

@@ -1,4 +1,7 @@
-"""Measures policies on a model: divergence, agreement, accuracy and savings."""
+"""Measures policies on a model: divergence, agreement, accuracy and savings.
+
+Every policy replays every conversation, so the time grows with the number of policies.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +108,7 @@ class Report:
         return tuple(gates.Control(name, tuple(figures)) for name, figures in found.items())
 
     def savings(self, result: Result) -> float | None:
-        """Share of what ``rotated`` saves over ``exact`` in this scenario that a policy saves."""
+        """Tokens that a policy saves over ``exact``, as a share of those that ``rotated`` saves."""
         computed = {
             one.policy.name: one.figures.computed
             for one in self.results
@@ -230,9 +233,9 @@ def calibrate(
         ValueError: A policy is unknown, or an argument is out of range.
         CalibrationError: No conversation has anything to measure, or one cannot be replayed.
         LayoutError: The model's KV cannot be held.
-        UnsupportedRopeError: It cannot be moved.
+        UnsupportedRopeError: The model's KV cannot be moved.
         PartialError: The partial file belongs to another run, or is damaged.
-        PartialWriteError: It cannot be written.
+        PartialWriteError: The partial file cannot be written.
     """
     say = status or (lambda _: None)
     chosen = [named.policy(name, min_run) for name in dict.fromkeys(policies)]
@@ -324,12 +327,12 @@ def _digest(path: str | PathLike[str]) -> str | None:
     try:
         return checkpoint_digest(path)
     except CheckpointError:
-        # The gate still clears the model for engines that name it in the same way.
+        # Without a digest, the gate is valid only for engines that name the model as here.
         return None
 
 
 def _load(directory: Path, device: str, dtype: str) -> tuple[Any, Any]:
-    # They are for training; errors are reported in one sentence below.
+    # Progress and warnings are for training; errors are reported in one sentence below.
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     try:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def as_json(report: Report, thresholds: gates.Thresholds) -> str:
-    """Divergences are in nats, lengths in tokens."""
+    """The report as one JSON document: divergences in nats, lengths in tokens."""
     return json.dumps(document(report, thresholds), ensure_ascii=False, indent=2)
 
 
@@ -58,8 +58,8 @@ class Verdict:
     Attributes:
         within_thresholds: None if the data cannot show it, or if no request can ask for the policy.
         reason: Why not, or why the data cannot show it, with value and limit.
-        questions_needed: Those that would decide it, if no further answer is lost. None if more
-            would not.
+        questions_needed: How many would decide it if no further answer is lost; None if no number
+            would.
     """
 
     within_thresholds: bool | None
@@ -68,7 +68,7 @@ class Verdict:
 
 
 def verdict(report: Report, result: Result, thresholds: gates.Thresholds) -> Verdict:
-    """Of this scenario alone; the gate also combines all scenarios."""
+    """The verdict on one scenario; the gate also combines all scenarios."""
     figures = result.figures
     if not result.policy.can_be_cleared:
         return Verdict(None)
@@ -81,7 +81,7 @@ def verdict(report: Report, result: Result, thresholds: gates.Thresholds) -> Ver
     high = figures.interval[1]
     if high > thresholds.max_loss:
         needed = gates.questions_needed(figures.lost, figures.gained, thresholds.max_loss)
-        wanted = "no number tells" if needed is None else f"{needed} questions are needed"
+        wanted = "no number is enough" if needed is None else f"{needed} questions are needed"
         unknown.append(
             f"up to {100 * high:.2f} points may be lost, the limit is "
             f"{100 * thresholds.max_loss:.2f}: {wanted}, {figures.questions} were asked"
@@ -154,7 +154,7 @@ def _within(kept: Verdict) -> str:
     if kept.within_thresholds is not None:
         return "yes" if kept.within_thresholds else "no"
     needed = kept.questions_needed
-    return "cannot tell" if needed is None else f"cannot tell: {needed} needed"
+    return "undecided" if needed is None else f"undecided: {needed} needed"
 
 
 def loss_text(result: Result) -> str:

@@ -1,8 +1,8 @@
 """What reuse policies compute and cost where a chat template drops earlier reasoning.
 
 Every policy gets the recorded replies, so that distributions can be compared with full
-recomputation. Two histories are made of them: *W01*, in which each prompt drops the reasoning of
-one more reply, and *W11*, in which all reasoning is dropped at once before the last reply.
+recomputation. Two histories are made of them: *one by one*, in which each prompt drops the
+reasoning of one more reply, and *all at once*, in which the last prompt drops all reasoning.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Edited:
-    """One policy on one edited history, *W01* or *W11*.
+    """One policy on one edited history, ``shape``: *one by one* or *all at once*.
 
     Tokens are those of the prompts that drop something. ``seconds`` is the median time to first
     token of the last prompt, ``kl_mean`` is in nats, ``top1`` the share of ``positions`` with the
@@ -101,13 +101,13 @@ def _histories(
 
     kept, stripped = prompts(_KEPT), prompts(_STRIPPED)
     return {
-        "W01": _steps(stripped, replies),
-        "W11": _steps([*kept[:-1], stripped[-1]], replies),
+        "one by one": _steps(stripped, replies),
+        "all at once": _steps([*kept[:-1], stripped[-1]], replies),
     }
 
 
 def _steps(prompts: Sequence[list[int]], replies: Sequence[Reply]) -> list[Step]:
-    """Steps; measured are prompts that do not continue all the text before them."""
+    """The steps. Those whose prompt does not continue all text before it are measured."""
     steps: list[Step] = []
     written: list[int] = []
     for prompt, reply in zip(prompts, replies, strict=True):
@@ -183,20 +183,22 @@ def _last(
     )
     before, last = steps[-2], steps[-1]
     times: list[float] = []
-    answers: list[str] = []
-    for _ in range(repeats):
+    answer = ""
+    for run in range(repeats + 1):
         generator.forget()
         if policy.mode != "full":
             generator.generate([*before.prompt, *before.reply], max_new_tokens=1)
         began = time.perf_counter()
-        # Only the first run goes on to the end of the answer.
         events = generator.stream(
-            last.prompt, max_new_tokens=1 if answers else max_new_tokens, policy=policy.reuse
+            last.prompt, max_new_tokens=1 if run else max_new_tokens, policy=policy.reuse
         )
         first = next(events)
-        times.append(time.perf_counter() - began)
-        answers.append(_text(live, [first, *events]))
-    return statistics.median(times), answers[0]
+        if run:
+            times.append(time.perf_counter() - began)
+            events.close()
+        else:  # It allocates: it gives the answer, and no time.
+            answer = _text(live, [first, *events])
+    return statistics.median(times), answer
 
 
 def _text(live: Generator, events: Sequence[Event]) -> str:

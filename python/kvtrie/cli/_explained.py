@@ -24,7 +24,7 @@ _TITLES: Final = {
 
 
 def as_json(why: kvtrie.Explanation, tokenizer: TextTokenizer | None) -> str:
-    """Lengths and positions are in tokens."""
+    """The explanation as one JSON document: lengths and positions in tokens."""
     document = {
         "kvtrie": version("kvtrie"),
         **why.to_dict(),
@@ -35,7 +35,7 @@ def as_json(why: kvtrie.Explanation, tokenizer: TextTokenizer | None) -> str:
 
 
 def show(why: kvtrie.Explanation, tokenizer: TextTokenizer | None) -> None:
-    """Print it, in colour on a terminal without NO_COLOR."""
+    """Print the explanation, in colour on a terminal without NO_COLOR."""
     # Prompts and files must not count as mark-up.
     console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
     console.print(
@@ -73,7 +73,7 @@ def show(why: kvtrie.Explanation, tokenizer: TextTokenizer | None) -> None:
 
 
 def _split(why: kvtrie.Explanation) -> tuple[list[int], list[int], list[int]]:
-    """Ids before the position; ids of the prompt and of the cache from it on."""
+    """The ids before the position, and those from it on: of the prompt and of the cache."""
     at = why.position - why.context.start
     ours, theirs = why.context.ours.tolist(), why.context.theirs.tolist()
     return ours[:at], ours[at:], theirs[at:]
@@ -97,5 +97,5 @@ def _quoted(why: kvtrie.Explanation, tokenizer: TextTokenizer) -> list[str]:
 
 
 def printable(name: str) -> str:
-    """Without terminal control characters."""
+    """The name without terminal control characters."""
     return name if name.isprintable() else repr(name)

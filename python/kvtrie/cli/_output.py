@@ -11,6 +11,6 @@ _UNCUT: Final = 10_000
 
 
 def console() -> Console:
-    """As wide as a terminal, or unlimited: elsewhere rich would cut tables at 80 columns."""
+    """A console as wide as the terminal; elsewhere, where rich cuts at 80 columns, unlimited."""
     width = None if sys.stdout.isatty() else _UNCUT
     return Console(highlight=False, width=width)

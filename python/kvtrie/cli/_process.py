@@ -26,7 +26,7 @@ BAD_OUTPUT: Final = 3
 
 _SHOW_CURSOR: Final = "\x1b[?25h\n"  # a bar on a terminal hides it
 
-_last_words: Callable[[], str] | None = None
+_interrupt_note: Callable[[], str] | None = None
 _holds = 0
 _is_pending = False
 
@@ -46,14 +46,14 @@ def guard() -> None:
 
 
 @contextlib.contextmanager
-def last_words(say: Callable[[], str]) -> Iterator[None]:
+def add_to_interrupt(say: Callable[[], str]) -> Iterator[None]:
     """Add what ``say`` returns to the sentence on Ctrl-C."""
-    global _last_words  # noqa: PLW0603 - a process has one handler
-    _last_words = say
+    global _interrupt_note  # noqa: PLW0603 - a process has one handler
+    _interrupt_note = say
     try:
         yield
     finally:
-        _last_words = None
+        _interrupt_note = None
 
 
 @contextlib.contextmanager
@@ -78,7 +78,7 @@ def _interrupted(number: int, frame: object) -> None:
 
 
 def _quit() -> NoReturn:
-    more = "" if _last_words is None else f"; {_last_words()}"
+    more = "" if _interrupt_note is None else f"; {_interrupt_note()}"
     _say(f"interrupted{more}")
     os._exit(INTERRUPTED)
 
@@ -89,7 +89,7 @@ def _end(text: str, code: int) -> NoReturn:
 
 
 def _say(text: str) -> None:
-    """Unbuffered, on stderr; errors are ignored."""
+    """Write to stderr, unbuffered; errors are ignored."""
     shown = _SHOW_CURSOR if os.isatty(2) else ""
     with contextlib.suppress(OSError):
         os.write(2, f"{shown}kvtrie: {text}\n".encode())

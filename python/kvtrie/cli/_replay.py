@@ -264,11 +264,11 @@ class _ConversationReplay:
         )
 
     def _time(self) -> float:
-        """Seconds of template, tokenizer, plan, copy and model."""
+        """Seconds to the first token: template, tokenizer, plan, copy and model."""
         return _first_token(self._timed, self._history, self._tools, self._settings)[1]
 
     def _text(self, tokens: list[int], finish_reason: str) -> str:
-        """With special tokens, except the last, as in the history."""
+        """The text of a reply as the history has it: with special tokens, except the last one."""
         tokenizer = self._live.tokenizer
         if tokenizer is None:
             msg = "a replay needs a tokenizer"
@@ -279,9 +279,9 @@ class _ConversationReplay:
 
 
 def _load(settings: DemoSettings) -> Generator:
-    """With a pool of one block, until the conversation shows how many it needs."""
+    """A generator with one block; `_enough_blocks` counts with its tokenizer."""
     path = settings.model or model_path()
-    # They are for training; errors are reported in one sentence below.
+    # Progress and warnings are for training; errors are reported in one sentence below.
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     try:
@@ -294,7 +294,7 @@ def _load(settings: DemoSettings) -> Generator:
         )
     except (KvTrieError, FileNotFoundError) as error:
         raise BadInputError(str(error)) from error
-    except Exception as error:  # a directory can be broken in as many ways as there are readers
+    except Exception as error:  # loaders raise errors of many types
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         msg = f"cannot load the model in {path}: {reason}"
         raise BadInputError(msg) from error
@@ -315,7 +315,7 @@ def _enough_blocks(
 
 
 def _warm_up(generator: Generator, conversation: Conversation, settings: DemoSettings) -> None:
-    """First calls allocate and compile."""
+    """Run twice without timing: first calls allocate and compile."""
     messages = list(conversation.turns()[0].given)
     for _ in range(2):
         _first_token(generator, messages, list(conversation.tools) or None, settings)
@@ -336,7 +336,7 @@ def _first_token(
 
 
 def _logits_without_cache(generator: Generator, tokens: list[int], first: int) -> torch.Tensor:
-    """By one pass of the bare model over everything."""
+    """Logits from position ``first`` on, by one pass of the bare model over all tokens."""
     ids = torch.tensor([tokens], device=generator.pool.device)
     with torch.inference_mode():
         out = generator.model(input_ids=ids, use_cache=False)

@@ -21,15 +21,16 @@ if TYPE_CHECKING:
     from kvtrie.cli._replay import ConversationResult, DemoResult, TurnResult
 
 _ABOUT_EDITED: Final = (
-    "W01: each prompt drops one more span of reasoning. W11: all reasoning is dropped before the "
-    "last prompt. Policies other than full and exact reuse KV approximately: it still carries the "
-    "deleted text. Divergence and agreement compare the replies' tokens with full recomputation."
+    "one by one: each prompt drops one more span of reasoning. all at once: the last prompt drops "
+    "all reasoning. Policies other than full and exact reuse KV approximately: it still carries "
+    "the deleted text. Divergence and agreement compare the replies' tokens with full "
+    "recomputation."
 )
 _LONGEST_SHOWN: Final = 240
 
 
 def as_json(result: DemoResult) -> str:
-    """Times are in seconds, lengths in tokens."""
+    """The replay as one JSON document: times in seconds, lengths in tokens."""
     document = {
         "kvtrie": version("kvtrie"),
         "model": result.model,

@@ -110,18 +110,18 @@ def calibrate(
     with ExitStack() as stack:
         partial = None if out is None else stack.enter_context(_opened(out, chosen))
         kept = _Kept(partial)
-        stack.enter_context(_process.last_words(kept.last_words))
+        stack.enter_context(_process.add_to_interrupt(kept.note))
         need("calibrate", "torch", "transformers", "jinja2")
         from kvtrie.cli import _progress  # noqa: PLC0415 - with rich
 
         with _progress.ticks(sys.stderr) as tick:
             tick.stage("loading torch and transformers")
-            # They take seconds: bad input is reported before, and --help needs neither.
+            # These imports take seconds: bad input is reported before them, and --help needs none.
             from kvtrie.calibrate import measure  # noqa: PLC0415 - slow: torch
             from kvtrie.cli import _calibrated  # noqa: PLC0415 - with rich
 
             if threads or is_shipped:
-                # Its matrices are too small for a second thread.
+                # A shipped model's matrices are too small for a second thread.
                 measure.set_threads(threads or 1)
 
             def progress(done: int, total: int, text: str) -> None:
@@ -155,7 +155,7 @@ def calibrate(
         else:
             _calibrated.show(report, thresholds)
         if partial is not None:
-            # Last: until here, the same command continues after a failure.
+            # Closed last: until then, the same command continues after a failure.
             partial.remove()
 
 
@@ -166,7 +166,7 @@ class _Kept:
     partial: Partial | None
     total: int = 0
 
-    def last_words(self) -> str:
+    def note(self) -> str:
         if self.partial is None:
             return "nothing was kept, because --out was not given"
         rows = self.partial.num_rows()

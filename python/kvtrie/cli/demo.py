@@ -77,7 +77,7 @@ def demo(
         block_size=block_size,
         max_new_tokens=max_new_tokens,
         repeats=repeats,
-        # Its matrices are too small for a second thread.
+        # The shipped model's matrices are too small for a second thread.
         threads=threads or (1 if model is None else None),
         device=device,
         dtype=dtype or ("float32" if model is None else "auto"),

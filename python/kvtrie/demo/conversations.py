@@ -74,7 +74,12 @@ class Conversation:
 
 
 def answer_of(content: str) -> str:
-    r"""The answer in a reply: the text after its reasoning."""
+    r"""The answer in a reply: the text after its reasoning.
+
+    Example:
+        >>> answer_of("<think>\nTwo and two.\n</think>\n\nFour.")
+        'Four.'
+    """
     return content.rpartition("</think>")[2].strip("\n")
 
 

@@ -22,7 +22,7 @@ class Lease:
 
     Every block of the table belongs to the index or is held by the lease; after ``close``, which
     works after an exception at any point, none is held. Until then only the ledger changes ``seq``.
-    ``headroom`` blocks stay available for others; `OutOfBlocksError` has evicted nothing.
+    ``headroom`` blocks stay available for others; `OutOfBlocksError` evicts nothing.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Lease:
             store.ledger.begin(self, seq, table, source=self.plan)
         except BaseException:
             if self in store.ledger:
-                # The exception came from outside, after the last call.
+                # An interrupt after the last call: the ledger has the plan and the blocks.
                 fresh = store.ledger.forget(self)
             else:
                 self.plan.release()
@@ -75,7 +75,7 @@ class Lease:
         return start, min(end, start + limit)
 
     def issue(self, end: int) -> None:
-        """Allocate blocks up to ``end``; `OutOfBlocksError` has evicted nothing."""
+        """Allocate blocks up to ``end``; `OutOfBlocksError` evicts nothing."""
         ledger = self._store.ledger
         wanted = -(-end // ledger.block_size) - len(ledger.blocks(self))
         if wanted > 0:
@@ -126,6 +126,6 @@ class Lease:
         if headroom:
             available = store.allocator.num_free + store.index.num_evictable
             if available < wanted + headroom:
-                msg = f"{wanted} blocks wanted besides {headroom} to spare, {available} available"
+                msg = f"{wanted} blocks wanted and {headroom} to spare, {available} available"
                 raise OutOfBlocksError(msg)
         return store.allocator.allocate(wanted, evict_from=store.index)

@@ -96,7 +96,7 @@ class _PagedLayer(CacheLayerMixin):
         return self._slots.start + query_length, 0
 
     def get_seq_length(self) -> int:
-        """Includes this pass once it is stored."""
+        """Tokens with KV; this pass counts once it is stored."""
         return self._slots.end if self.was_written else self._slots.start
 
     def get_max_length(self) -> int:

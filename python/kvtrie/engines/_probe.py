@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 _TOLERANCE = {"float64": 1e-6, "float32": 1e-3, "float16": 3e-2, "bfloat16": 1e-1}
 
 
-# No multiples of a period. At the near one all but rounding must be equal; the far one shows
-# frequencies that differ in their last bits.
+# Not multiples of a period. At the near shift, K must be equal except for rounding; the far shift
+# shows frequencies that differ in their last bits.
 _SHIFTS: Final = (37, 2000)
 _PROBED: Final = 5
 _TINY: Final = 1e-7
@@ -118,7 +118,7 @@ def _moves_otherwise(
     there: list[tuple[torch.Tensor, torch.Tensor]],
     shift: int,
 ) -> str | None:
-    """The first rows computed ``shift`` positions later that differ from this RoPE, or None."""
+    """The first rows that, computed ``shift`` positions later, contradict this RoPE; or None."""
     # Models rotate float64 keys by float32 angles.
     tolerance = max(_TOLERANCE[layout.dtype], _TOLERANCE["float32"])
     for number, (before, after) in enumerate(zip(here, there, strict=True)):
@@ -126,8 +126,8 @@ def _moves_otherwise(
         old[0] = reference.rotate(old[0], rope, shift, layer=number)
         sizes = (_sizes(new[0], rope.layers[number]), new[-1].abs().max())
         for name, expected, found, size in zip("KV", old, new, sizes, strict=False):
-            # A wrong rotation shows in every token; rounding that routes a token to other experts,
-            # in that token alone. So the median counts. NaN is a mismatch.
+            # A wrong rotation changes every token; rounding that routes a token to other experts
+            # changes that token alone. So the median is tested. NaN is a mismatch.
             misses = (found - expected).abs() / (tolerance * size).clamp(min=_TINY)
             if not float(misses.amax(dim=(0, 1, 3)).median()) <= 1:
                 return f"{name} of layer {number}"
@@ -137,8 +137,8 @@ def _moves_otherwise(
 def _sizes(keys: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
     """The size of each channel of K, ``[head_dim]``, by which its error is measured.
 
-    Not the largest: channels a hundred times larger than others (Qwen2), or a latent next to
-    rotated keys (MLA), would hide errors. Both channels of a pair count as the larger one, and
+    One size for all would hide errors: channels may be a hundred times larger than others (Qwen2),
+    or a latent be next to rotated keys (MLA). Both channels of a pair count as the larger one, and
     channels smaller than the median as the median.
     """
     sizes = keys.abs().amax(dim=(0, 1, 2))

@@ -35,7 +35,7 @@ class Options(TypedDict, total=False):
         top_p: Sample among the likeliest tokens that together reach this probability (1: all).
         seed: Seed of this request's sampling; by default made of the engine's seed and the
             request's number.
-        stop_token_ids: Ids that end the answer, besides the model's own.
+        stop_token_ids: Ids that end the answer, in addition to the model's own.
         ignore_eos: Continue after the model's own end-of-sequence ids.
         tools: Tool schemas for the chat template.
         chat_template_kwargs: More variables for the chat template.

@@ -58,7 +58,7 @@ class Scheduler:
         self.waiting.append(job)
 
     def step(self) -> list[Event]:
-        """One pass for every running job, then for every job that can be admitted."""
+        """Run one pass for every running job, then for every job that can be admitted."""
         events: list[Event] = []
         num_preemptions = self._num_preemptions
         for job in list(self.running):
@@ -106,7 +106,7 @@ class Scheduler:
 
     def _lease(self, job: Job) -> Lease:
         if self.running:
-            # Each running request may need a block soon, and would preempt the new one at once.
+            # A running request that needs a block soon would otherwise preempt the new one.
             return Lease(self._store, job.seq, job.policy, headroom=len(self.running))
         try:
             return Lease(self._store, job.seq, job.policy)
@@ -143,7 +143,7 @@ class Scheduler:
                 return True
 
     def _preempt(self, job: Job) -> None:
-        """The request waits first in the queue, with its tokens so far."""
+        """Move a request to the front of the queue, with its tokens so far."""
         self._num_preemptions += 1
         self.running.remove(job)
         self.waiting.appendleft(job)

@@ -1,4 +1,8 @@
-"""The embedded engine: any Hugging Face causal LM with full attention, over a shared KV pool."""
+"""The embedded engine: any Hugging Face causal LM with full attention, over a shared KV pool.
+
+Under ``kvtrie.EXACT_ONLY`` it gives the logits of the model without a cache, except for rounding. A
+step runs one model pass per request, without batching.
+"""
 
 from __future__ import annotations
 
@@ -68,8 +72,8 @@ class Generator:
     ``submit`` and ``step`` (several at once over one pool). When the pool is full, new requests
     wait and running ones are preempted, youngest first; they resume with their tokens.
 
-    Only one thread at a time may use a generator. Its requests share KV with each other, under the
-    same salt, and with nobody else.
+    Only one thread at a time may use a generator. Its requests share KV with each other under the
+    same salt, and with no other generator.
 
     Args:
         model: A causal LM in eval mode, on one device, that keeps its KV through the transformers
@@ -473,10 +477,12 @@ class Generator:
             reason = "there is no gate: `kvtrie calibrate` measures what the policy costs"
             return Decision(EXACT_ONLY, is_cleared=False, reason=reason)
         if self._gate == "unchecked":
-            return Decision(policy, is_cleared=True, reason="the caller vouches for the quality")
+            return Decision(
+                policy, is_cleared=True, reason="the caller is responsible for the quality"
+            )
         own = self._namespace
         if policy.min_run is None:
-            # A gate compares it.
+            # A gate compares the shortest run.
             policy = policy.replace(min_run=self.index.min_run)
         return self._gate.policy(policy, model=own.model, kv_dtype=own.kv_dtype, rope=own.rope)
 
@@ -504,5 +510,5 @@ def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) 
 
 
 def _request_seed(seed: int, number: int) -> int:
-    """Distinct per request, the same in every run."""
+    """A seed of its own for each request, the same in every run."""
     return int(np.random.SeedSequence([seed, number]).generate_state(1, np.uint64)[0])

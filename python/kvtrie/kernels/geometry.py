@@ -69,7 +69,7 @@ class Geometry:
     windows: tuple[Window | None, ...]
 
     def to_ints(self) -> tuple[int, ...]:
-        """As numbers, for a custom op."""
+        """The geometry as numbers, for a custom op."""
         at, k, v = self.placement, self.placement.k, self.placement.v
         header = (at.num_blocks, at.block_size, at.num_kv_heads, len(k.tensors))
         ints = [*header, k.dim, *k.strides, *((v.dim, *v.strides) if v else (0,) * 5)]
@@ -79,8 +79,7 @@ class Geometry:
             if window is None:
                 ints += [-1, 0, 0, 0]
             else:
-                turn = (window.table, window.start, window.num_pairs, int(window.interleaved))
-                ints += turn
+                ints += [window.table, window.start, window.num_pairs, int(window.interleaved)]
         return tuple(ints)
 
     @staticmethod

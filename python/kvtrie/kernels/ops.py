@@ -56,7 +56,7 @@ def _on_cuda(
 def _on_nothing(
     tensors: Sequence[Tensor], slots: Tensor, cos: Tensor, sin: Tensor, geometry: Sequence[int]
 ) -> None:
-    """For shapes alone: returns nothing; the mutations are declared."""
+    """The op on tensors without data: it returns nothing, and its mutations are declared."""
 
 
 _LIBRARY.impl("move_rows", _on_cpu, "CPU")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvtrie.kernels.geometry import Geometry, Rows
     from kvtrie.rope import Rotary
 
-_TURNED_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_ROTATED_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def views(tensors: Sequence[Tensor], rows: Rows, shape: tuple[int, int, int]) -> list[Tensor]:
@@ -100,31 +100,31 @@ def move_rows(
     at = geometry.placement
     shape = (at.num_blocks, at.block_size, at.num_kv_heads)
     device = tensors[0].device
-    sources, dests, turns = slots.to(device=device, dtype=torch.int64).unbind()
-    turned = (turns >= 0).nonzero().flatten()
+    sources, dests, angle_rows = slots.to(device=device, dtype=torch.int64).unbind()
+    rotated = (angle_rows >= 0).nonzero().flatten()
     angles: dict[int, tuple[Tensor, Tensor]] = {}
     for view, window in zip(views(tensors, at.k, shape), geometry.windows, strict=True):
         rows = gather_rows(view, sources)
-        if window is not None and len(turned):
+        if window is not None and len(rotated):
             if window.table not in angles:
                 of_rows = [
-                    table[window.table, :, : window.num_pairs].to(device)[turns[turned]]
+                    table[window.table, :, : window.num_pairs].to(device)[angle_rows[rotated]]
                     for table in (cos, sin)
                 ]
                 angles[window.table] = (of_rows[0].unsqueeze(1), of_rows[1].unsqueeze(1))
-            if len(turned) == len(rows):
-                _turn(rows, *angles[window.table], window)
+            if len(rotated) == len(rows):
+                _rotate(rows, *angles[window.table], window)
             else:
-                some = rows[turned]
-                _turn(some, *angles[window.table], window)
-                rows[turned] = some
+                some = rows[rotated]
+                _rotate(some, *angles[window.table], window)
+                rows[rotated] = some
         scatter_rows(view, dests, rows)
     if at.v is not None:
         for view in views(tensors, at.v, shape):
             scatter_rows(view, dests, gather_rows(view, sources))
 
 
-def _turn(rows: Tensor, cos: Tensor, sin: Tensor, window: Window) -> None:
+def _rotate(rows: Tensor, cos: Tensor, sin: Tensor, window: Window) -> None:
     """Rotate the window of ``[..., dim]`` in place; angles broadcast to ``[..., pairs]``."""
     channels = rows[..., window.start : window.start + 2 * window.num_pairs]
     if window.interleaved:
@@ -135,9 +135,9 @@ def _turn(rows: Tensor, cos: Tensor, sin: Tensor, window: Window) -> None:
     new_one = (first * cos - second * sin).to(rows.dtype)
     new_two = (second * cos + first * sin).to(rows.dtype)
     # A pair without rotation keeps its bits: 0 * inf would be NaN.
-    turns = (cos != 1) | (sin != 0)
-    if not bool(turns.all()):
-        new_one, new_two = torch.where(turns, new_one, one), torch.where(turns, new_two, two)
+    rotates = (cos != 1) | (sin != 0)
+    if not bool(rotates.all()):
+        new_one, new_two = torch.where(rotates, new_one, one), torch.where(rotates, new_two, two)
     one.copy_(new_one)
     two.copy_(new_two)
 
@@ -173,7 +173,7 @@ def rotate(k: Tensor, rope: RopeSpec, delta: int | Tensor, layer: int = 0) -> Te
         >>> rotate(torch.tensor([[1.0, 0.0, 7.0]]), rope, delta=2)
         tensor([[-0.4161,  0.9093,  7.0000]])
     """
-    _check_turn(k, rope, layer)
+    _check_rotate(k, rope, layer)
     rotary = rope.layers[layer]
     deltas = _deltas(delta, k.shape[-2])
     moved = k.clone(memory_format=torch.contiguous_format)
@@ -182,11 +182,11 @@ def rotate(k: Tensor, rope: RopeSpec, delta: int | Tensor, layer: int = 0) -> Te
     # In float32 arithmetic, float32 keys would have 1.7 times the error of one rounding.
     precise = torch.float32 if k.element_size() == 2 else torch.float64
     cos, sin = _cos_sin(rotary, deltas, precise, k.device)
-    _turn(moved, cos, sin, Window(0, rotary.start, len(rotary.inv_freq), rotary.interleaved))
+    _rotate(moved, cos, sin, Window(0, rotary.start, len(rotary.inv_freq), rotary.interleaved))
     return moved
 
 
-def _check_turn(k: Tensor, rope: object, layer: object) -> None:
+def _check_rotate(k: Tensor, rope: object, layer: object) -> None:
     if not isinstance(rope, RopeSpec):
         msg = f"rotate: rope must be a RopeSpec, not {rope!r}"
         raise TypeError(msg)
@@ -196,8 +196,8 @@ def _check_turn(k: Tensor, rope: object, layer: object) -> None:
     if not 0 <= layer < len(rope.layers):
         msg = f"rotate: layer {layer} is outside the {len(rope.layers)} layers of the spec"
         raise ValueError(msg)
-    if k.dtype not in _TURNED_DTYPES:
-        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _TURNED_DTYPES)
+    if k.dtype not in _ROTATED_DTYPES:
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _ROTATED_DTYPES)
         msg = (
             f"rotate: keys of {str(k.dtype).removeprefix('torch.')} cannot be rotated ({known} can)"
         )

@@ -54,7 +54,7 @@ _INTS: Final = {8: tl.int64, 4: tl.int32, 2: tl.int16}
 def _row_offsets(
     slots, heads, s_block, s_token, s_head, BLOCK_SIZE: tl.constexpr, LINEAR: tl.constexpr
 ):
-    """In elements, int64: ``slots`` and ``heads`` are int64 already."""
+    """Offsets of rows in elements, int64, as ``slots`` and ``heads`` are."""
     if LINEAR:
         return slots * s_token + heads * s_head
     blocks = slots // BLOCK_SIZE
@@ -79,7 +79,7 @@ def _narrow(value, FLOAT: tl.constexpr, INT: tl.constexpr, BY_HAND: tl.constexpr
 
 
 @triton.jit
-def _turn(
+def _rotate(
     one,
     two,
     cos,
@@ -90,12 +90,12 @@ def _turn(
     BY_HAND: tl.constexpr,
 ):
     """Rotate pairs; those with angle 0 keep their bits."""
-    turns = (cos != 1.0) | (sin != 0.0)
+    rotates = (cos != 1.0) | (sin != 0.0)
     first = _widen(one, FLOAT, MATH, BY_HAND)
     second = _widen(two, FLOAT, MATH, BY_HAND)
-    turned_one = _narrow(first * cos - second * sin, FLOAT, INT, BY_HAND)
-    turned_two = _narrow(second * cos + first * sin, FLOAT, INT, BY_HAND)
-    return tl.where(turns, turned_one, one), tl.where(turns, turned_two, two)
+    rotated_one = _narrow(first * cos - second * sin, FLOAT, INT, BY_HAND)
+    rotated_two = _narrow(second * cos + first * sin, FLOAT, INT, BY_HAND)
+    return tl.where(rotates, rotated_one, one), tl.where(rotates, rotated_two, two)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_angles"])
@@ -119,7 +119,7 @@ def _move_rows(
     MATH: tl.constexpr,
     BY_HAND: tl.constexpr,  # bfloat16 is widened and rounded by integer arithmetic
     ALIGNMENT: tl.constexpr,  # of every row, in bytes
-    TURNS: tl.constexpr,  # some row rotates
+    ROTATES: tl.constexpr,  # some row rotates
     ALIKE: tl.constexpr,  # the window below is that of every layer with RoPE
     START: tl.constexpr,
     PAIRS: tl.constexpr,
@@ -154,7 +154,7 @@ def _move_rows(
         v_at = v_at.to(tl.int64) * v_channel
         v_bits = tl.load(v + v_source[:, None] + v_at, mask=v_mask)
 
-    if TURNS:
+    if ROTATES:
         table = tl.load(layer + 2)
         if ALIKE:
             start = START
@@ -162,14 +162,14 @@ def _move_rows(
         else:
             start = tl.load(layer + 3)
             pairs = tl.load(layer + 4)
-        turn = tl.load(slots + 2 * tokens + token, mask=is_row, other=-1).to(tl.int64)
-        turns = ((turn >= 0) & (table >= 0))[:, None]
+        row_of_angles = tl.load(slots + 2 * tokens + token, mask=is_row, other=-1).to(tl.int64)
+        rotates = ((row_of_angles >= 0) & (table >= 0))[:, None]
         pair = tl.arange(0, PAIRS_TILE)[None, :]
         is_pair = is_row[:, None] & (pair < pairs)
-        angle_row = (table * num_angles + turn)[:, None] * ANGLES
-        angle = tl.where(turns, angle_row, 0) + pair
-        cosine = tl.load(cos + angle, mask=is_pair & turns, other=1.0)
-        sine = tl.load(sin + angle, mask=is_pair & turns, other=0.0)
+        angle_row = (table * num_angles + row_of_angles)[:, None] * ANGLES
+        angle = tl.where(rotates, angle_row, 0) + pair
+        cosine = tl.load(cos + angle, mask=is_pair & rotates, other=1.0)
+        sine = tl.load(sin + angle, mask=is_pair & rotates, other=0.0)
 
         if REST > 0:
             rest = tl.arange(0, REST_TILE)[None, :]
@@ -190,7 +190,7 @@ def _move_rows(
             both_at = (both + START).to(tl.int64) * k_channel
             bits = tl.load(k + k_source + both_at, mask=is_both)
             one, two = tl.split(tl.reshape(bits, (ROWS, PAIRS_TILE, 2)))
-            one, two = _turn(one, two, cosine, sine, FLOAT, MATH, INT, BY_HAND)
+            one, two = _rotate(one, two, cosine, sine, FLOAT, MATH, INT, BY_HAND)
             bits = tl.reshape(tl.join(one, two), (ROWS, 2 * PAIRS_TILE))
             tl.store(k + k_dest + both_at, bits, mask=is_both)
         else:
@@ -205,7 +205,7 @@ def _move_rows(
             two_at = two_at.to(tl.int64) * k_channel
             one = tl.load(k + k_source + one_at, mask=is_pair)
             two = tl.load(k + k_source + two_at, mask=is_pair)
-            one, two = _turn(one, two, cosine, sine, FLOAT, MATH, INT, BY_HAND)
+            one, two = _rotate(one, two, cosine, sine, FLOAT, MATH, INT, BY_HAND)
             tl.store(k + k_dest + one_at, one, mask=is_pair)
             tl.store(k + k_dest + two_at, two, mask=is_pair)
         if REST > 0:
@@ -265,15 +265,15 @@ def _layers(tensors: Sequence[Tensor], geometry: Geometry) -> Tensor:
     for layer, window in enumerate(geometry.windows):
         k_at = starts[k.tensors[layer]] + k.offsets[layer] * item_size
         v_at = starts[v.tensors[layer]] + v.offsets[layer] * item_size if v is not None else 0
-        turn = (-1, 0, pairs, 0)
+        columns = (-1, 0, pairs, 0)
         if window is not None:
-            turn = (window.table, window.start, window.num_pairs, int(window.interleaved))
-        rows.append((k_at, v_at, *turn))
+            columns = (window.table, window.start, window.num_pairs, int(window.interleaved))
+        rows.append((k_at, v_at, *columns))
     return torch.tensor(rows, dtype=torch.int64)
 
 
 def _upload(parts: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """In one copy, each part 16-byte aligned."""
+    """Copy all parts at once, each 16-byte aligned."""
     if device.type == "cpu":
         return list(parts)
     staged = _packed(parts, pinned=True)
@@ -326,7 +326,7 @@ def _settings(
         "MATH": tl.float32 if dtype.itemsize == 2 else tl.float64,
         "BY_HAND": triton.knobs.runtime.interpret and dtype == torch.bfloat16,
         "ALIGNMENT": _alignment(layers, dtype.itemsize),
-        "TURNS": bool(shapes),
+        "ROTATES": bool(shapes),
         "ALIKE": len(shapes) == 1,
         "START": start,
         "PAIRS": pairs,

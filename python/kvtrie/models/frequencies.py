@@ -51,7 +51,7 @@ def frequencies(settings: Mapping[str, Any], head_dim: int) -> tuple[tuple[float
 
 
 def _of_transformers(kind: str) -> Compute | None:
-    """None for ``default``, which each model of transformers 5 defines."""
+    """A function of transformers, or None: each model of transformers 5 defines ``default``."""
     if kind == "default":
         return None
     try:

@@ -113,7 +113,7 @@ def _refuse_moving_rope(fields: ConfigFields) -> None:
 
 
 def _ropes(fields: ConfigFields) -> list[Mapping[str, Any]]:
-    """None or one, or one per layer type."""
+    """The RoPE settings of a config: none, one, or one per layer type."""
     found: list[Mapping[str, Any]] = []
     for name in ("rope_parameters", "rope_scaling"):
         value = fields.get(name)

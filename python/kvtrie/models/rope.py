@@ -93,7 +93,7 @@ class _Head:
 
 
 def _family(fields: ConfigFields, interleaved: bool | None) -> Family | None:
-    """None for a type outside the table if the caller gives the order."""
+    """The type's row; None for a type outside the table if the caller gives the order."""
     reason = REFUSED.get(fields.model_type or "")
     if reason is not None:
         fields.refuse(reason)
@@ -177,7 +177,7 @@ def _head(fields: ConfigFields, family: Family | None, mla: str) -> _Head:
 def _rotated(
     fields: ConfigFields, family: Family | None, settings: Mapping[str, Any], head: _Head
 ) -> tuple[int, float]:
-    """With their share of a head: transformers rounds the product down."""
+    """Channels that rotate, and their share of a head: transformers rounds the product down."""
     inside = settings.get("partial_rotary_factor")
     # Settings by layer type may differ from the field of which they were made.
     by_type = family is None or family.layers == "by_type"
@@ -213,7 +213,7 @@ def _rotated(
 def _settings_by_layer(
     fields: ConfigFields, family: Family | None, num_layers: int
 ) -> list[Mapping[str, Any] | None]:
-    """Shared settings are one object; ``None``: no RoPE."""
+    """The settings of each layer, ``None`` for no RoPE; shared settings are one object."""
     settings = _settings(fields)
     if family is not None and family.needs_settings and not settings:
         fields.refuse("its config has no rope_parameters (or rope_scaling)")
@@ -326,7 +326,7 @@ def _by_type(
 def _old_by_type(
     fields: ConfigFields, family: Family | None, settings: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """Scaling applies to full attention alone."""
+    """Settings by layer type of older configs, whose scaling applies to full attention alone."""
     if fields.get("rope_parameters") is not None:
         fields.refuse("its rope_parameters do not name layer types")
     theta = fields.get("rope_theta")

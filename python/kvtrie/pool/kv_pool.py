@@ -52,6 +52,15 @@ class CopyEvent:
     """When the copies of one ``KVPool.apply`` are done.
 
     On a CPU they are done when the call returns. On a GPU they are queued on the current stream.
+
+    Example:
+        >>> import numpy as np
+        >>> layout = kvtrie.KVLayout(num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32")
+        >>> fields = ("source_slot", "dest_slot", "num_tokens", "delta")
+        >>> moves = np.array([(0, 16, 4, 0)], dtype=[(name, "i8") for name in fields])
+        >>> event = kvtrie.KVPool(layout, num_blocks=2).apply(moves)
+        >>> event.query()
+        True
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -100,6 +109,16 @@ class KVPool:
         LayoutError: ``rope`` has another geometry, or ``layout`` describes an engine's tensors.
         ValueError: ``num_blocks`` is out of range, or there is no kernel for the device.
         MemoryError: The device has no room; the message says the requested size.
+
+    Example:
+        >>> import torch
+        >>> layout = kvtrie.KVLayout(num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32")
+        >>> pool = kvtrie.KVPool(layout, num_blocks=8)
+        >>> rows = torch.arange(6.0).reshape(1, 3, 1, 2)
+        >>> pool.scatter(rows, -rows, blocks=[5, 2], start=15)
+        >>> k, v = pool.gather([5, 2], start=16, end=18)
+        >>> k.flatten().tolist()
+        [2.0, 3.0, 4.0, 5.0]
     """
 
     def __init__(
@@ -159,6 +178,16 @@ class KVPool:
             LayoutError: The tensors do not match the layout, or ``rope`` is of another geometry.
             ValueError: There is no kernel for the device.
             TypeError: ``tensors`` is neither a tensor nor a sequence of tensors.
+
+        Example:
+            >>> import torch
+            >>> layers = [torch.zeros(8, 2, 16, 64) for _ in range(3)]
+            >>> axes = "blocks heads tokens (kv dim)"
+            >>> layout = kvtrie.KVLayout.from_tensors(
+            ...     layers, axes=axes, block_size=16, num_kv_heads=2, head_dim=32
+            ... )
+            >>> kvtrie.KVPool.wrap(layers, layout).v[0].shape
+            torch.Size([8, 16, 2, 32])
         """
         found = layout.place(tensors, "KVPool.wrap")
         for name, mine, want in (
@@ -370,7 +399,7 @@ class KVPool:
         return torch.from_numpy(self._checked_blocks(blocks, 0, end)).to(self._device)
 
     def _check_finite(self, sources: NDArray[np.integer[Any]]) -> None:
-        """Waits for the device once."""
+        """Refuse NaN and infinity in source slots; waits for the device once."""
         sources = np.unique(sources)
         slots = torch.from_numpy(sources.astype(np.int64)).to(self._device)
         bad = torch.zeros(len(slots), dtype=torch.bool, device=self._device)
@@ -460,7 +489,7 @@ def _check_rope(layout: KVLayout, rope: RopeSpec | None) -> None:
 
 
 def _stacked(tensor: torch.Tensor, number: int) -> Rows:
-    """Of ``[layers, blocks, tokens, heads, dim]``."""
+    """The rows of a tensor ``[layers, blocks, tokens, heads, dim]``."""
     layer, block, token, head, dim = tensor.stride()
     layers = range(tensor.shape[0])
     return Rows(
@@ -474,7 +503,7 @@ def _stacked(tensor: torch.Tensor, number: int) -> Rows:
 def _windows(
     layout: KVLayout, rope: RopeSpec | None
 ) -> tuple[tuple[Window | None, ...], tuple[Rotary, ...]]:
-    """Per layer; and the Rotary of each table. Equal ones share one."""
+    """The window of each layer, and the Rotary of each table; equal layers share a table."""
     layers: tuple[Rotary | None, ...] = (None,) * layout.num_layers if rope is None else rope.layers
     tables: dict[Rotary, int] = {}
     windows: list[Window | None] = []

@@ -131,6 +131,15 @@ class KVLayout:
                 device, the element type needs scales, or two elements share an address or cannot
                 be verified not to.
             TypeError: ``tensors`` is neither a tensor nor a sequence of tensors.
+
+        Example:
+            >>> import torch
+            >>> layers = [torch.zeros(2, 8, 16, 4, 32) for _ in range(3)]
+            >>> axes = "kv blocks tokens heads dim"
+            >>> KVLayout.from_tensors(
+            ...     layers, axes=axes, block_size=16, num_kv_heads=4, head_dim=32
+            ... ).bytes_per_block
+            49152
         """
         # Checks the sizes before anything is divided by them.
         sizes = cls(

@@ -163,7 +163,7 @@ class _Finder:
         _refuse(self._call, reason)
 
     def _members(self, value: object, what: str) -> list[TensorLike]:
-        """One, or one per layer."""
+        """The tensors of one side: one, or one per layer."""
         if is_tensor(value):
             if self._has_layers:
                 return [value]
@@ -231,7 +231,7 @@ class _Finder:
     def _rows(
         self, tensors: Sequence[TensorLike], dim: int, first: int
     ) -> tuple[Rows, Rows | None, int]:
-        """Rows of one side, those of V if an axis holds both, the number of blocks."""
+        """The rows of one side, the rows of V if an axis holds both, and the number of blocks."""
         shape, strides = tuple(tensors[0].shape), tuple(tensors[0].stride())
         counts = {"layers": 1}
         k_strides = {"layers": 0, "kv": 0, "heads": 0}
@@ -334,7 +334,7 @@ class _Box:
         return True
 
     def shares_with(self, other: _Box) -> bool:
-        """For equal strides: whether both have the address of an element."""
+        """Whether two tensors of equal strides share the address of an element."""
         apart, rest = divmod(other.start - self.start, self.item_size)
         if rest:
             return True

@@ -142,7 +142,7 @@ def _copy_of(call: str, name: str, seq: TokenSequence) -> TokenSequence:
 
 
 def _index(call: str, name: str, value: SupportsIndex) -> int:
-    """A subclass's comparisons would run under the lock."""
+    """An exact int, because a subclass's comparisons would run under the lock."""
     instance(call, name, value, SupportsIndex, "an int")
     return operator.index(value)
 

@@ -27,9 +27,9 @@ _MOST_KINDS: Final = 64
 class Seen:
     """What a `compare` has read of the tracker under the lock. It does not change afterwards.
 
-    `named` are the histories of the given conversation, or None. `longest` is that with the longest
-    common prefix, if no search is needed. Else `through` is a place of it with its position, and
-    `histories` are all of the namespace.
+    `named` are the histories of the given conversation, or None. `longest` is the history with the
+    longest common prefix, if no search is needed. Else `through` is one of its places with the
+    position, and `histories` are all of the namespace.
     """
 
     path: npt.NDArray[np.int32]
@@ -74,7 +74,7 @@ def leading(segments: npt.NDArray[np.void]) -> tuple[int, int]:
 def in_place(
     history: History, num_common: int, size: int, asked: CompareArguments
 ) -> tuple[int, int]:
-    """Tokens at the front that may be used in place; how many of them are exact."""
+    """Tokens at the front that may be used in place, and how many of them are exact."""
     usable = max(0, min(num_common, history.num_computed, size - asked.keep_last))
     if isinstance(history.source, ComputedSource):
         return usable, usable
@@ -171,7 +171,7 @@ def planned(
 def _plan(
     index: RadixIndex, asked: CompareArguments, path: TokenSequence | None = None
 ) -> ReusePlan:
-    """Released; its segments can still be read."""
+    """A released plan, whose segments can still be read."""
     plan = index.plan(asked.prompt, asked.policy, keep_last=asked.keep_last, pin=False, path=path)
     plan.release()
     return plan

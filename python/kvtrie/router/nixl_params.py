@@ -76,7 +76,7 @@ def _checked_groups(call: str, value: object) -> list[list[int]] | None:
 
 
 def _copied(params: object, call: str) -> dict[str, Any]:
-    """With exact keys. The copy is checked: nobody else can change it."""
+    """A copy with exact keys, which no caller can change after the check."""
     if not isinstance(params, Mapping):
         msg = f"{call}: kv_transfer_params is a {type(params).__name__}, not a mapping"
         raise TypeError(msg)

@@ -126,7 +126,7 @@ class HistoryStore:
     def _make_room(
         self, key: Key, num_tokens: int, leaving: Sequence[History], dead: list[History]
     ) -> None:
-        """`leaving` is dropped anyway."""
+        """Drop histories until a new one fits; the caller drops `leaving`."""
         spared = sum(len(history.places) for history in leaving)
         empty = {history.key for history in leaving} - {key}
         while True:

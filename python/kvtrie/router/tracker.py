@@ -275,6 +275,15 @@ class TurnTracker:
             StaleHandleError: The conversation has expired or is unknown.
             TypeError: An argument has the wrong type.
             ValueError: `keep_last` is negative, or the policy's `min_run` is below the tracker's.
+
+        Example:
+            >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+            >>> history = kvtrie.TokenSequence([1, 2, 70, 71, 3, 4], space)
+            >>> tracker = kvtrie.TurnTracker()
+            >>> tracker.keep(history, num_computed=5, spans=[kvtrie.Span(2, 4, "reasoning")])
+            >>> prompt = kvtrie.TokenSequence([1, 2, 3, 4, 5], space)
+            >>> tracker.compare(prompt, alias=True).send
+            array([ 1,  2, 70, 71,  3,  4,  5], dtype=uint32)
         """
         asked = checked_compare(prompt, conversation, policy, alias, keep_last, take, self._min_run)
         now = self._read_clock()
@@ -367,7 +376,7 @@ class TurnTracker:
         return TurnAnswer(kind="start_over", num_common=common)
 
     def _longest(self, seen: Seen) -> History | None:
-        """On a tie a whole history, then the newest."""
+        """The history with the longest common prefix; on a tie a whole one, then the newest."""
         if seen.named is not None:
             histories = [
                 (comparison.common(seen.path, history.places), history) for history in seen.named
@@ -382,7 +391,7 @@ class TurnTracker:
         return self._searched(seen.histories, *seen.through)
 
     def _searched(self, histories: list[History], place: int, position: int) -> History | None:
-        """The newest with a place; remembered for the next call."""
+        """The newest history with a place, recorded for the next call."""
         for history in reversed(histories):
             if len(history.places) > position and history.places[position] == place:
                 with self._lock:
@@ -398,7 +407,7 @@ class TurnTracker:
     def _moved(
         self, asked: CompareArguments, seen: Seen, longest: History | None
     ) -> tuple[History, npt.NDArray[np.void]] | None:
-        """That with the most reuse, and the plan's segments."""
+        """The history with the most reuse, and the plan's segments."""
         named = seen.named
         histories = self._sources(asked) if named is None else named[-_MOST_PLANNED:]
         if longest is not None and longest not in histories:
@@ -420,14 +429,14 @@ class TurnTracker:
         return found
 
     def _sources(self, asked: CompareArguments) -> list[History]:
-        """Most tokens first."""
+        """Histories from which a plan takes moved runs, most tokens first."""
         namespace = asked.prompt.namespace
         plan = self._store.index.plan(
             asked.prompt, asked.policy, keep_last=asked.keep_last, pin=False
         )
         places = plan.source_blocks
         plan.release()
-        # Places of a history forgotten since then do no harm: each history is planned separately.
+        # A history forgotten since then is no error: each history is planned separately.
         with self._lock:
             newest, firsts, counts = np.unique(
                 self._store.newest[places], return_index=True, return_counts=True
@@ -448,7 +457,7 @@ class TurnTracker:
         return found
 
     def _answer(self, found: Comparison, asked: CompareArguments, now: float) -> TurnAnswer:
-        """The lock is held."""
+        """The result with its parameters; the caller holds the lock."""
         history, kind, num_exact = found.history, found.kind, found.num_exact
         if history.params is None:
             cut = CutParams(None, 0, "none were kept")

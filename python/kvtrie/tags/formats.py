@@ -175,7 +175,7 @@ class Format:
             yield self.channels.delimiter, "the start of a channel's name"
 
     def text_delimiters(self) -> frozenset[str]:
-        """Those that may be several tokens of ordinary text."""
+        """The delimiters that may be several tokens of ordinary text."""
         found = {text for pair in self.pairs for text in (pair.open, pair.close)}
         found.update(self.wrapped or ())
         for start in self.starts:

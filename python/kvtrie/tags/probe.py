@@ -100,7 +100,7 @@ class _Probe:
         return text
 
     def _chat(self) -> tuple[str, bool]:
-        """Without tools; and whether it has a system message."""
+        """A rendered chat without tools, and whether it has a system message."""
         messages = [_user(0), {"role": "assistant", "content": _ANSWER}, _user(1)]
         try:
             text = self.render([{"role": "system", "content": _SYSTEM}, *messages], prompt=True)
@@ -157,8 +157,8 @@ def _user(number: int) -> Message:
     return {"role": "user", "content": _USERS[number]}
 
 
-def _thinking(message: Message) -> Message:
-    """With reasoning under every field name that templates use."""
+def _with_reasoning(message: Message) -> Message:
+    """The message with reasoning under every field name that templates use."""
     return message | {
         "reasoning_content": _REASONING,
         "reasoning": _REASONING,
@@ -172,11 +172,11 @@ def _loop(style: tuple[Any, Any, dict[str, Any]], *, reasoning: bool = False) ->
     call |= {"function": {"name": _TOOL, "arguments": arguments}}  # type: ignore[dict-item] # messages nest
     message: Message = {"role": "assistant", "content": content, "tool_calls": [call]}
     result = {"role": "tool", "name": _TOOL, "tool_call_id": "call_0", "content": _RESULT}
-    return [_thinking(message) if reasoning else message, result]
+    return [_with_reasoning(message) if reasoning else message, result]
 
 
 def _check(probe: _Probe, grammar: Grammar, text: str, words: Iterator[tuple[str, str]]) -> None:
-    """Each word must have its kind; else `_Unreadable`."""
+    """Raise `_Unreadable` unless each word has its kind."""
     ids = [int(token) for token in probe.tokenizer.encode(text, add_special_tokens=False)]
     sections = read_whole(grammar, ids).sections
     for word, kind in words:
@@ -194,7 +194,7 @@ def _check(probe: _Probe, grammar: Grammar, text: str, words: Iterator[tuple[str
 
 
 def _measured(form: Format, probe: _Probe) -> Format:
-    """With this template's boundary and drops; `_Unreadable` for another format."""
+    """The format with this template's boundary and drops; `_Unreadable` if it does not fit."""
     found = from_tokenizer(form, probe.tokenizer, f"Tagger({form.name!r})")
     grammar = Grammar(form, found)
     text, has_system = probe.chat
@@ -232,14 +232,14 @@ def _boundary(form: Format, probe: _Probe) -> Boundary:
             return (
                 "final" if _REASONING not in probe.render(ended, prompt=True, **more) else "never"
             )
-    asked = probe.render([_user(0), _thinking(answer), _user(1)], prompt=True)
+    asked = probe.render([_user(0), _with_reasoning(answer), _user(1)], prompt=True)
     if _REASONING in asked:
         return "never"
     pair = next((pair for pair in form.pairs if pair.kind == "reasoning"), None)
     if (
         pair is None
         or _drops(probe, form) != "whole"
-        or _REASONING in probe.render([_user(0), _thinking(answer)])
+        or _REASONING in probe.render([_user(0), _with_reasoning(answer)])
     ):
         return form.boundary
     # The template reads no field for reasoning, so it can only be in the text.
@@ -254,7 +254,7 @@ def _drops(probe: _Probe, form: Format) -> Drops:
     pair = next((pair for pair in form.pairs if pair.kind == "reasoning"), None)
     if pair is None:
         return "whole"
-    answer = _thinking({"role": "assistant", "content": _ANSWER})
+    answer = _with_reasoning({"role": "assistant", "content": _ANSWER})
     text = probe.render([_user(0), answer, _user(1)], prompt=True)
     left = text[text.index(_USERS[0]) : text.index(_ANSWER)]
     if pair.close not in left:

@@ -115,7 +115,7 @@ class MessageReader:
     # --- delimiters -------------------------------------------------------------------------------
 
     def _delimiter(self, state: State, delimiter: str, start: int, end: int) -> State | None:
-        """None if it counts as text here."""
+        """The state after a delimiter; None if it counts as text here."""
         grammar = self._grammar
         if (begin := grammar.starts.get(delimiter)) is not None:
             return self._begin_message(state, begin, start, end)
@@ -163,7 +163,7 @@ class MessageReader:
         return self._speak_as(state, begin, speaker, channel, end)
 
     def _header_until(self, state: State, position: int) -> tuple[int, ...]:
-        """-1 stands in for a last token not known yet."""
+        """The header's tokens up to a position; -1 for a last token not known yet."""
         width = position - state.header_start
         header = state.header[:width]
         if len(header) < min(width, HEADER_LIMIT):

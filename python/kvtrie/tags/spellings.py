@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kvtrie.tags.formats import Format
 
 # Neighbours that may merge with the first or last token of a delimiter of ordinary text.
-_BESIDE: Final = ("", "\n", "\n\n", " ", "x")
+_NEIGHBOURS: Final = ("", "\n", "\n\n", " ", "x")
 _NEWLINES: Final = ("\n", "\n\n", "\n\n\n", "\n\n\n\n")
 
 
@@ -45,7 +45,7 @@ def _encode(tokenizer: Tokenizer, text: str) -> Spelling:
 
 
 def _between(tokenizer: Tokenizer, before: str, text: str, after: str) -> Spelling:
-    """Empty if the texts cannot be separated."""
+    """The ids of a text between two others; empty if it cannot be separated from them."""
     whole = _encode(tokenizer, before + text + after)
     front, back = _encode(tokenizer, before), _encode(tokenizer, after)
     # A token that `text` shares with a neighbour belongs to the delimiter.
@@ -68,8 +68,8 @@ def _spell(tokenizer: Tokenizer, text: str, *, several: bool, what: str) -> tupl
         )
         raise ValueError(msg)
     found = {alone} if alone else set()
-    for before in _BESIDE:
-        for after in _BESIDE:
+    for before in _NEIGHBOURS:
+        for after in _NEIGHBOURS:
             spelling = _between(tokenizer, before, text, after)
             # A spelling that merges with letters is not usable.
             if len(spelling) > 1 and text in tokenizer.decode(list(spelling)):

@@ -32,12 +32,21 @@ class Stream:
     """The spans of one request, kept up to date while it grows. Made by `Tagger.stream`.
 
     The spans depend on the tokens alone, not on the portions in which they are fed or on what was
-    rolled back. A stream belongs to one request and one thread. ``docs/tags.md`` has an example.
+    rolled back. A stream belongs to one request and one thread.
 
     Args:
         tagger: The compiled format.
         start: The position of the first token that will be fed.
         role: The author of the message with the first token; None: the format's `initial`.
+
+    Example:
+        >>> from kvtrie import tags
+        >>> tagger = tags.Tagger.from_ids(reasoning=(7, 8), end=9, initial="assistant")
+        >>> stream = tagger.stream()
+        >>> stream.feed([7, 1, 2]), stream.open
+        ([], Span(0, 3, 'reasoning'))
+        >>> stream.feed([3, 8, 4, 5, 9])
+        [Span(0, 5, 'reasoning'), Span(5, 7, 'answer')]
     """
 
     __slots__ = (

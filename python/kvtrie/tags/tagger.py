@@ -135,6 +135,11 @@ class Tagger(Grammar):
             TypeError: A delimiter is not an id.
             ValueError: A delimiter is empty, given twice, or contained in another one; a pair does
                 not have two entries; or no argument says where the assistant speaks.
+
+        Example:
+            >>> tagger = Tagger.from_ids(user=[1, 2], assistant=[1, 3], reasoning=(7, 8))
+            >>> tagger.spans([1, 2, 40, 1, 3, 7, 50, 8, 60])
+            [Span(0, 3, 'user'), Span(5, 8, 'reasoning'), Span(8, 9, 'answer')]
         """
         if assistant is None and initial != "assistant":
             msg = (
@@ -199,6 +204,11 @@ class Tagger(Grammar):
         Raises:
             TypeError: `start` is not an int.
             ValueError: `start` is negative, or there is no such role.
+
+        Example:
+            >>> tagger = Tagger.from_ids(user=1, assistant=2, reasoning=(7, 8))
+            >>> tagger.stream(start=100, role="assistant").feed([40, 41, 8, 50, 1])
+            [Span(100, 103, 'reasoning'), Span(103, 104, 'answer')]
         """
         return Stream(self, start, role)
 

@@ -38,17 +38,17 @@ class Removed(Protocol):
 
     @property
     def freed(self) -> npt.NDArray[np.int32]:
-        """Now the caller's."""
+        """Blocks that belong to the caller from here on."""
         ...
 
     @property
     def kept(self) -> npt.NDArray[np.int32]:
-        """Needed by a cached block below them."""
+        """Blocks that a cached block below them needs."""
         ...
 
     @property
     def condemned(self) -> npt.NDArray[np.int32]:
-        """Left the index while pinned."""
+        """Blocks that left the index while pinned."""
         ...
 
 
@@ -132,6 +132,13 @@ class TurnPolicy:
 
     Raises:
         ValueError: An action or a mode is unknown, or the policy contradicts itself.
+
+    Example:
+        >>> from kvtrie import tags
+        >>> stream = tags.Tagger.from_ids(user=1, assistant=2, reasoning=(7, 8)).stream()
+        >>> spans = stream.feed([1, 40, 2, 7, 50, 51, 8, 60]) + stream.finish()
+        >>> tags.TurnPolicy().decide(stream).evict_first
+        ((3, 7),)
     """
 
     thinking: Thinking = "interleaved"

@@ -1,10 +1,10 @@
-//! A free list for engines that have none.
+//! A free list of block ids, for engines that have no block manager of their own.
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, invalid};
 use crate::ids::BlockId;
 use crate::index::RadixIndex;
 
-/// Allocates block ids and takes them back; refuses to free a block twice.
+/// Allocates block ids and takes them back. Freeing a block twice is an error.
 ///
 /// Ids above all ids allocated so far cost no memory.
 ///
@@ -22,7 +22,7 @@ use crate::index::RadixIndex;
 pub struct BlockAllocator {
     num_blocks: u64,
     freed: Vec<u32>,
-    /// Ids below `fresh` were allocated before; a bit is set while the id is held.
+    /// One bit per id below `fresh`, set while the id is held. Ids from `fresh` on were never allocated.
     held: Vec<u64>,
     fresh: u32,
 }
@@ -34,10 +34,11 @@ impl BlockAllocator {
     /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if `num_blocks` is not in 1..=2³¹.
     pub fn new(num_blocks: u64) -> Result<Self> {
         if num_blocks == 0 || num_blocks > BlockId::MAX_BLOCKS {
-            return Err(Error::invalid(format!(
-                "BlockAllocator: num_blocks is {num_blocks}; it must be in [1, {}]",
+            return Err(invalid!(
+                "BlockAllocator::new",
+                "num_blocks is {num_blocks}; it must be in [1, {}]",
                 BlockId::MAX_BLOCKS
-            )));
+            ));
         }
         Ok(Self {
             num_blocks,
@@ -59,7 +60,7 @@ impl BlockAllocator {
         self.num_blocks - u64::from(self.fresh) + self.freed.len() as u64
     }
 
-    /// Allocates `n` blocks, or none: free ones first, then blocks evicted from the index.
+    /// Allocates `n` blocks, or none. Free blocks are used first, then blocks evicted from the index.
     ///
     /// # Errors
     /// - [`OutOfBlocks`](crate::ErrorKind::OutOfBlocks) if too few blocks are free, waiting or evictable; nothing is
@@ -71,25 +72,29 @@ impl BlockAllocator {
         n: usize,
         evict_from: Option<&mut RadixIndex>,
     ) -> Result<Vec<BlockId>> {
-        const CALL: &str = "BlockAllocator.allocate";
+        const CALL: &str = "BlockAllocator::allocate";
         let mut available = self.num_free();
         if let Some(index) = &evict_from {
             if index.config().num_blocks != self.num_blocks {
-                return Err(Error::invalid(format!(
-                    "{CALL}: the index is made for {} blocks, the pool has {}",
+                return Err(invalid!(
+                    CALL,
+                    "the index is made for {} blocks, the pool has {}",
                     index.config().num_blocks,
                     self.num_blocks
-                )));
+                ));
             }
             available += index.num_waiting() + index.num_evictable();
         }
         if n as u64 > available {
-            return Err(Error::out_of_blocks(format!(
-                "{CALL}: {n} blocks asked for, {available} can be had (free or evictable) of {}",
-                self.num_blocks
-            )));
+            return Err(Error::out_of_blocks(
+                CALL,
+                format!(
+                    "{n} blocks asked for, {available} can be had (free or evictable) of {}",
+                    self.num_blocks
+                ),
+            ));
         }
-        crate::failpoints::before("BlockAllocator.allocate")?;
+        crate::failpoints::before("BlockAllocator::allocate")?;
         // Evicted ids are checked before a fresh id is taken, which could otherwise be one of them.
         let missing = n.saturating_sub(usize::try_from(self.num_free()).unwrap_or(usize::MAX));
         let evicted = match evict_from {
@@ -97,9 +102,10 @@ impl BlockAllocator {
             _ => Vec::new(),
         };
         if let Some(stranger) = evicted.iter().find(|id| !self.is_held(id.0)) {
-            let error = Error::invalid(format!(
-                "{CALL}: the index gave up block {stranger}, which was not handed out here"
-            ));
+            let error = invalid!(
+                CALL,
+                "the index gave up block {stranger}, which was not handed out here"
+            );
             let held: Vec<BlockId> = evicted
                 .iter()
                 .copied()
@@ -122,22 +128,24 @@ impl BlockAllocator {
     /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if an id is outside the pool, already free, or repeated;
     /// nothing is freed then.
     pub fn free(&mut self, ids: &[BlockId]) -> Result<()> {
-        const CALL: &str = "BlockAllocator.free";
-        crate::failpoints::before("BlockAllocator.free")?;
+        const CALL: &str = "BlockAllocator::free";
+        crate::failpoints::before("BlockAllocator::free")?;
         let mut result = Ok(());
         let mut cleared = 0;
         for id in ids {
             if u64::from(id.0) >= self.num_blocks {
-                result = Err(Error::invalid(format!(
-                    "{CALL}: ids holds {id}; it must be in [0, {}) (num_blocks)",
+                result = Err(invalid!(
+                    CALL,
+                    "ids holds {id}; it must be in [0, {}) (num_blocks)",
                     self.num_blocks
-                )));
+                ));
                 break;
             }
             if !self.is_held(id.0) {
-                result = Err(Error::invalid(format!(
-                    "{CALL}: ids holds {id}, which is not handed out: it was freed before, or never allocated"
-                )));
+                result = Err(invalid!(
+                    CALL,
+                    "ids holds {id}, which is not handed out: it was freed before, or never allocated"
+                ));
                 break;
             }
             self.held[id.0 as usize / 64] &= !(1 << (id.0 % 64));

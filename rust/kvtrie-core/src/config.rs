@@ -1,8 +1,8 @@
-//! The configuration of an index.
+//! Size of the pool, seed and limits of an index.
 
 use std::fmt;
 
-use crate::error::{Error, Result};
+use crate::error::{Result, invalid};
 use crate::ids::BlockId;
 use crate::moved::Windows;
 
@@ -28,7 +28,7 @@ pub struct Config {
     pub pool_id: Vec<u8>,
 }
 
-/// Does not show the seed.
+/// Prints every field except the seed.
 impl fmt::Debug for Config {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Config")
@@ -69,48 +69,54 @@ impl Config {
 
     pub(crate) fn check(&self) -> Result<()> {
         if self.num_blocks == 0 || self.num_blocks > BlockId::MAX_BLOCKS {
-            return Err(Error::invalid(format!(
-                "RadixIndex: num_blocks is {}; it must be in [1, {}]",
+            return Err(invalid!(
+                "RadixIndex::new",
+                "num_blocks is {}; it must be in [1, {}]",
                 self.num_blocks,
                 BlockId::MAX_BLOCKS
-            )));
-        }
-        if self.block_size == 0 || self.block_size > Config::MAX_BLOCK_SIZE {
-            return Err(Error::invalid(format!(
-                "RadixIndex: block_size is {}; it must be in [1, {}]",
-                self.block_size,
-                Config::MAX_BLOCK_SIZE
-            )));
-        }
-        if self.hash_bits > 64 {
-            return Err(Error::invalid(format!(
-                "RadixIndex: hash_bits is {}; it must be in [0, 64]",
-                self.hash_bits
-            )));
-        }
-        if self.min_run < Config::MIN_RUN {
-            return Err(Error::invalid(format!(
-                "RadixIndex: min_run is {}; it must be at least {}",
-                self.min_run,
-                Config::MIN_RUN
-            )));
-        }
-        if self.max_candidates == 0 {
-            return Err(Error::invalid(
-                "RadixIndex: max_candidates is 0; it must be at least 1",
             ));
         }
-        check_pool_id(&self.pool_id, "RadixIndex")
+        if self.block_size == 0 || self.block_size > Config::MAX_BLOCK_SIZE {
+            return Err(invalid!(
+                "RadixIndex::new",
+                "block_size is {}; it must be in [1, {}]",
+                self.block_size,
+                Config::MAX_BLOCK_SIZE
+            ));
+        }
+        if self.hash_bits > 64 {
+            return Err(invalid!(
+                "RadixIndex::new",
+                "hash_bits is {}; it must be in [0, 64]",
+                self.hash_bits
+            ));
+        }
+        if self.min_run < Config::MIN_RUN {
+            return Err(invalid!(
+                "RadixIndex::new",
+                "min_run is {}; it must be at least {}",
+                self.min_run,
+                Config::MIN_RUN
+            ));
+        }
+        if self.max_candidates == 0 {
+            return Err(invalid!(
+                "RadixIndex::new",
+                "max_candidates is 0; it must be at least 1"
+            ));
+        }
+        check_pool_id(&self.pool_id, "RadixIndex::new")
     }
 }
 
-pub(crate) fn check_pool_id(id: &[u8], call: &str) -> Result<()> {
+pub(crate) fn check_pool_id(id: &[u8], call: &'static str) -> Result<()> {
     if id.is_empty() || id.len() > Config::MAX_POOL_ID {
-        return Err(Error::invalid(format!(
-            "{call}: pool_id has {} bytes; it must have 1 to {}",
+        return Err(invalid!(
+            call,
+            "pool_id has {} bytes; it must have 1 to {}",
             id.len(),
             Config::MAX_POOL_ID
-        )));
+        ));
     }
     Ok(())
 }

@@ -1,6 +1,6 @@
-//! Limits and counts of work.
+//! Limits on the work of one call, and counts of work done. A caller that holds a lock gives a limit.
 
-/// Cost limit of a call, which always advances by at least one block and one edge.
+/// The limit on the cost of one call. A call within it always advances by at least one block and one edge.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Effort {
     /// Edges visited.
@@ -26,7 +26,6 @@ impl Effort {
 pub(crate) struct Steps(u64);
 
 impl Steps {
-    /// `None` if fewer are left.
     pub(crate) fn take(&mut self, count: u64) -> Option<()> {
         self.0 = self.0.checked_sub(count)?;
         Some(())

@@ -1,4 +1,4 @@
-//! The error type.
+//! The error type of all calls.
 
 use std::fmt;
 
@@ -20,10 +20,19 @@ pub enum ErrorKind {
     BrokenInvariant,
 }
 
-/// An error with its kind and one sentence that names the call, the value and the limit.
+/// An error with its kind, the call that failed, and a message that names the value and the limit.
+///
+/// # Examples
+/// ```
+/// let error = kvtrie_core::BlockAllocator::new(0).unwrap_err();
+/// assert_eq!(error.call(), "BlockAllocator::new");
+/// assert_eq!(error.message(), "num_blocks is 0; it must be in [1, 2147483648]");
+/// assert_eq!(error.to_string(), format!("{}: {}", error.call(), error.message()));
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Error {
     kind: ErrorKind,
+    call: &'static str,
     message: String,
 }
 
@@ -31,40 +40,41 @@ pub struct Error {
 pub type Result<T> = std::result::Result<T, Error>;
 
 impl Error {
-    pub(crate) fn invalid(message: impl Into<String>) -> Self {
-        Self::new(ErrorKind::InvalidArgument, message)
+    pub(crate) fn block_in_use(call: &'static str, message: impl Into<String>) -> Self {
+        Self::new(ErrorKind::BlockInUse, call, message)
     }
 
-    pub(crate) fn block_in_use(message: impl Into<String>) -> Self {
-        Self::new(ErrorKind::BlockInUse, message)
+    pub(crate) fn out_of_blocks(call: &'static str, message: impl Into<String>) -> Self {
+        Self::new(ErrorKind::OutOfBlocks, call, message)
     }
 
-    pub(crate) fn out_of_blocks(message: impl Into<String>) -> Self {
-        Self::new(ErrorKind::OutOfBlocks, message)
-    }
-
-    pub(crate) fn stale(message: impl Into<String>) -> Self {
-        Self::new(ErrorKind::StaleHandle, message)
+    pub(crate) fn stale(call: &'static str, message: impl Into<String>) -> Self {
+        Self::new(ErrorKind::StaleHandle, call, message)
     }
 
     pub(crate) fn snapshot(message: impl fmt::Display) -> Self {
-        Self::new(
-            ErrorKind::Snapshot,
-            format!("RadixIndex.restore: {message}"),
-        )
+        let call = "RadixIndex::restore_within";
+        Self::new(ErrorKind::Snapshot, call, message.to_string())
     }
 
-    pub(crate) fn broken_invariant(message: impl Into<String>) -> Self {
-        Self::new(ErrorKind::BrokenInvariant, message)
+    pub(crate) fn broken_invariant(call: &'static str, message: impl Into<String>) -> Self {
+        Self::new(ErrorKind::BrokenInvariant, call, message)
     }
 
-    /// An error of a crate that is built on this one.
+    /// An error of a crate that is built on this one. `call` is a path of Rust, such as `RadixIndex::plan`.
     #[must_use]
-    pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
+    pub fn new(kind: ErrorKind, call: &'static str, message: impl Into<String>) -> Self {
+        debug_assert!(call.contains("::"), "{call} is no path of a call");
         Self {
             kind,
+            call,
             message: message.into(),
         }
+    }
+
+    /// The error of a call that is another one with default arguments.
+    pub(crate) fn in_call(self, call: &'static str) -> Self {
+        Self { call, ..self }
     }
 
     /// What went wrong.
@@ -72,12 +82,32 @@ impl Error {
     pub fn kind(&self) -> ErrorKind {
         self.kind
     }
+
+    /// The call that failed.
+    #[must_use]
+    pub fn call(&self) -> &'static str {
+        self.call
+    }
+
+    /// What was wrong, without the name of the call.
+    #[must_use]
+    pub fn message(&self) -> &str {
+        &self.message
+    }
 }
 
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.message)
+        write!(f, "{}: {}", self.call, self.message)
     }
 }
 
 impl std::error::Error for Error {}
+
+/// An invalid argument of a call: its message as for `format!`.
+macro_rules! invalid {
+    ($call:expr, $($message:tt)+) => {
+        $crate::error::Error::new($crate::error::ErrorKind::InvalidArgument, $call, format!($($message)+))
+    };
+}
+pub(crate) use invalid;

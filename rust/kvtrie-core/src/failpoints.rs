@@ -1,10 +1,11 @@
-//! Failures on demand, for tests. Without the feature `failpoints` they compile to nothing.
+//! Failures on demand, for tests. Without the feature `failpoints` the module compiles to nothing.
 //!
-//! A *point* is a place in a call. Before the first change, a call can fail there with an error or panic, and leaves
-//! everything as it was. Between two changes it can only panic: what it changes is then inconsistent, and a poisoned
-//! lock keeps it from being used again.
+//! A *point* is a place in a call. A point before the call's first change can return an error or panic, and nothing has
+//! changed then. A point between two changes can only panic: the index is inconsistent then, and a poisoned lock keeps
+//! it from being used again.
 //!
-//! Each thread arms one failure at a time, for itself. The module is public for `kvtrie-transfer`.
+//! Each thread arms one failure at a time, and only for itself. The module is public because `kvtrie-transfer` has
+//! points too.
 
 use crate::error::Result;
 
@@ -14,7 +15,7 @@ use crate::error::Result;
 pub enum Failure {
     /// The call fails with [`BrokenInvariant`](crate::ErrorKind::BrokenInvariant). Only at points before the first change.
     Error,
-    /// The call panics, at any point.
+    /// The call panics. Possible at every point.
     Panic,
 }
 
@@ -24,7 +25,7 @@ pub enum Failure {
 pub struct Fired {
     /// Its name.
     pub place: &'static str,
-    /// Whether the call might have changed something.
+    /// Whether the point was between two changes of the call.
     pub within: bool,
 }
 
@@ -40,8 +41,8 @@ mod armed {
         static FIRED: Cell<Option<Fired>> = const { Cell::new(None) };
     }
 
-    /// Makes the `nth` point (from 1) that this thread reaches fail, once. Points that cannot fail in this way do not
-    /// count.
+    /// Makes the `nth` point (from 1) that this thread reaches fail, once. Points that cannot fail in the given way are
+    /// not counted.
     pub fn arm(failure: Failure, nth: u64) {
         FIRED.set(None);
         ARMED.set(Some((failure, nth.max(1))));
@@ -53,7 +54,7 @@ mod armed {
         FIRED.take()
     }
 
-    pub(super) fn come_to(place: &'static str, within: bool) -> Result<()> {
+    pub(super) fn reach(place: &'static str, within: bool) -> Result<()> {
         let Some((failure, nth)) = ARMED.get() else {
             return Ok(());
         };
@@ -66,7 +67,7 @@ mod armed {
         }
         FIRED.set(Some(Fired { place, within }));
         match failure {
-            Failure::Error => Err(Error::broken_invariant(format!("{place}: a failpoint"))),
+            Failure::Error => Err(Error::broken_invariant(place, "a failpoint")),
             Failure::Panic => panic!("{place}: a failpoint"),
         }
     }
@@ -75,7 +76,7 @@ mod armed {
 #[cfg(feature = "failpoints")]
 pub use armed::{arm, disarm};
 
-/// A point before the first change of a call.
+/// Marks a point before the first change of a call.
 ///
 /// # Errors
 /// [`BrokenInvariant`](crate::ErrorKind::BrokenInvariant) where this thread armed an error.
@@ -89,13 +90,13 @@ pub use armed::{arm, disarm};
 #[cfg_attr(not(feature = "failpoints"), inline(always))]
 pub fn before(place: &'static str) -> Result<()> {
     #[cfg(feature = "failpoints")]
-    armed::come_to(place, false)?;
+    armed::reach(place, false)?;
     #[cfg(not(feature = "failpoints"))]
     let _ = place;
     Ok(())
 }
 
-/// A point between two changes of a call.
+/// Marks a point between two changes of a call.
 ///
 /// # Panics
 /// Where this thread armed a panic.
@@ -106,8 +107,8 @@ pub fn before(place: &'static str) -> Result<()> {
 #[cfg_attr(not(feature = "failpoints"), inline(always))]
 pub fn within(place: &'static str) {
     #[cfg(feature = "failpoints")]
-    // It panics, or has no effect.
-    drop(armed::come_to(place, true));
+    // Between changes, an armed error does not fire, so the result is always `Ok`.
+    drop(armed::reach(place, true));
     #[cfg(not(feature = "failpoints"))]
     let _ = place;
 }

@@ -1,8 +1,8 @@
 //! The keyed hash that nominates children.
 //!
-//! foldhash XORs words of the input into secret words and multiplies. Whoever knows the secret words can choose tokens
-//! or digests that multiply by zero, which all have one hash. By default six of these words are constants of the
-//! process; here all come from the index's seed. Without the seed, a zero is a guess of 61 bits.
+//! foldhash XORs words of the input with secret words and multiplies. Whoever knows the secret words can choose tokens
+//! or digests whose products are zero, so that all get one hash. foldhash's default takes six of these words from
+//! constants of the process; here all come from the index's seed. Without the seed, a zero must be guessed at 61 bits.
 
 use std::fmt;
 use std::hash::Hasher;
@@ -12,7 +12,7 @@ use foldhash::quality::FoldHasher;
 
 use crate::tokens::View;
 
-/// Separates the hasher's seed from that of the shared words.
+/// Changes the seed of the shared words, so that the hasher has another seed than they have.
 const APART: u64 = 0x9e37_79b9_7f4a_7c15;
 
 #[derive(Clone)]
@@ -22,7 +22,7 @@ pub(crate) struct EdgeHasher {
     mask: u64,
 }
 
-/// Does not show the seed.
+/// Hides the seed.
 impl fmt::Debug for EdgeHasher {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("EdgeHasher").finish_non_exhaustive()
@@ -85,7 +85,7 @@ mod tests {
         })
     }
 
-    /// Shared seeds that an attacker may try: constants, and the seed 0.
+    /// Seeds that an attacker may try: known constants.
     const GUESSES: [u64; 2] = [0x6b76_7472_6965_0001, 0];
 
     /// Blocks whose words 2 and 3 equal the constant of the XOR: both lanes end in a product with 0, whatever the
@@ -163,7 +163,7 @@ mod tests {
         }
     }
 
-    /// The bytes of two items never equal those of one.
+    /// The bytes of two items never equal the bytes of one.
     #[test]
     fn a_digest_that_spells_another_item_does_not_collide() {
         let hasher = EdgeHasher::new(5, 64);

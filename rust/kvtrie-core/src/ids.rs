@@ -20,17 +20,17 @@ impl fmt::Display for BlockId {
 
 pub(crate) type NodeIndex = u32;
 
-/// The name of a node while its end stays.
+/// Names a node as long as the node is not removed or cut at its end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct NodeHandle {
     pub(crate) index: NodeIndex,
     pub(crate) generation: u32,
 }
 
-/// No node.
+/// Means that there is no node.
 pub(crate) const NO_NODE: NodeIndex = u32::MAX;
 
-/// No block: a hole.
+/// Marks a hole, in place of a block id.
 pub(crate) const ABSENT: u32 = u32::MAX;
 
 /// Number of blocks before a block or a place.

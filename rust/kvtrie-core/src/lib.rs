@@ -1,7 +1,8 @@
-//! An index of an engine's KV pool: which KV of a prompt is cached, where, how exact is it, and what must be computed?
+//! An index of an engine's KV pool. It says which KV of a prompt is cached, in which blocks, how exact it is, and what
+//! must be computed.
 //!
-//! A forest of radix trees maps token ids to block ids. Pure Rust, without Python, I/O, unsafe code of its own or
-//! access to KV bytes.
+//! A forest of radix trees maps token ids to block ids. The crate is pure Rust, without Python, I/O or unsafe code of
+//! its own, and never reads KV bytes.
 //!
 //! # The model
 //!
@@ -21,11 +22,12 @@
 //!
 //! # Calls and costs
 //!
-//! *n* is the number of given tokens that the sequence was not known to share at its last use with this index: a grown
-//! sequence costs only its new tokens. That knowledge lasts until something in the middle of a path of its namespace
-//! leaves or is replaced, or something is evicted from the edge in which it ends. Costs do not depend on what else is
-//! cached, except where the table says so. *Cuts* are O(live plans · edges of their paths and sources in the same
-//! namespaces), once if some of the blocks are pinned. A *pass* over the leaves is made above the bound on holes.
+//! A sequence remembers the cached prefix that its last call on this index found; *n* is the number of tokens after it,
+//! so a grown sequence costs only its new tokens. The memory is void once a block in the middle of a path of its
+//! namespace leaves or is replaced, or a block of the edge in which the prefix ends is evicted. Costs do not depend on
+//! what else is cached, except where the table says so. *Cuts* remove leaving blocks from the plans that pin them:
+//! O(live plans · edges of their paths and sources in the same namespaces), once per call, and only if one of the
+//! blocks is pinned. A *pass* visits all leaves, and only when the number of holes exceeds its bound.
 //!
 //! | call | cost |
 //! |---|---|
@@ -55,11 +57,10 @@
 //!
 //! A cached block takes 4 · `block_size` bytes for its tokens, 4 for its id, 11¼ in the table of ids (in pages of 1,024
 //! ids) and, in an edge that holds an approximate block, 2 for its label. An edge takes 80 bytes in the arena, about 6½
-//! in the table of children if it has siblings, and 12 in the order of eviction if it is a leaf that may be evicted. An
-//! edge of fewer than 256 blocks that grows keeps room for up to a quarter more; one whose first blocks were cut off
-//! keeps up to a quarter of them. An edge with tags, uses as a source or dead blocks takes about 200 bytes more, plus
-//! 24 per run of tags, 16 per use as a source, and 16 per run of dead blocks, with as many again in the order of their
-//! eviction.
+//! in the table of children if it has siblings, and 12 in the eviction order if it is an evictable leaf. An edge of
+//! fewer than 256 blocks that grows keeps room for up to a quarter more; one whose first blocks were cut off keeps up
+//! to a quarter of them. An edge with tags, uses as a source or dead blocks takes about 200 bytes more, plus 24 per run
+//! of tags, 16 per use as a source, and 16 per run of dead blocks in the edge and again in the eviction order.
 //!
 //! With [`moved_runs`](Config::moved_runs), one window is kept for every `min_run − 7` tokens, at about 10 bytes each
 //! in a table sized for the pool: 1.1 bytes per token at a `min_run` of 16. The latest 4,096 departures, which
@@ -80,14 +81,14 @@
 //! # Structure
 //!
 //! Each folder owns its fields and counters: `storage`, `pins`, `eviction`, `moved` and `tagging` are the components of an
-//! index; `index` has the calls, one algorithm a file; `plan`, `inspection` and `snapshot` read.
+//! index; `index` has the calls, one algorithm per file; `plan`, `inspection` and `snapshot` read.
 //!
 //! # Hashes
 //!
-//! A seeded hash of (parent, first block) nominates a child where there are several; a hash of eight tokens nominates
-//! places of a run. Token ids are compared before anything counts as found, so a collision costs time, or a place that
-//! a plan would have tried ([`ReusePlan::candidates_dropped`]), and never returns wrong KV. With several tenants the
-//! seed is a secret.
+//! A seeded hash of (parent, first block) nominates a child of a node that has several; a hash of eight tokens
+//! nominates places of a moved run. Token ids are compared before a match counts. So a collision costs time, or makes a
+//! plan skip a place that it would have tried ([`ReusePlan::candidates_dropped`]); it never returns wrong KV. With
+//! several tenants the seed is a secret.
 //!
 //! # Threads
 //!

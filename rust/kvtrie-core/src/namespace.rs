@@ -1,15 +1,15 @@
-//! What KV depends on besides tokens.
+//! Namespaces: everything besides tokens that KV depends on.
 
 use std::fmt;
 use std::hash::{BuildHasher, DefaultHasher, Hash, Hasher, RandomState};
 use std::sync::LazyLock;
 
-use crate::error::{Error, Result};
+use crate::error::{Result, invalid};
 
-/// Of [`Namespace::hash`].
+/// The key of [`Namespace::hash`], random per process.
 static KEY: LazyLock<RandomState> = LazyLock::new(RandomState::new);
 
-/// Who may share KV. A tenant's salt is a secret: `Debug` does not show it.
+/// Who may share KV. A tenant's salt is a secret, so `Debug` does not show it.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Salt {
     /// Everybody who also chooses `Shared`.
@@ -27,8 +27,8 @@ impl fmt::Debug for Salt {
     }
 }
 
-/// Everything besides tokens that KV depends on, compared by value. `Debug` shows neither a tenant's salt nor a hash of
-/// it, from which the salt could be guessed.
+/// Everything besides tokens that KV depends on. Namespaces are compared by value. `Debug` shows neither a tenant's
+/// salt nor a hash of it, from which the salt could be guessed.
 ///
 /// # Examples
 /// ```
@@ -40,10 +40,10 @@ impl fmt::Debug for Salt {
 /// ```
 #[derive(Clone, PartialEq, Eq)]
 pub struct Namespace {
-    /// Under a key drawn once per process, because clients choose adapters and, in some engines, salts. A lookup with
-    /// the `Arc` of the insert reads no field.
+    /// A keyed hash of the fields. The key is drawn once per process, because clients choose adapters and, in some
+    /// engines, salts. A lookup with the same `Arc` as the insert compares no field.
     hash: u64,
-    /// Without a key, so that ranks and snapshots agree on it.
+    /// A hash of the fields without a key, so that ranks and snapshots agree on it.
     digest: u64,
     model: String,
     kv_dtype: String,
@@ -81,14 +81,16 @@ impl Namespace {
         ];
         for (name, value) in named {
             if value.is_some_and(String::is_empty) {
-                return Err(Error::invalid(format!(
-                    "Namespace: {name} is empty; name what the KV depends on"
-                )));
+                return Err(invalid!(
+                    "Namespace::new",
+                    "{name} is empty; name what the KV depends on"
+                ));
             }
         }
         if matches!(&namespace.salt, Salt::Tenant(salt) if salt.is_empty()) {
-            return Err(Error::invalid(
-                "Namespace: the salt is empty; give each tenant its own, or say SHARED to share KV on purpose",
+            return Err(invalid!(
+                "Namespace::new",
+                "the salt is empty; give each tenant its own, or say Salt::Shared to share KV on purpose"
             ));
         }
         namespace.digest = namespace.hash_fields(DefaultHasher::new());

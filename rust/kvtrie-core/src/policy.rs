@@ -1,24 +1,25 @@
 //! What a caller allows a plan to do.
 
-use crate::error::{Error, Result};
+use crate::error::{Result, invalid};
 use crate::storage::payload::Label;
 
-/// What a plan may reuse. Exact KV may always be reused; what the fields forbid of approximate KV is treated as not
-/// cached.
+/// What a plan may reuse. Exact KV is always allowed. Approximate KV that a field forbids is treated as not cached.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ReusePolicy {
     /// Whether KV of another context or position may be used at all.
     pub approximate: bool,
-    /// Shortest run to look for, in tokens; `None`: the index's `min_run`, which is the least.
+    /// Shortest moved run to use, in tokens. `None` means the index's `min_run`, which is also the smallest value
+    /// allowed.
     pub min_run: Option<usize>,
-    /// Most hops of approximate KV in the prompt: a moved run has one more than its source. At most
-    /// [`ReusePolicy::MAX_HOPS`].
+    /// Most hops of approximate KV in the prompt, at most [`ReusePolicy::MAX_HOPS`]. A moved run has one hop more than
+    /// its source.
     pub max_hops: u16,
-    /// Largest approximate share of the prompt's tokens, 0 to 1. A plan above it is made exact only.
+    /// Largest approximate share of the prompt's tokens, 0 to 1. If a plan would exceed it, the plan uses exact KV
+    /// only.
     pub max_approximate_share: f64,
     /// Tokens at the start of every moved run that are computed anyway.
     pub recompute_first: usize,
-    /// Tokens at its end that are computed anyway.
+    /// Tokens at the end of every moved run that are computed anyway.
     pub recompute_last: usize,
     /// Kinds of spans that are not reused approximately.
     pub forbid_kinds: Vec<String>,
@@ -28,10 +29,10 @@ pub struct ReusePolicy {
 }
 
 impl ReusePolicy {
-    /// The most hops that the index can record.
+    /// The most hops that an index can record.
     pub const MAX_HOPS: u16 = Label::MAX_HOPS;
 
-    /// Only exact KV: the default everywhere.
+    /// Allows only exact KV. This is the default everywhere.
     pub const EXACT_ONLY: Self = Self {
         approximate: false,
         min_run: None,
@@ -46,32 +47,36 @@ impl ReusePolicy {
     /// Checks the fields, and [`min_run`](Self::min_run) against the shortest run that can be found.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument), with a message that begins with `call`.
-    pub fn check(&self, min_run: usize, call: &str) -> Result<()> {
+    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) of this call.
+    pub fn check(&self, min_run: usize, call: &'static str) -> Result<()> {
         if let Some(asked) = self.min_run
             && asked < min_run
         {
-            return Err(Error::invalid(format!(
-                "{call}: the policy's min_run is {asked}; this index finds runs of {min_run} tokens and more (its min_run)"
-            )));
+            return Err(invalid!(
+                call,
+                "the policy's min_run is {asked}; this index finds runs of {min_run} tokens and more (its min_run)"
+            ));
         }
         if self.max_hops > Self::MAX_HOPS {
-            return Err(Error::invalid(format!(
-                "{call}: the policy's max_hops is {}; it must be in [0, {}]",
+            return Err(invalid!(
+                call,
+                "the policy's max_hops is {}; it must be in [0, {}]",
                 self.max_hops,
                 Self::MAX_HOPS
-            )));
+            ));
         }
         if !(0.0..=1.0).contains(&self.max_approximate_share) {
-            return Err(Error::invalid(format!(
-                "{call}: the policy's max_approximate_share is {}; it must be in [0, 1]",
+            return Err(invalid!(
+                call,
+                "the policy's max_approximate_share is {}; it must be in [0, 1]",
                 self.max_approximate_share
-            )));
+            ));
         }
         if self.forbid_kinds.iter().any(String::is_empty) {
-            return Err(Error::invalid(format!(
-                "{call}: the policy's forbid_kinds holds an empty name"
-            )));
+            return Err(invalid!(
+                call,
+                "the policy's forbid_kinds holds an empty name"
+            ));
         }
         Ok(())
     }

@@ -1,4 +1,4 @@
-//! A number per depth, stored as ranges: for uses as a source and for dead marks.
+//! A map from depths to numbers, stored as ranges. It holds uses as a source and dead marks.
 
 use crate::ids::Depth;
 
@@ -9,7 +9,7 @@ pub(crate) struct Range {
     pub(crate) value: u64,
 }
 
-/// Ascending, disjoint, non-empty ranges; touching ones have different numbers.
+/// Ascending, disjoint, non-empty ranges. Touching ranges have different numbers.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Ranges(Vec<Range>);
 
@@ -50,7 +50,8 @@ impl Ranges {
         }
     }
 
-    /// Sets the number of depths that have none, in ascending, disjoint ranges; returns how many. One pass if there are many.
+    /// Sets the number of those depths that have none and returns how many there were. `ranges` must ascend and be
+    /// disjoint. Many new ranges are merged in one pass.
     pub(crate) fn fill(
         &mut self,
         ranges: impl IntoIterator<Item = (Depth, Depth)>,
@@ -80,7 +81,7 @@ impl Ranges {
         count
     }
 
-    /// Returns how many had one.
+    /// Removes the numbers of a range of depths and returns how many there were.
     pub(crate) fn clear(&mut self, from: Depth, to: Depth) -> u32 {
         if self.0.is_empty() || from >= to {
             return 0;
@@ -210,7 +211,7 @@ mod tests {
                 let gaps: Vec<u32> = ranges.gaps(from, 30).iter().flat_map(|&(a, b)| a..b).collect();
                 let absent = |&depth: &u32| numbers[depth as usize].is_none();
                 prop_assert_eq!(gaps, (from..30).filter(absent).collect::<Vec<_>>());
-                // Every other depth of all, as many ranges.
+                // Every other depth gets a number, so there are as many ranges as numbers.
                 let odd = (0..30).filter(|at| at % 2 == 1);
                 let mut filled = ranges.clone();
                 let count = filled.fill(odd.clone().map(|at| (at, at + 1)), 3);

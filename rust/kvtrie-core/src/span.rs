@@ -1,6 +1,6 @@
 //! Spans of tokens with a kind, and the tags that an edge carries.
 
-use crate::error::{Error, Result};
+use crate::error::{Result, invalid};
 
 /// A half-open token range with the name of its kind.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -41,7 +41,7 @@ impl Kinds {
         &self.0
     }
 
-    /// Unless an index cannot have these names.
+    /// Returns `None` if an index cannot have these names.
     pub(crate) fn from_names(names: Vec<String>) -> Option<Self> {
         let mut sorted: Vec<&String> = names.iter().collect();
         sorted.sort_unstable();
@@ -54,34 +54,37 @@ impl Kinds {
     }
 
     /// Checks spans over a sequence of `len` tokens, without adding new kinds.
-    pub(crate) fn check(&self, spans: &[Span], len: usize, call: &str) -> Result<()> {
+    pub(crate) fn check(&self, spans: &[Span], len: usize, call: &'static str) -> Result<()> {
         let mut new: Vec<&str> = Vec::new();
         for span in spans {
             let (start, end, kind) = (span.start, span.end, span.kind.as_str());
             if start > end || end > len {
-                return Err(Error::invalid(format!(
-                    "{call}: spans has [{start}, {end}); it must ascend and lie in [0, {len}], the sequence"
-                )));
+                return Err(invalid!(
+                    call,
+                    "spans has [{start}, {end}); it must ascend and lie in [0, {len}], the sequence"
+                ));
             }
             if kind.is_empty() {
-                return Err(Error::invalid(format!(
-                    "{call}: the kind of the span [{start}, {end}) is empty"
-                )));
+                return Err(invalid!(
+                    call,
+                    "the kind of the span [{start}, {end}) is empty"
+                ));
             }
             if start < end && self.bit(kind).is_none() && !new.contains(&kind) {
                 new.push(kind);
             }
             let total = self.0.len() + new.len();
             if total > MAX_KINDS {
-                return Err(Error::invalid(format!(
-                    "{call}: the kind {kind:?} of spans would be number {total}; an index has at most {MAX_KINDS}"
-                )));
+                return Err(invalid!(
+                    call,
+                    "the kind {kind:?} of spans would be number {total}; an index has at most {MAX_KINDS}"
+                ));
             }
         }
         Ok(())
     }
 
-    /// [`Self::check`] must have accepted it. A new kind takes the next bit.
+    /// Returns the bit of a kind. A new kind takes the next bit; [`Self::check`] must have accepted it.
     pub(crate) fn intern(&mut self, kind: &str) -> u64 {
         let bit = self.bit(kind).unwrap_or_else(|| {
             self.0.push(kind.to_owned());
@@ -108,7 +111,7 @@ pub(crate) struct TagRun {
 }
 
 impl TagRun {
-    /// Ascending runs, clipped to `start..end`.
+    /// Returns the runs that overlap `start..end`, clipped to it. `runs` must ascend.
     pub(crate) fn within(
         runs: &[Self],
         start: usize,
@@ -133,7 +136,7 @@ impl Tags {
         &self.0
     }
 
-    /// Unless the runs break that form, or two of them could be one.
+    /// Returns `None` if the runs are not in that form, or two touching runs have the same mask.
     pub(crate) fn from_runs(runs: Vec<TagRun>) -> Option<Self> {
         let each = runs.iter().all(|run| run.start < run.end && run.mask != 0);
         let all = runs.windows(2).all(|pair| {
@@ -147,7 +150,7 @@ impl Tags {
         self.rewrite(start, end, |old| old | mask);
     }
 
-    /// The runs have that form. O(runs of both), or O(log) for few.
+    /// Adds runs of the same form. O(runs of both); a few runs cost O(log runs) each.
     pub(crate) fn merge(&mut self, more: &[TagRun]) {
         if more.len() < 8 {
             for run in more {
@@ -158,7 +161,7 @@ impl Tags {
         let (mut out, mut at) = (Vec::<TagRun>::with_capacity(self.0.len() + more.len()), 0);
         let (mut own, mut new) = (&self.0[..], more);
         loop {
-            // The next start or end of a run, and the kinds until there.
+            // Finds the next boundary of a run, and the kinds up to there.
             let (mut end, mut mask) = (usize::MAX, 0);
             for runs in [&mut own, &mut new] {
                 while let Some((run, rest)) = runs.split_first() {
@@ -191,7 +194,7 @@ impl Tags {
         TagRun::within(&self.0, start, end).fold(0, |mask, run| mask | run.mask)
     }
 
-    /// Ascending, clipped to `start..end`.
+    /// Returns the runs with a kind of `mask`, ascending and clipped to `start..end`.
     pub(crate) fn with(
         &self,
         start: usize,
@@ -216,7 +219,7 @@ impl Tags {
         }
         let first = self.0.partition_point(|run| run.end <= start);
         let last = first + self.0[first..].partition_point(|run| run.start < end);
-        // With a neighbour on each side, so that adjacent equal masks become one run.
+        // The neighbours on both sides are included, so that touching equal masks become one run.
         let (from, to) = (first.saturating_sub(1), (last + 1).min(self.0.len()));
         let mut out: Vec<TagRun> = Vec::with_capacity(to - from + 2);
         let mut push = |start: usize, end: usize, mask: u64| {

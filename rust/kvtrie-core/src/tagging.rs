@@ -1,11 +1,11 @@
-//! The kinds that tokens are tagged with.
+//! The kinds of tokens that an index knows, and calls that tag tokens of cached blocks with them.
 
 use crate::effort::Effort;
 use crate::span::{Kinds, Span, TagRun};
 use crate::storage::forest::{Forest, Position};
 use crate::tokens::TokenSequence;
 
-/// The kinds of an index; tags are stored by edge.
+/// The kinds of an index. The tags themselves are stored with the edges.
 #[derive(Debug, Default)]
 pub(crate) struct Tagging {
     kinds: Kinds,
@@ -39,7 +39,7 @@ impl Tagging {
         }
     }
 
-    /// `None`, and nothing is tagged, if that takes more than `effort`.
+    /// Tags the spans; returns `None`, and tags nothing, if that takes more than `effort`.
     pub(crate) fn add(
         &mut self,
         forest: &mut Forest,
@@ -60,7 +60,7 @@ impl Tagging {
         for &(node, from, to) in &edges {
             steps.take(forest.node(node).tags().len() as u64)?;
             if forest.node(node).num_holes() > 0 {
-                // Blocks are checked one by one.
+                // An edge with holes is checked block by block.
                 steps.take(u64::from(to - from))?;
             }
         }
@@ -84,16 +84,16 @@ impl Tagging {
         Some(())
     }
 
-    /// Ascending, disjoint runs with all their kinds, which are registered.
+    /// Merges spans, which may overlap, into ascending, disjoint runs, and registers their kinds.
     fn flattened(&mut self, spans: &[Span]) -> Vec<TagRun> {
-        let mut turns: Vec<(usize, bool, u32)> = Vec::with_capacity(2 * spans.len());
+        let mut ends: Vec<(usize, bool, u32)> = Vec::with_capacity(2 * spans.len());
         for span in spans.iter().filter(|span| span.start < span.end) {
             let bit = self.kinds.intern(&span.kind).trailing_zeros();
-            turns.extend([(span.start, true, bit), (span.end, false, bit)]);
+            ends.extend([(span.start, true, bit), (span.end, false, bit)]);
         }
-        turns.sort_unstable();
+        ends.sort_unstable();
         let (mut found, mut open, mut mask, mut start) = (Vec::new(), [0u32; 64], 0u64, 0);
-        for (at, begins, bit) in turns {
+        for (at, begins, bit) in ends {
             if start < at && mask != 0 {
                 let end = at;
                 found.push(TagRun { start, end, mask });
@@ -106,7 +106,7 @@ impl Tagging {
         found
     }
 
-    /// Ascending; `None` if this takes more than `effort`.
+    /// Returns the tags of the path, ascending, or `None` if this takes more than `effort`.
     pub(crate) fn runs(
         &self,
         forest: &Forest,

@@ -8,10 +8,10 @@ use std::sync::atomic::{self, AtomicU64};
 use std::sync::{Arc, Weak};
 
 use crate::cursor::Cursor;
-use crate::error::{Error, Result};
+use crate::error::{Result, invalid};
 use crate::namespace::Namespace;
 
-/// A range of tokens that represents something else, such as an image.
+/// A range of tokens that represents something else, such as an image. Its digest says what.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Item {
     start: usize,
@@ -30,16 +30,18 @@ impl Item {
     /// have 1 to 64 bytes.
     pub fn new(start: usize, end: usize, digest: &[u8]) -> Result<Self> {
         if start >= end {
-            return Err(Error::invalid(format!(
-                "Item: start and end are {start} and {end}; end must be above start"
-            )));
+            return Err(invalid!(
+                "Item::new",
+                "start and end are {start} and {end}; end must be above start"
+            ));
         }
         if digest.is_empty() || digest.len() > Self::MAX_DIGEST {
-            return Err(Error::invalid(format!(
-                "Item: the digest has {} bytes; it must have 1 to {}",
+            return Err(invalid!(
+                "Item::new",
+                "the digest has {} bytes; it must have 1 to {}",
                 digest.len(),
                 Self::MAX_DIGEST
-            )));
+            ));
         }
         Ok(Self {
             start,
@@ -60,7 +62,7 @@ impl Item {
         self.end
     }
 
-    /// The items that overlap `start..end`, cut at `end`. Their starts stay, because offsets count from there.
+    /// The items that overlap `start..end`, cut at `end`. Their starts are kept, because offsets count from there.
     pub(crate) fn within(items: &[Self], start: usize, end: usize) -> impl Iterator<Item = Self> {
         let first = items.partition_point(|item| item.end <= start);
         items[first..]
@@ -106,19 +108,19 @@ impl Item {
 #[derive(Debug)]
 pub struct TokenSequence {
     namespace: Arc<Namespace>,
-    /// Shared with the plans of this sequence; copied when one of them changes.
+    /// Shared with the plans of this sequence. A change copies it while a plan holds it.
     tokens: Arc<Vec<u32>>,
     items: Vec<Item>,
-    /// Renewed when one of the first `held_len` tokens is cut: an equal lineage proves that those tokens did not
+    /// Replaced when one of the first `held_len` tokens is cut. So an equal lineage proves that those tokens did not
     /// change.
     lineage: u64,
     held_len: usize,
-    /// Alive while the sequence has an owner.
+    /// Upgradable while the sequence has an owner.
     owner: Weak<()>,
     pub(crate) cursor: Option<Cursor>,
 }
 
-/// The right to change a sequence that nobody else may change, from [`TokenSequence::own`] on until this is dropped.
+/// The exclusive right to change a sequence: from [`TokenSequence::own`] until this value is dropped.
 #[derive(Debug)]
 pub struct SequenceOwner(Arc<()>);
 
@@ -157,7 +159,7 @@ impl TokenSequence {
     /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) unless the items ascend, do not overlap and are inside
     /// the tokens.
     pub fn new(namespace: Arc<Namespace>, tokens: Vec<u32>, items: Vec<Item>) -> Result<Self> {
-        check_items(&items, 0, tokens.len(), "TokenSequence")?;
+        check_items(&items, 0, tokens.len(), "TokenSequence::new")?;
         Ok(Self {
             namespace,
             tokens: Arc::new(tokens),
@@ -175,9 +177,9 @@ impl TokenSequence {
     /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) unless the items ascend, do not overlap and are inside
     /// the new tokens, or if the sequence has an owner. Nothing is appended then.
     pub fn extend(&mut self, tokens: &[u32], items: Vec<Item>) -> Result<()> {
-        self.check_free("TokenSequence.extend")?;
+        self.check_free("TokenSequence::extend")?;
         let len = self.tokens.len();
-        check_items(&items, len, len + tokens.len(), "TokenSequence.extend")?;
+        check_items(&items, len, len + tokens.len(), "TokenSequence::extend")?;
         self.push(tokens);
         self.items.extend(items);
         Ok(())
@@ -188,7 +190,7 @@ impl TokenSequence {
     /// # Errors
     /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if `owner` does not own the sequence.
     pub fn extend_as(&mut self, owner: &SequenceOwner, tokens: &[u32]) -> Result<()> {
-        self.check_owner(owner, "TokenSequence.extend_as")?;
+        self.check_owner(owner, "TokenSequence::extend_as")?;
         self.push(tokens);
         Ok(())
     }
@@ -210,7 +212,7 @@ impl TokenSequence {
     /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if `len` is larger than the sequence, or the sequence has
     /// an owner.
     pub fn truncate(&mut self, len: usize) -> Result<()> {
-        const CALL: &str = "TokenSequence.truncate";
+        const CALL: &str = "TokenSequence::truncate";
         self.check_free(CALL)?;
         self.cut(len, CALL)
     }
@@ -221,17 +223,18 @@ impl TokenSequence {
     /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if `len` is larger than the sequence, or `owner` does not
     /// own it.
     pub fn truncate_as(&mut self, owner: &SequenceOwner, len: usize) -> Result<()> {
-        const CALL: &str = "TokenSequence.truncate_as";
+        const CALL: &str = "TokenSequence::truncate_as";
         self.check_owner(owner, CALL)?;
         self.cut(len, CALL)
     }
 
-    fn cut(&mut self, len: usize, call: &str) -> Result<()> {
+    fn cut(&mut self, len: usize, call: &'static str) -> Result<()> {
         if len > self.tokens.len() {
-            return Err(Error::invalid(format!(
-                "{call}: n is {len}; it must be in [0, {}], the tokens of the sequence",
+            return Err(invalid!(
+                call,
+                "len is {len}; it must be in [0, {}], the tokens of the sequence",
                 self.tokens.len()
-            )));
+            ));
         }
         match Arc::get_mut(&mut self.tokens) {
             Some(own) => own.truncate(len),
@@ -248,8 +251,8 @@ impl TokenSequence {
         Ok(())
     }
 
-    /// Gives the sequence an owner, unless it has one. Until the owner is dropped, only [`extend_as`](Self::extend_as)
-    /// and [`truncate_as`](Self::truncate_as) change the tokens.
+    /// Gives the sequence an owner; returns `None` if it has one. Until the owner is dropped, only
+    /// [`extend_as`](Self::extend_as) and [`truncate_as`](Self::truncate_as) change the tokens.
     #[must_use]
     pub fn own(&mut self) -> Option<SequenceOwner> {
         if self.is_owned() {
@@ -272,24 +275,26 @@ impl TokenSequence {
         Weak::as_ptr(&self.owner) == Arc::as_ptr(&owner.0)
     }
 
-    fn check_free(&self, call: &str) -> Result<()> {
+    fn check_free(&self, call: &'static str) -> Result<()> {
         if self.is_owned() {
-            return Err(Error::invalid(format!(
-                "{call}: this sequence of {} tokens has an owner, which alone changes it",
+            return Err(invalid!(
+                call,
+                "this sequence of {} tokens has an owner, which alone changes it",
                 self.tokens.len()
-            )));
+            ));
         }
         Ok(())
     }
 
-    fn check_owner(&self, owner: &SequenceOwner, call: &str) -> Result<()> {
+    fn check_owner(&self, owner: &SequenceOwner, call: &'static str) -> Result<()> {
         if self.is_owned_by(owner) {
             return Ok(());
         }
-        Err(Error::invalid(format!(
-            "{call}: this sequence of {} tokens has another owner, or none",
+        Err(invalid!(
+            call,
+            "this sequence of {} tokens has another owner, or none",
             self.tokens.len()
-        )))
+        ))
     }
 
     /// The token ids.
@@ -330,7 +335,7 @@ impl TokenSequence {
         }
     }
 
-    /// From now on, a truncation below `len` tokens renews the lineage.
+    /// Makes every later truncation below `len` tokens replace the lineage.
     pub(crate) fn hold(&mut self, len: usize) {
         self.held_len = self.held_len.max(len);
     }
@@ -345,7 +350,7 @@ impl TokenSequence {
         }
     }
 
-    /// In the same namespace.
+    /// Whether the sequence begins with the tokens of the snapshot and is in its namespace.
     pub(crate) fn starts_with(&self, snapshot: &Snapshot) -> bool {
         if self.lineage == snapshot.lineage {
             return true;
@@ -359,26 +364,28 @@ impl TokenSequence {
     }
 }
 
-fn check_items(items: &[Item], from: usize, len: usize, call: &str) -> Result<()> {
+fn check_items(items: &[Item], from: usize, len: usize, call: &'static str) -> Result<()> {
     let mut end = from;
     for item in items {
         if item.start < end || item.end > len {
-            return Err(Error::invalid(format!(
-                "{call}: items has [{}, {}); it must lie in [{end}, {len}] (items ascend and do not overlap)",
-                item.start, item.end
-            )));
+            return Err(invalid!(
+                call,
+                "items has [{}, {}); it must lie in [{end}, {len}] (items ascend and do not overlap)",
+                item.start,
+                item.end
+            ));
         }
         end = item.end;
     }
     Ok(())
 }
 
-/// A run of tokens from position `base` on, with the items that may reach into it.
+/// A run of tokens that begins at position `base`, with the items that may overlap it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct View<'a> {
     pub(crate) tokens: &'a [u32],
     pub(crate) base: usize,
-    /// Absolute positions, ascending; may extend beyond the run.
+    /// At absolute positions, ascending. They may extend beyond the run.
     pub(crate) items: &'a [Item],
 }
 
@@ -391,7 +398,7 @@ impl<'a> View<'a> {
         }
     }
 
-    /// Number of equal tokens from the start, wherever the two runs are.
+    /// Number of equal tokens from the start. The positions of the two runs may differ.
     pub(crate) fn common(self, other: View<'_>) -> usize {
         let same = common_ids(self.tokens, other.tokens);
         if self.items.is_empty() && other.items.is_empty() {
@@ -409,7 +416,7 @@ impl<'a> View<'a> {
         same
     }
 
-    /// Number of equal tokens from the end, wherever the two runs are.
+    /// Number of equal tokens from the end. The positions of the two runs may differ.
     pub(crate) fn common_end(self, other: View<'_>) -> usize {
         let same = common_end_ids(self.tokens, other.tokens);
         if self.items.is_empty() && other.items.is_empty() {
@@ -433,8 +440,8 @@ impl<'a> View<'a> {
         }
     }
 
-    /// Per item that overlaps the run: one number for its tokens (where in the run, where in the item, how many), and
-    /// its digest. Blocks of equal ids have equal lists if and only if they are equal.
+    /// For each item that overlaps the run, its digest and one number made of its place in the run, its offset in the
+    /// item and its length. Two runs of equal ids are equal if and only if these lists are.
     pub(crate) fn items_inside(self) -> impl Iterator<Item = (u64, &'a [u8])> {
         let end = self.base + self.tokens.len();
         let first = self.items.partition_point(|item| item.end <= self.base);
@@ -450,7 +457,8 @@ impl<'a> View<'a> {
             })
     }
 
-    /// The item's digest and the token's offset in that item, and the offset up to which this continues.
+    /// The item's digest and the token's offset in the item, if the token is in one; and the offset in the run up to
+    /// which that holds.
     fn item_at(self, offset: usize) -> (Option<(&'a [u8], usize)>, usize) {
         let at = self.base + offset;
         let index = self.items.partition_point(|item| item.end <= at);
@@ -464,7 +472,7 @@ impl<'a> View<'a> {
     }
 }
 
-/// Whole chunks are compared as memory.
+/// Compares chunks as memory, and ids only in the first chunk that differs.
 fn common_ids(a: &[u32], b: &[u32]) -> usize {
     const CHUNK: usize = 256;
     let len = a.len().min(b.len());
@@ -485,7 +493,6 @@ fn common_ids(a: &[u32], b: &[u32]) -> usize {
     len
 }
 
-/// As [`common_ids`].
 fn common_end_ids(a: &[u32], b: &[u32]) -> usize {
     const CHUNK: usize = 64;
     let len = a.len().min(b.len());
@@ -539,7 +546,7 @@ mod tests {
         assert!(copy.extend_as(&owner, &[4]).is_err() && copy.truncate_as(&owner, 1).is_err());
         assert!(seq.extend(&[5], Vec::new()).is_err() && seq.truncate(1).is_err());
         assert!(seq.truncate_as(&owner, 5).is_err());
-        // A plan of one says nothing about the other.
+        // A snapshot of one clone is no proof about the other, whose tokens differ now.
         let snapshot = seq.snapshot();
         assert!(seq.starts_with(&snapshot) && !copy.starts_with(&snapshot));
     }
@@ -589,7 +596,7 @@ mod tests {
         assert_eq!(here.common(other), 2);
         assert_eq!(here.common_end(other), 1);
         assert_eq!(view(&tokens, &a).common_end(view(&tokens, &[])), 2);
-        // An item that began before both runs, at the same offset.
+        // The item began before both runs and has the same offset in both.
         assert_eq!(here.slice(3, 6).common_end(there.slice(13, 16)), 3);
         assert_eq!(here.slice(3, 6).common_end(there.slice(12, 15)), 1);
     }
@@ -604,7 +611,7 @@ mod tests {
     }
 
     #[test]
-    fn common_tells_the_offset_in_an_item_apart() {
+    fn common_distinguishes_the_offset_in_an_item() {
         let tokens = [1, 1, 1, 1];
         let (a, b) = ([item(0, 2, b"x"), item(2, 4, b"x")], [item(0, 4, b"x")]);
         assert_eq!(view(&tokens, &a).common(view(&tokens, &b)), 2);

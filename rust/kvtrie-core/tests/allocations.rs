@@ -1,15 +1,14 @@
-//! What is allocated: nothing by a lookup, and a known number of bytes for cached tokens.
+//! Tests what is allocated: nothing by a lookup, and a known number of bytes for cached tokens.
 //!
-//! Only one test, since the counter is the process's.
+//! There is one test only, because the counter counts the whole process.
 
 use std::alloc::System;
-use std::sync::Arc;
 
-use kvtrie_core::{
-    BlockId, Config, InsertOptions, LookupOptions, Namespace, RadixIndex, Salt, Source,
-    TokenSequence,
-};
+use common::{ids, inserting, sequence};
+use kvtrie_core::{BlockId, Config, InsertOptions, LookupOptions, RadixIndex, Source};
 use stats_alloc::{INSTRUMENTED_SYSTEM, Region, StatsAlloc};
+
+mod common;
 
 #[global_allocator]
 static ALLOCATOR: &StatsAlloc<System> = &INSTRUMENTED_SYSTEM;
@@ -19,49 +18,34 @@ const BLOCKS: u32 = 6_400;
 
 #[test]
 fn a_lookup_allocates_nothing_and_a_long_edge_costs_79_bytes_a_block() {
-    let namespace =
-        Arc::new(Namespace::new("m", "bfloat16", "default", None, Salt::Shared).unwrap());
-    let sequence =
-        |tokens: Vec<u32>| TokenSequence::new(Arc::clone(&namespace), tokens, Vec::new()).unwrap();
     let tokens: Vec<u32> = (0..BLOCKS * 16).collect();
-    let ids: Vec<BlockId> = (0..BLOCKS).map(BlockId).collect();
+    let blocks = ids(0..BLOCKS);
     let mut seq = sequence(tokens.clone());
     let mut index = RadixIndex::new(Config::seeded(0)).unwrap();
 
     let region = Region::new(ALLOCATOR);
-    index
-        .insert(
-            &mut seq,
-            &ids,
-            InsertOptions::new(tokens.len(), Source::Computed),
-        )
-        .unwrap();
+    let options = InsertOptions::new(tokens.len(), Source::Computed);
+    index.insert(&mut seq, &blocks, options).unwrap();
     let change = region.change();
     let held = change.bytes_allocated - change.bytes_deallocated;
-    // 4 bytes per token, 4 for the id, 11 for the table of ids; 40 KiB for partly used pages of that table and of
-    // nodes.
+    // Each block takes 4 bytes per token, 4 for its id and 11 in the table of ids. Partly used pages of that table and
+    // of nodes take 40 KiB.
     let expected = BLOCKS as usize * (4 * BLOCK_SIZE + 4 + 11);
     assert!(
         (expected..expected + (40 << 10) + BLOCKS as usize / 8).contains(&held),
         "{held} bytes, {expected} expected"
     );
 
-    // Another sequence that leaves the first in the middle of its edge.
+    // Another sequence leaves the first in the middle of its edge.
     let half = tokens.len() / 2;
     let mut other = sequence([&tokens[..half], &[u32::MAX; BLOCK_SIZE][..]].concat());
+    let options = inserting(half..half + BLOCK_SIZE, Source::Computed);
     index
-        .insert(
-            &mut other,
-            &[BlockId(BLOCKS)],
-            InsertOptions {
-                start: half,
-                ..InsertOptions::new(half + BLOCK_SIZE, Source::Computed)
-            },
-        )
+        .insert(&mut other, &[BlockId(BLOCKS)], options)
         .unwrap();
 
     let mut out = Vec::with_capacity(BLOCKS as usize + 1);
-    // (prompt, whether its match ends inside an edge: a touch keeps that once, at one allocation)
+    // Each prompt, and whether its match ends inside an edge. A touch then stores a use there, with one allocation.
     let prompts = [
         (tokens.clone(), 0),
         (tokens[..half].to_vec(), 0),

@@ -1,31 +1,30 @@
-//! The effort of a search for moved runs (P16), on prompts that are made to take as much as they can.
+//! Tests the budget of a search for moved runs (P16), on prompts that are made to exhaust it.
 
 #![expect(
     clippy::unwrap_used,
     reason = "a test stops at what it does not expect"
 )]
 
-use std::sync::Arc;
+use kvtrie_core::{Class, Config, Effort, PlanOptions, RadixIndex, ReusePlan};
 
-use kvtrie_core::{
-    BlockId, Class, Config, Effort, InsertOptions, Namespace, PlanOptions, RadixIndex, ReusePlan,
-    ReusePolicy, Salt, Source, TokenSequence,
-};
+use common::{approximate, planned, put, sequence};
+
+mod common;
 
 const BLOCK_SIZE: usize = 16;
 const PERIOD: usize = 9;
 const PLACES: usize = 64;
 const CHILDREN: usize = 64;
 
-/// Tokens that earn a look, and looks that covered tokens earn at most beyond one each.
+/// Number of tokens that earn a look, and the most looks that covered tokens earn in addition to one each.
 const TOKENS_PER_EARNED: usize = 10;
 const MOST: u64 = 1 << 14;
 
-/// Looks of the last window and its last place at most: all its places, a choice among children, twice as many of them as are
-/// compared, and a run of some blocks.
+/// The most looks of the last window and its last place: all places of the window, a choice among children, twice as
+/// many children as are compared, and a run of some blocks.
 const LAST_PLACE: u64 = 64 + 24 + 2 * 65 + 8;
 
-/// Looks before anything is found.
+/// Number of looks that are allowed before anything is found.
 fn first(len: usize) -> u64 {
     (256 + len as u64 / 8).min(512)
 }
@@ -34,12 +33,7 @@ fn period(at: usize) -> u32 {
     u32::try_from(at % PERIOD).unwrap()
 }
 
-fn sequence(tokens: Vec<u32>) -> TokenSequence {
-    let namespace = Namespace::new("m", "bfloat16", "default", None, Salt::Shared).unwrap();
-    TokenSequence::new(Arc::new(namespace), tokens, Vec::new()).unwrap()
-}
-
-/// Tokens that are nowhere else.
+/// Source of tokens that occur nowhere else.
 #[derive(Default)]
 struct Unused(u32);
 
@@ -58,8 +52,8 @@ struct Fan {
 }
 
 impl Fan {
-    /// Every window of a text with a period of nine tokens is cached at 64 places, each 13 tokens of the text from its first to
-    /// the end of an edge with 64 children that share `shared` or one more of the tokens that follow.
+    /// Caches every window of a text with a period of nine tokens at 64 places. Each place has 13 tokens of the text,
+    /// which end with an edge. It has 64 children, which continue with `shared` or one more of the text's tokens.
     fn new(shared: usize) -> Self {
         let mut fan = Self {
             index: RadixIndex::new(Config {
@@ -89,25 +83,15 @@ impl Fan {
 
     fn cache(&mut self, text: Vec<u32>) {
         let count = u32::try_from(text.len() / BLOCK_SIZE).unwrap();
-        let blocks: Vec<BlockId> = (self.next_id..self.next_id + count).map(BlockId).collect();
-        self.next_id += count;
-        let options = InsertOptions::new(text.len(), Source::Computed);
-        self.index
-            .insert(&mut sequence(text), &blocks, options)
-            .unwrap();
+        let blocks = self.next_id..self.next_id + count;
+        self.next_id = blocks.end;
+        put(&mut self.index, &mut sequence(text), blocks);
     }
 
-    /// A plan, and the looks that it took.
+    /// Plans a prompt; returns the plan and the looks that it took.
     fn plan(&mut self, text: Vec<u32>) -> (ReusePlan, u64) {
-        let policy = ReusePolicy {
-            approximate: true,
-            ..ReusePolicy::EXACT_ONLY
-        };
         let before = self.index.stats().search_looks;
-        let plan = self
-            .index
-            .plan(&mut sequence(text), &policy, PlanOptions::default())
-            .unwrap();
+        let plan = planned(&mut self.index, &mut sequence(text), &approximate());
         self.index.release(&plan).unwrap();
         (plan, self.index.stats().search_looks - before)
     }
@@ -128,14 +112,14 @@ fn a_prompt_whose_windows_lead_nowhere_is_searched_no_longer_than_its_length_all
             looks <= allowed + LAST_PLACE,
             "{looks} looks for {len} tokens"
         );
-        // Something was left untried, and the plan says so.
         assert!(plan.candidates_dropped() > 0);
     }
 }
 
 #[test]
 fn a_prompt_of_many_short_runs_is_searched_no_longer_than_they_earn() {
-    // As before, but with runs of just min_run tokens: each could be chosen among 64 places and 64 children of each.
+    // As before, but with runs of just min_run tokens, so that each could be chosen among 64 places with 64 children
+    // each.
     let mut fan = Fan::new(3);
     for len in [1_000, 8_000, 100_000] {
         let (plan, looks) = fan.plan(repeated(len));
@@ -187,10 +171,7 @@ fn a_run_after_windows_that_lead_nowhere_is_found_from_its_first_token_on() {
 #[test]
 fn a_search_that_takes_too_long_gives_up_without_having_planned() {
     let mut fan = Fan::new(3);
-    let policy = ReusePolicy {
-        approximate: true,
-        ..ReusePolicy::EXACT_ONLY
-    };
+    let policy = approximate();
     let mut within = |text: Vec<u32>, effort| {
         let before = fan.index.digest();
         let options = PlanOptions::default();
@@ -208,10 +189,10 @@ fn a_search_that_takes_too_long_gives_up_without_having_planned() {
         nodes: 256,
         bytes: 1 << 20,
     };
-    // By what it takes, not by its length ...
+    // A plan gives up by the work that it does, not by the prompt's length.
     assert!(!within(repeated(1_000), brief));
     assert!(within(repeated(1_000), Effort::ANY));
-    // ... but for what is looked up of a prompt that is cached nowhere.
+    // It does not give up for windows of a long prompt that is cached nowhere.
     assert!(within((0..10_000).map(|at| 1 << 30 | at).collect(), brief));
     assert!(!within((0..40_000).map(|at| 1 << 30 | at).collect(), brief));
 }

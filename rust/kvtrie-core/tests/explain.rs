@@ -1,4 +1,4 @@
-//! Every reason that `explain` gives, and what it shows with it.
+//! Tests every reason that `explain` gives, and what it shows with it.
 
 #![expect(
     clippy::unwrap_used,
@@ -8,12 +8,16 @@
 use std::sync::Arc;
 
 use kvtrie_core::{
-    BlockId, Config, ErrorKind, ExplainOptions, Explanation, Imported, InsertOptions, Item,
-    LookupOptions, Namespace, NamespaceDifference, PlanOptions, RadixIndex, Reason, RestoredPool,
-    ReusePolicy, Salt, Source, Span, TokenSequence, WouldSave,
+    BlockId, Config, ErrorKind, ExplainOptions, Explanation, InsertOptions, Item, LookupOptions,
+    Namespace, NamespaceDifference, RadixIndex, Reason, RestoredPool, ReusePolicy, Salt, Source,
+    TokenSequence, WouldSave,
 };
 
-/// The pool that `Config::seeded` names, still there.
+use common::{ids, imported, planned, span};
+
+mod common;
+
+/// The pool that `Config::seeded` names, which still exists.
 const POOL: RestoredPool<'_> = RestoredPool::Kept(&[0; 16]);
 
 fn namespace(model: &str, adapter: Option<&str>, salt: &str) -> Arc<Namespace> {
@@ -37,15 +41,19 @@ fn index(num_blocks: u64) -> RadixIndex {
     .unwrap()
 }
 
-/// Inserts all whole blocks under ids from `first` on.
-fn insert(index: &mut RadixIndex, seq: &mut TokenSequence, first: u32, source: Source<'_>) {
-    let count = u32::try_from(seq.len() / 4).unwrap();
-    let ids: Vec<BlockId> = (first..first + count).map(BlockId).collect();
-    let options = InsertOptions::new(seq.len() / 4 * 4, source);
-    index.insert(seq, &ids, options).unwrap();
+/// Inserts all whole blocks, which were computed, with ids from `first` on.
+fn insert(index: &mut RadixIndex, seq: &mut TokenSequence, first: u32) {
+    insert_from(index, seq, first, Source::Computed);
 }
 
-/// Explains, twice from fresh sequences, and checks that nothing was used.
+fn insert_from(index: &mut RadixIndex, seq: &mut TokenSequence, first: u32, source: Source<'_>) {
+    let count = u32::try_from(seq.len() / 4).unwrap();
+    let options = InsertOptions::new(seq.len() / 4 * 4, source);
+    let blocks = ids(first..first + count);
+    index.insert(seq, &blocks, options).unwrap();
+}
+
+/// Explains twice, from fresh sequences, and checks that nothing was touched.
 fn explain(index: &mut RadixIndex, seq: &mut TokenSequence) -> Explanation {
     let before = (index.digest(), index.stats().clock);
     let why = index.explain(seq, &ExplainOptions::default()).unwrap();
@@ -78,7 +86,7 @@ fn complete_names_no_reason_for_tokens_after_the_last_whole_block() {
     let mut index = index(16);
     let tokens: Vec<u32> = (10..20).collect();
     let mut seq = sequence(&tokens);
-    insert(&mut index, &mut seq, 0, Source::Computed);
+    insert(&mut index, &mut seq, 0);
     let why = explain(&mut index, &mut seq);
     assert_eq!(
         (why.reason, why.position, why.num_exact),
@@ -102,7 +110,7 @@ fn diverged_is_exact_to_the_token_in_and_after_an_edge() {
     let mut index = index(16);
     let tokens: Vec<u32> = (10..26).collect();
     let mut seq = sequence(&tokens);
-    insert(&mut index, &mut seq, 0, Source::Computed);
+    insert(&mut index, &mut seq, 0);
     for at in 0..16 {
         let mut other = tokens.clone();
         other[at] = 99;
@@ -115,11 +123,11 @@ fn diverged_is_exact_to_the_token_in_and_after_an_edge() {
         assert_eq!(why.context.theirs, tokens[start..end]);
         assert_eq!(why.context.ours, other.tokens()[start..end]);
     }
-    // Two branches: the one that shares more is shown, whatever its token order.
+    // There are two branches. The one that shares more is shown, whatever its token order.
     for (token, first) in [(50, 8), (5, 12)] {
         let mut branch = tokens[..8].to_vec();
         branch.extend([18, 19, token, token]);
-        insert(&mut index, &mut sequence(&branch), first, Source::Computed);
+        insert(&mut index, &mut sequence(&branch), first);
     }
     let mut near = sequence(&[&tokens[..8], &[18, 19, 5, 6]].concat());
     let why = explain(&mut index, &mut near);
@@ -134,7 +142,7 @@ fn diverged_is_exact_to_the_token_in_and_after_an_edge() {
 fn context_is_as_long_as_asked_for() {
     let mut index = index(16);
     let tokens: Vec<u32> = (10..26).collect();
-    insert(&mut index, &mut sequence(&tokens), 0, Source::Computed);
+    insert(&mut index, &mut sequence(&tokens), 0);
     let mut other = tokens.clone();
     other[9] = 99;
     for context in [0, 1, 3, usize::MAX] {
@@ -157,7 +165,7 @@ fn not_cached_where_the_cache_ends_or_knows_nothing() {
     let tokens: Vec<u32> = (10..26).collect();
     let mut seq = sequence(&tokens);
     assert_eq!(explain(&mut index, &mut seq).reason, Reason::NotCached);
-    insert(&mut index, &mut sequence(&tokens[..8]), 0, Source::Computed);
+    insert(&mut index, &mut sequence(&tokens[..8]), 0);
     let why = explain(&mut index, &mut seq);
     assert_eq!((why.reason, why.position), (Reason::NotCached, 8));
     assert_eq!(why.context.theirs, tokens[..8]);
@@ -166,7 +174,7 @@ fn not_cached_where_the_cache_ends_or_knows_nothing() {
         why.to_string()
             .contains("The cache ends at position 8, after [10, 11")
     );
-    // A dropped namespace is forgotten.
+    // The departures of a dropped namespace are forgotten.
     index.drop_namespace(seq.namespace());
     assert_eq!(explain(&mut index, &mut seq).reason, Reason::NotCached);
 }
@@ -177,7 +185,7 @@ fn evicted_is_known_at_every_depth() {
         let mut index = index(16);
         let tokens: Vec<u32> = (10..26).collect();
         let mut seq = sequence(&tokens);
-        insert(&mut index, &mut seq, 0, Source::Computed);
+        insert(&mut index, &mut seq, 0);
         index.evict(n);
         let why = explain(&mut index, &mut seq);
         assert_eq!(
@@ -185,7 +193,7 @@ fn evicted_is_known_at_every_depth() {
             (Reason::Evicted, 16 - 4 * n),
             "{n}"
         );
-        // The rest is evicted as well, block by block.
+        // The other blocks are evicted as well, one by one.
         for n in n + 1..=4 {
             index.evict(1);
             let why = explain(&mut index, &mut seq);
@@ -206,19 +214,14 @@ fn evicted_is_reported_for_the_same_prefix_only() {
     let mut index = index(32);
     let tail = [1, 2, 3, 4, 5, 6, 7, 8];
     let mut old = sequence(&[&[9, 9, 9, 9], &tail[..]].concat());
-    insert(&mut index, &mut old, 0, Source::Computed);
+    insert(&mut index, &mut old, 0);
     let mut new = sequence(&[&[8, 8, 8, 8], &tail[..]].concat());
-    insert(
-        &mut index,
-        &mut sequence(&new.tokens()[..4]),
-        10,
-        Source::Computed,
-    );
+    insert(&mut index, &mut sequence(&new.tokens()[..4]), 10);
     index.evict(2);
     assert_eq!(explain(&mut index, &mut old).reason, Reason::Evicted);
-    // The same tokens at the same position, but after others.
+    // The same tokens at the same position after other tokens are not evicted ones.
     assert_eq!(explain(&mut index, &mut new).reason, Reason::NotCached);
-    // Another namespace with the first evicted block.
+    // Another namespace has the first evicted block.
     index.evict(1);
     assert_eq!(explain(&mut index, &mut old).reason, Reason::Evicted);
     let other = namespace("m", None, "b");
@@ -231,7 +234,7 @@ fn holes_are_evicted_whatever_is_next_to_them() {
     let mut index = index(16);
     let tokens: Vec<u32> = (10..30).collect();
     let mut seq = sequence(&tokens);
-    insert(&mut index, &mut seq, 0, Source::Computed);
+    insert(&mut index, &mut seq, 0);
     index.discard(&[BlockId(1)]).unwrap();
     let why = explain(&mut index, &mut seq);
     assert_eq!((why.reason, why.position), (Reason::Evicted, 4));
@@ -239,7 +242,7 @@ fn holes_are_evicted_whatever_is_next_to_them() {
     assert_eq!(why.would_save, counted(15, 0, 5));
     let mut branch = tokens[..4].to_vec();
     branch.extend([7; 8]);
-    insert(&mut index, &mut sequence(&branch), 10, Source::Computed);
+    insert(&mut index, &mut sequence(&branch), 10);
     assert_eq!(explain(&mut index, &mut seq).reason, Reason::Evicted);
 }
 
@@ -248,11 +251,7 @@ fn approximate_only_where_the_same_tokens_are_approximate() {
     let mut index = index(16);
     let tokens: Vec<u32> = (10..26).collect();
     let mut seq = sequence(&tokens);
-    let imported = Source::Imported(Imported {
-        exact_until: 8,
-        hops: 1,
-    });
-    insert(&mut index, &mut seq, 0, imported);
+    insert_from(&mut index, &mut seq, 0, imported(8, 1));
     let why = explain(&mut index, &mut seq);
     assert_eq!((why.reason, why.position), (Reason::ApproximateOnly, 8));
     assert_eq!(why.would_save, counted(8, 7, 1));
@@ -277,23 +276,13 @@ fn another_namespace_of_the_salt_is_named_and_no_other() {
         let namespace = namespace(model, adapter, salt);
         TokenSequence::new(namespace, tokens[..len].to_vec(), Vec::new()).unwrap()
     };
-    insert(&mut index, &mut of("m", None, "b", 16), 0, Source::Computed);
+    insert(&mut index, &mut of("m", None, "b", 16), 0);
     let mut seq = of("m", None, "a", 16);
     let why = explain(&mut index, &mut seq);
     assert_eq!((why.reason, why.other_namespace), (Reason::NotCached, None));
-    insert(
-        &mut index,
-        &mut of("n", Some("x"), "a", 12),
-        4,
-        Source::Computed,
-    );
-    insert(&mut index, &mut of("n", None, "a", 12), 8, Source::Computed);
-    insert(
-        &mut index,
-        &mut of("m", Some("y"), "a", 8),
-        12,
-        Source::Computed,
-    );
+    insert(&mut index, &mut of("n", Some("x"), "a", 12), 4);
+    insert(&mut index, &mut of("n", None, "a", 12), 8);
+    insert(&mut index, &mut of("m", Some("y"), "a", 8), 12);
     let why = explain(&mut index, &mut seq);
     assert_eq!((why.reason, why.position), (Reason::OtherNamespace, 0));
     let expected = NamespaceDifference {
@@ -305,22 +294,12 @@ fn another_namespace_of_the_salt_is_named_and_no_other() {
         why.to_string()
             .contains("Where model differs, 12 tokens match.")
     );
-    // Not a reason where this namespace has as much.
-    insert(
-        &mut index,
-        &mut of("m", None, "a", 12),
-        16,
-        Source::Computed,
-    );
+    // That is no reason where this namespace has as many blocks.
+    insert(&mut index, &mut of("m", None, "a", 12), 16);
     let why = explain(&mut index, &mut seq);
     assert_eq!((why.reason, why.other_namespace), (Reason::NotCached, None));
-    // An eviction is the better reason.
-    insert(
-        &mut index,
-        &mut of("n", Some("x"), "a", 16),
-        4,
-        Source::Computed,
-    );
+    // An eviction takes precedence as the reason.
+    insert(&mut index, &mut of("n", Some("x"), "a", 16), 4);
 }
 
 #[test]
@@ -328,12 +307,7 @@ fn kinds_of_both_sides_of_the_position_are_named() {
     let mut index = index(16);
     let tokens: Vec<u32> = (10..26).collect();
     let mut seq = sequence(&tokens);
-    insert(&mut index, &mut seq, 0, Source::Computed);
-    let span = |start, end, kind: &str| Span {
-        start,
-        end,
-        kind: kind.into(),
-    };
+    insert(&mut index, &mut seq, 0);
     let spans = [
         span(2, 6, "user"),
         span(5, 9, "mine"),
@@ -371,7 +345,7 @@ fn items_are_distinguished() {
         let items = vec![Item::new(2, 7, digest).unwrap()];
         TokenSequence::new(namespace("m", None, "a"), vec![5; 12], items).unwrap()
     };
-    insert(&mut index, &mut with(b"cat"), 0, Source::Computed);
+    insert(&mut index, &mut with(b"cat"), 0);
     let why = explain(&mut index, &mut with(b"dog"));
     assert_eq!((why.reason, why.position), (Reason::Diverged, 2));
     index.evict(3);
@@ -389,7 +363,7 @@ fn items_are_distinguished() {
 fn a_plan_finds_what_explain_says_that_it_would() {
     let mut index = index(64);
     let tokens: Vec<u32> = (10..74).collect();
-    insert(&mut index, &mut sequence(&tokens), 0, Source::Computed);
+    insert(&mut index, &mut sequence(&tokens), 0);
     let mut edited = tokens[..20].to_vec();
     edited.extend([1, 2, 3]);
     edited.extend_from_slice(&tokens[22..]);
@@ -398,9 +372,7 @@ fn a_plan_finds_what_explain_says_that_it_would() {
     assert_eq!((why.reason, why.position), (Reason::Diverged, 20));
     assert_eq!(why.would_save, counted(20, 41, 4));
     let policy = ExplainOptions::default().policy;
-    let plan = index
-        .plan(&mut edited, &policy, PlanOptions::default())
-        .unwrap();
+    let plan = planned(&mut index, &mut edited, &policy);
     assert_eq!(plan.num_tokens(kvtrie_core::Class::Approximate), 41);
 }
 
@@ -417,7 +389,7 @@ fn a_policy_beyond_its_limits_is_refused() {
     let error = index.explain(&mut sequence(&[1]), &options).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::InvalidArgument);
     assert!(
-        error.to_string().starts_with("RadixIndex.explain: "),
+        error.to_string().starts_with("RadixIndex::explain: "),
         "{error}"
     );
 }
@@ -427,7 +399,7 @@ fn departures_beyond_the_record_are_forgotten_oldest_first() {
     let mut index = index(8192);
     let all: Vec<[u32; 4]> = (0..4100).map(|n| [n, n, n, n]).collect();
     for (id, tokens) in (0..).zip(&all) {
-        insert(&mut index, &mut sequence(tokens), id, Source::Computed);
+        insert(&mut index, &mut sequence(tokens), id);
     }
     index.evict(4100);
     let reason = |index: &mut RadixIndex, n: usize| explain(index, &mut sequence(&all[n])).reason;
@@ -444,12 +416,12 @@ fn a_restored_index_knows_what_left() {
     let mut index = index(32);
     let tokens: Vec<u32> = (10..26).collect();
     let mut seq = sequence(&tokens);
-    insert(&mut index, &mut seq, 0, Source::Computed);
+    insert(&mut index, &mut seq, 0);
     let mut branch = tokens[..8].to_vec();
     branch.extend([7; 8]);
     let mut branch = sequence(&branch);
-    insert(&mut index, &mut branch, 10, Source::Computed);
-    insert(&mut index, &mut seq, 0, Source::Computed);
+    insert(&mut index, &mut branch, 10);
+    insert(&mut index, &mut seq, 0);
     index.evict(2);
     for index in [
         &mut RadixIndex::restore(&index.snapshot(), POOL).unwrap(),
@@ -468,7 +440,7 @@ fn namespaces_that_hold_something_are_listed_in_order() {
     for (id, (model, salt)) in (0..).zip(names) {
         let space = namespace(model, None, salt);
         let mut seq = TokenSequence::new(space, vec![1, 2, 3, 4], Vec::new()).unwrap();
-        insert(&mut index, &mut seq, id, Source::Computed);
+        insert(&mut index, &mut seq, id);
     }
     let all =
         [("m", "a"), ("m", "b"), ("n", "b")].map(|(model, salt)| namespace(model, None, salt));
@@ -484,11 +456,11 @@ fn namespaces_that_hold_something_are_listed_in_order() {
 fn many_blocks_that_leave_together_do_not_hide_what_left_before() {
     let mut index = index(6_000);
     let mut first = sequence(&[7; 4]);
-    insert(&mut index, &mut first, 0, Source::Computed);
+    insert(&mut index, &mut first, 0);
     assert_eq!(index.evict(1), [BlockId(0)]);
     let tokens: Vec<u32> = (0..20_000).collect();
-    insert(&mut index, &mut sequence(&tokens), 0, Source::Computed);
-    insert(&mut index, &mut sequence(&[9; 4]), 5_000, Source::Computed);
+    insert(&mut index, &mut sequence(&tokens), 0);
+    insert(&mut index, &mut sequence(&[9; 4]), 5_000);
     assert_eq!(index.evict(5_000).len(), 5_000);
     assert_eq!(explain(&mut index, &mut first).reason, Reason::Evicted);
     let mut second = sequence(&tokens);
@@ -500,16 +472,10 @@ fn kinds_before_are_found_where_the_prompt_leaves_between_two_edges() {
     let mut index = index(16);
     let text = |last: u32| -> Vec<u32> { (10..18).chain([last; 4]).collect() };
     let mut seq = sequence(&text(50));
-    insert(&mut index, &mut seq, 0, Source::Computed);
+    insert(&mut index, &mut seq, 0);
     let mut other = sequence(&text(60));
-    let ids = [0, 1, 9].map(BlockId);
-    let options = InsertOptions::new(12, Source::Computed);
-    index.insert(&mut other, &ids, options).unwrap();
-    let span = Span {
-        start: 7,
-        end: 8,
-        kind: "tool".into(),
-    };
+    common::put(&mut index, &mut other, [0, 1, 9]);
+    let span = span(7, 8, "tool");
     index.tag(&seq, &[span]).unwrap();
     let why = explain(&mut index, &mut sequence(&text(70)));
     assert_eq!((why.reason, why.position), (Reason::Diverged, 8));

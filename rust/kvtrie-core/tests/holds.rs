@@ -1,15 +1,15 @@
-//! How long a call may hold an index is counted in steps, and known before it changes anything.
+//! Tests that calls count in advance how many steps they hold an index for, and give up before they change anything.
 
 #![expect(clippy::unwrap_used, reason = "helpers of a test")]
 
 use std::sync::Arc;
 
 use kvtrie_core::{
-    BlockId, Config, Effort, ExplainOptions, Imported, InsertOptions, LookupOptions, Namespace,
-    PlanOptions, RadixIndex, Removed, ReusePlan, ReusePolicy, Salt, Source, Span, TokenSequence,
+    BlockId, Config, Effort, ExplainOptions, InsertOptions, LookupOptions, Namespace, PlanOptions,
+    RadixIndex, Removed, ReusePlan, ReusePolicy, Salt, Source, Span, TokenSequence,
 };
 
-use common::{ids, sequence};
+use common::{WHOLE, approximate, ids, imported, sequence, span};
 
 mod common;
 
@@ -45,7 +45,7 @@ fn insert(index: &mut RadixIndex, seq: &mut TokenSequence, ids: &[BlockId]) {
     index.insert(seq, ids, options).unwrap();
 }
 
-/// An index with a sequence of `blocks` blocks, in one edge.
+/// An index with a sequence of `blocks` blocks in one edge.
 fn of_one_edge(blocks: u32) -> (RadixIndex, TokenSequence) {
     let mut index = index(8 * u64::from(blocks));
     let mut seq = sequence(0..blocks);
@@ -53,34 +53,37 @@ fn of_one_edge(blocks: u32) -> (RadixIndex, TokenSequence) {
     (index, seq)
 }
 
-/// As [`of_one_edge`], with a branch after each block, so that each is an edge.
+/// As [`of_one_edge`], with a branch after each block, so that each block is an edge.
 fn of_many_edges(blocks: u32) -> (RadixIndex, TokenSequence) {
     let (mut index, seq) = of_one_edge(blocks);
-    for at in 1..blocks {
-        let mut branch = sequence((0..at).chain([blocks + at]));
-        let all: Vec<BlockId> = ids((0..at).chain([blocks + at]));
-        insert(&mut index, &mut branch, &all);
-    }
+    cut(&mut index, blocks);
     (index, seq)
 }
 
+/// Inserts a branch after each block of the sequence of [`of_one_edge`].
+fn cut(index: &mut RadixIndex, blocks: u32) {
+    for at in 1..blocks {
+        let branch = || (0..at).chain([blocks + at]);
+        insert(index, &mut sequence(branch()), &ids(branch()));
+    }
+}
+
 fn plans(index: &mut RadixIndex, seq: &TokenSequence, count: usize) -> Vec<ReusePlan> {
-    let options = PlanOptions {
-        keep_last: 0,
-        pin: true,
+    let mut one = || {
+        index
+            .plan(&mut seq.clone(), &ReusePolicy::EXACT_ONLY, WHOLE)
+            .unwrap()
     };
-    let policy = ReusePolicy::EXACT_ONLY;
-    let mut one = || index.plan(&mut seq.clone(), &policy, options).unwrap();
     (0..count).map(|_| one()).collect()
 }
 
 #[test]
-fn what_plans_pin_is_gone_over_once_however_many_blocks_are_discarded() {
+fn what_plans_pin_is_visited_once_however_many_blocks_are_discarded() {
     let (edges, leases, gone) = (200, 16, 64);
     let (mut index, seq) = of_many_edges(edges);
     let held = plans(&mut index, &seq, leases);
     let list = ids(1..=gone);
-    // A step for each block, each plan, each of its edges, and each block that it keeps by its id.
+    // There is a step for each block, each plan, each of the plan's edges, and each block that it keeps by id.
     let most = u64::from(gone) + leases as u64 * u64::from(1 + edges + gone);
     assert_eq!(index.discard_within(&list, steps(most / 2)).unwrap(), None);
     let freed = index.discard_within(&list, steps(most)).unwrap();
@@ -94,7 +97,7 @@ fn what_plans_pin_is_gone_over_once_however_many_blocks_are_discarded() {
 }
 
 #[test]
-fn what_other_namespaces_pin_costs_a_step_a_plan() {
+fn what_other_namespaces_pin_costs_a_step_per_plan() {
     let (mut index, seq) = of_many_edges(200);
     let _held = plans(&mut index, &seq, 16);
     let other = namespace(Some("other"), Salt::Shared);
@@ -102,7 +105,7 @@ fn what_other_namespaces_pin_costs_a_step_a_plan() {
     let own = ids(1_000..1_004);
     insert(&mut index, &mut mine, &own);
     let _pinned = plans(&mut index, &mine, 1);
-    // Two blocks, 17 plans, an edge, and two blocks that the plan keeps.
+    // There is a step for each of two blocks, 17 plans, an edge, and two blocks that the plan keeps.
     let done = index.remove_spans_within(&mine, &[(1, 3)], false, steps(40));
     assert_eq!(done.unwrap().unwrap().condemned, own[1..3]);
     index.check().unwrap();
@@ -117,7 +120,7 @@ fn a_path_is_pinned_in_as_many_pieces_as_discards_leave() {
     assert_eq!(index.discard(&list).unwrap(), []);
     assert_eq!(index.stats().pinned, u64::from(blocks));
     index.check().unwrap();
-    // Again, in the pieces: what is left of the first half.
+    // The remaining blocks of the first half leave the pieces.
     let rest = ids((0..blocks / 2).step_by(2));
     assert_eq!(index.discard(&rest).unwrap(), []);
     index.check().unwrap();
@@ -134,7 +137,7 @@ fn forks_of_a_plan_share_what_is_left_before_them() {
     let mut seq = sequence(0..8);
     insert(&mut index, &mut seq, &ids(0..8));
     let plan = plans(&mut index, &seq, 1).remove(0);
-    // A second branch under the same plan, after four blocks.
+    // A second branch, after four blocks, is inserted with the same plan.
     let mut fork = sequence((0..8).chain(20..24));
     let options = InsertOptions::new(12, Source::Plan(&plan));
     let all = ids((0..8).chain(20..24));
@@ -163,7 +166,7 @@ fn an_exact_plan_over_many_holes_is_known_to_be_long() {
         let given_up = index.plan_within(&mut prompt, &policy, options, BRIEF);
         assert!(given_up.unwrap().is_none());
         assert_eq!((index.digest(), index.stats().clock), (before, clock));
-        // Few of them do not count, and neither do holes elsewhere.
+        // A few of them do not count, and neither do holes elsewhere.
         let mut short = sequence(seq.tokens().iter().copied().take(50));
         let plan = index.plan_within(&mut short, &policy, options, BRIEF);
         index.release(&plan.unwrap().unwrap()).unwrap();
@@ -225,7 +228,7 @@ fn a_use_that_revives_much_is_known_to_be_long() {
     assert!(planned.unwrap().is_none());
     assert!(index.insert_steps(&prompt, 0) > BRIEF.nodes);
     assert_eq!(index.digest(), before);
-    // A call that only reads revives nothing.
+    // A call that only reads removes no marks.
     let options = LookupOptions {
         touch: false,
         ..options
@@ -267,14 +270,8 @@ fn ids_of_very_many_edges_are_known_to_be_long() {
 #[test]
 fn tags_after_the_prompt_are_not_read() {
     let (mut index, seq) = of_one_edge(20_000);
-    let kind = |at: usize| ["user", "tool"][at % 2].to_owned();
-    let spans: Vec<Span> = (0..20_000)
-        .map(|at| Span {
-            start: at,
-            end: at + 1,
-            kind: kind(at),
-        })
-        .collect();
+    let kind = |at: usize| ["user", "tool"][at % 2];
+    let spans: Vec<Span> = (0..20_000).map(|at| span(at, at + 1, kind(at))).collect();
     assert_eq!(index.tag_within(&seq, &spans, BRIEF).unwrap(), None);
     assert!(index.tags(&seq).is_empty());
     index.tag(&seq, &spans).unwrap();
@@ -310,7 +307,7 @@ fn explain_looks_at_64_namespaces_at_most() {
         let why = index.explain(prompt, &ExplainOptions::default()).unwrap();
         why.other_namespace.unwrap().num_tokens
     };
-    // The two that have all of it are 49 places away, and 32 are looked at on each side.
+    // The two that have all of it are 49 places away; 32 are examined on each side.
     assert_eq!(other(&mut index, &mut prompt), 1);
     let near = namespace(Some("031"), tenant());
     let mut prompt = TokenSequence::new(near, tokens, vec![]).unwrap();
@@ -323,22 +320,11 @@ fn exact_blocks_replace_all_that_plans_pin_of_approximate_ones() {
     let blocks = 400;
     let mut index = index(4_000);
     let mut seq = sequence(0..blocks);
-    let approximate = Source::Imported(Imported {
-        exact_until: 100,
-        hops: 1,
-    });
-    let options = InsertOptions::new(seq.len(), approximate);
+    let options = InsertOptions::new(seq.len(), imported(100, 1));
     index.insert(&mut seq, &ids(0..blocks), options).unwrap();
-    let policy = ReusePolicy {
-        approximate: true,
-        ..ReusePolicy::EXACT_ONLY
-    };
-    let options = PlanOptions {
-        keep_last: 0,
-        pin: true,
-    };
+    let policy = approximate();
     let held: Vec<_> = (0..8)
-        .map(|_| index.plan(&mut seq.clone(), &policy, options).unwrap())
+        .map(|_| index.plan(&mut seq.clone(), &policy, WHOLE).unwrap())
         .collect();
     assert_eq!(held[0].blocks(), ids(0..blocks));
     let mut again = sequence(0..blocks);
@@ -362,9 +348,9 @@ fn a_release_takes_a_step_for_four_edges_and_one_for_each_block_that_left() {
     let plan = plans(&mut index, &seq, 1).remove(0);
     assert_eq!(plan.num_edges(), u64::from(edges));
     let before = index.release_steps(&plan);
-    // And one for the whole of what it pins.
+    // There is one more step for the lease's only entry.
     assert_eq!(before, u64::from(edges) / 4 + 1);
-    // Each block by itself, with one between any two.
+    // Every second block leaves, so that the lease has more entries.
     index.discard(&ids((0..gone).map(|at| 2 * at + 1))).unwrap();
     let after = index.release_steps(&plan);
     assert!(after >= before + u64::from(gone), "{after} steps");
@@ -380,7 +366,7 @@ fn a_release_takes_a_step_for_each_leaf_while_there_are_too_many_holes() {
     for leaf in 0..10 {
         insert(&mut index, &mut sequence([leaf]), &ids([leaf]));
     }
-    // Three paths of 34 holes, whose other blocks are pinned, so that they cannot leave.
+    // Three paths of 34 holes, whose other blocks are pinned and cannot leave.
     let mut free = ids(10..100);
     let mut held = Vec::new();
     for number in 1..=3 {
@@ -398,7 +384,7 @@ fn a_release_takes_a_step_for_each_leaf_while_there_are_too_many_holes() {
     }
     assert_eq!(index.stats().holes, 102);
     assert_eq!(index.release_steps(&held[0]), 1 + 10);
-    // An eviction bounds them where dead blocks leave, and else takes a step for each block.
+    // An eviction checks the bound only after dead blocks left, so this one takes a step for each block.
     assert_eq!(index.evict_within(1, steps(1)), Some(ids([0])));
     for plan in &held {
         index.release(plan).unwrap();
@@ -409,28 +395,22 @@ fn a_release_takes_a_step_for_each_leaf_while_there_are_too_many_holes() {
 
 #[test]
 fn an_exact_plan_over_approximate_blocks_is_long_and_over_exact_ones_is_not() {
-    let imported = |exact_until| {
-        Source::Imported(Imported {
-            exact_until,
-            hops: 1,
-        })
-    };
     let planned = |index: &mut RadixIndex, blocks: u32| {
         let mut prompt = sequence(0..blocks);
         let policy = ReusePolicy::EXACT_ONLY;
         let plan = index.plan_within(&mut prompt, &policy, PlanOptions::default(), BRIEF);
         plan.unwrap().is_some()
     };
-    // All after the first block is approximate.
+    // Everything after the first block is approximate.
     let blocks = 600;
     let mut approximate = index(1_000);
-    let options = InsertOptions::new(blocks as usize, imported(1));
+    let options = InsertOptions::new(blocks as usize, imported(1, 1));
     approximate
         .insert(&mut sequence(0..blocks), &ids(0..blocks), options)
         .unwrap();
     assert!(!planned(&mut approximate, blocks));
     assert!(planned(&mut approximate, 100));
-    // One hole in the first of a few edges, with only exact blocks in the others.
+    // The first of a few edges has one hole, and the others have only exact blocks.
     let mut broken = index(2_000);
     for end in [50, 300, blocks] {
         insert(&mut broken, &mut sequence(0..end), &ids(0..end));
@@ -472,7 +452,7 @@ fn a_use_that_revives_takes_a_step_for_each_edge_and_each_run() {
         ..LookupOptions::default()
     };
     index.lookup(&mut prompt, looks, &mut out).unwrap();
-    // The root, each edge, and the run in the last of them.
+    // There is a step for the root, for each edge, and for the dead run in the last edge.
     let needed = 1 + u64::from(edges) + 1;
     let mut used = |nodes| {
         let options = LookupOptions::default();
@@ -503,7 +483,7 @@ fn ids_of_few_blocks_are_not_long_however_many_edges_were_walked() {
     let options = LookupOptions::default();
     index.lookup(&mut prompt, options, &mut out).unwrap();
     assert_eq!(index.known_edges(&prompt), u64::from(blocks));
-    // A quarter of as many blocks as there are steps is the most.
+    // The match may have at most four blocks per step.
     for (len, is_found) in [(1_028, false), (1_027, true), (200, true)] {
         prompt.truncate(len).unwrap();
         let found = index.lookup_within(&mut prompt, options, BRIEF, &mut out);
@@ -519,7 +499,6 @@ fn what_nobody_pins_is_removed_without_a_step_for_any_plan() {
     let mut mine = sequence([900, 901, 902, 903]);
     let own = ids(1_000..1_004);
     insert(&mut index, &mut mine, &own);
-    // A step for each block.
     let done = index.remove_spans_within(&mine, &[(1, 4)], false, steps(2));
     assert_eq!(done.unwrap(), None);
     let done = index.remove_spans_within(&mine, &[(1, 4)], false, steps(3));
@@ -536,26 +515,15 @@ fn a_block_above_a_source_is_not_looked_for_on_the_paths_that_plans_pin() {
     .unwrap();
     let mut text = sequence(2_000..2_020);
     insert(&mut index, &mut text, &ids(500..520));
-    let policy = ReusePolicy {
-        approximate: true,
-        ..ReusePolicy::EXACT_ONLY
-    };
     let mut moved = sequence([9].into_iter().chain(2_004..2_020));
-    let options = PlanOptions {
-        keep_last: 0,
-        pin: true,
-    };
-    let copied = index.plan(&mut moved, &policy, options).unwrap();
+    let copied = index.plan(&mut moved, &approximate(), WHOLE).unwrap();
     assert_eq!(copied.source_blocks(), ids(504..520));
-    // A plan that pins a path of many edges in the same tree.
+    // A plan pins a path of many edges in the same tree.
     let mut seq = sequence(0..100);
     insert(&mut index, &mut seq, &ids(0..100));
-    for at in 1..100 {
-        let mut branch = sequence((0..at).chain([100 + at]));
-        insert(&mut index, &mut branch, &ids((0..at).chain([100 + at])));
-    }
+    cut(&mut index, 100);
     let _held = plans(&mut index, &seq, 1);
-    // The block itself, what is copied, and the path.
+    // There is a step for the block, for what is copied, and for the path.
     let freed = index.discard_within(&ids([502]), steps(3)).unwrap();
     assert_eq!(freed, Some(ids([502])));
     index.check().unwrap();
@@ -565,7 +533,7 @@ fn a_block_above_a_source_is_not_looked_for_on_the_paths_that_plans_pin() {
 fn a_block_that_nobody_pins_takes_no_step_for_the_edges_of_pinned_paths() {
     let (mut index, seq) = of_many_edges(200);
     let _held = plans(&mut index, &seq, 1);
-    // The only block of a branch: a step for it, and one for the plan.
+    // The only block of a branch takes a step, and the plan another.
     let gone = ids([250]);
     assert_eq!(index.discard_within(&gone, steps(1)).unwrap(), None);
     let freed = index.discard_within(&gone, steps(2)).unwrap();
@@ -576,10 +544,10 @@ fn a_block_that_nobody_pins_takes_no_step_for_the_edges_of_pinned_paths() {
 fn a_pinned_block_takes_a_step_for_each_edge_from_the_end_of_its_path_up_to_it() {
     let (mut index, seq) = of_many_edges(200);
     let _whole = plans(&mut index, &seq, 1);
-    // A path that ends above the block is not visited.
+    // This path ends above the block and is not visited.
     let _front = plans(&mut index, &sequence(0..100), 1);
     let gone = ids([150]);
-    // The block, the plans, the edges, and the block again, which the plan keeps by its id.
+    // There is a step for the block, for each of two plans, for the edges, and for the block that the plan keeps by id.
     let needed = 1 + 2 + 50 + 1;
     let discarded = index.discard_within(&gone, steps(needed - 1));
     assert_eq!(discarded.unwrap(), None);
@@ -596,7 +564,6 @@ fn blocks_directly_after_what_plans_pin_are_removed_without_a_step_for_any_plan(
         let done = index.remove_spans_within(&seq, &[(100, 103)], false, steps(nodes));
         done.unwrap().map(|removed| removed.freed)
     };
-    // A step for each block.
     assert_eq!(remove(2), None);
     assert_eq!(remove(3), Some(ids(100..103)));
     index.check().unwrap();
@@ -611,7 +578,7 @@ fn a_range_without_a_whole_block_takes_no_step() {
     assert_eq!(marked.unwrap(), Some(0));
 }
 
-/// 100 blocks in an edge of 40 and one of 60, with a hole in the second.
+/// 100 blocks in an edge of 40 and one of 60. The second edge has a hole.
 fn of_two_edges_with_a_hole() -> (RadixIndex, TokenSequence) {
     let (mut index, seq) = of_one_edge(100);
     let mut branch = sequence((0..40).chain([900]));
@@ -623,17 +590,13 @@ fn of_two_edges_with_a_hole() -> (RadixIndex, TokenSequence) {
 #[test]
 fn tagging_takes_a_step_for_each_span_and_edge_and_for_each_block_of_edges_with_holes() {
     let (mut index, seq) = of_two_edges_with_a_hole();
-    let spans = [Span {
-        start: 0,
-        end: 100,
-        kind: "tool".into(),
-    }];
+    let spans = [span(0, 100, "tool")];
     let needed = 1 + 2 + 60;
     let tagged = index.tag_within(&seq, &spans, steps(needed - 1));
     assert_eq!(tagged.unwrap(), None);
     let tagged = index.tag_within(&seq, &spans, steps(needed));
     assert_eq!(tagged.unwrap(), Some(()));
-    // And one for each run of tags of an edge: one, and two around the hole.
+    // There is one more step for each run of tags in the edges: one, and two around the hole.
     let needed = needed + 3;
     let tagged = index.tag_within(&seq, &spans, steps(needed - 1));
     assert_eq!(tagged.unwrap(), None);
@@ -645,7 +608,7 @@ fn tagging_takes_a_step_for_each_span_and_edge_and_for_each_block_of_edges_with_
 #[test]
 fn marking_after_a_hole_takes_a_step_for_each_block_from_the_range_to_the_end_of_the_edge() {
     let (mut index, seq) = of_two_edges_with_a_hole();
-    // The edge above, where a branch goes off, the edge itself, and its blocks.
+    // There is a step for the edge above, where a branch begins, for the edge itself, and for its blocks.
     let needed = 1 + 1 + 30;
     let marked = index.mark_dead_within(&seq, &[(70, 72)], steps(needed - 1));
     assert_eq!(marked.unwrap(), None);
@@ -676,25 +639,21 @@ fn an_insert_takes_steps_for_what_is_unknown_offered_pinned_and_dead() {
     })
     .unwrap();
     let mut seq = sequence(0..22);
-    // Five whole blocks, and a step for four ids.
+    // Five whole blocks take a step each, and so do four ids together.
     assert_eq!(index.unknown_steps(&seq), 5);
     assert_eq!(index.insert_steps(&seq, 40), 5 + 10);
     let options = InsertOptions::new(8, Source::Computed);
     index.insert(&mut seq, &ids(0..2), options).unwrap();
-    // Of 14 tokens.
+    // 14 tokens are unknown.
     assert_eq!(index.unknown_steps(&seq), 3);
     let _held = plans(&mut index, &sequence(0..8), 3);
     assert_eq!(index.insert_steps(&seq, 40), 3 + 10);
     // Approximate blocks may be replaced, and each plan may pin each of them.
     let mut other = sequence(50..66);
-    let imported = Source::Imported(Imported {
-        exact_until: 0,
-        hops: 1,
-    });
-    let options = InsertOptions::new(16, imported);
+    let options = InsertOptions::new(16, imported(0, 1));
     index.insert(&mut other, &ids(10..14), options).unwrap();
     assert_eq!(index.insert_steps(&seq, 40), 3 + 10 + 3 * 40);
-    // A use may revive what is dead in the namespace.
+    // A use may remove the marks of all dead blocks in the namespace.
     assert_eq!(index.mark_dead(&other, &[(8, 16)]).unwrap(), 2);
     assert_eq!(index.insert_steps(&seq, 40), 3 + 10 + 3 * 40 + 2);
     let elsewhere = namespace(Some("other"), Salt::Shared);
@@ -710,11 +669,7 @@ fn a_path_is_broken_by_a_hole_or_by_an_approximate_block() {
     assert!(index.has_broken_paths());
     insert(&mut index, &mut seq, &ids([0, 9, 2, 3]));
     assert!(!index.has_broken_paths());
-    let imported = Source::Imported(Imported {
-        exact_until: 0,
-        hops: 1,
-    });
-    let options = InsertOptions::new(1, imported);
+    let options = InsertOptions::new(1, imported(0, 1));
     let mut other = sequence([50]);
     index.insert(&mut other, &ids([20]), options).unwrap();
     assert!(index.has_broken_paths());
@@ -739,15 +694,15 @@ fn a_lookup_counts_the_edges_it_looked_at_and_the_tokens_it_compared() {
             (after.bytes_compared - before.bytes_compared) / 4,
         )
     };
-    // The root and the edge; the token that differs was compared as well.
+    // The root and the edge are visited. The token that differs was compared as well.
     let mut other = sequence([0, 1, 2, 3, 90, 91]);
     assert_eq!(looked(&mut other, u64::MAX), (Some(4), 2, 5));
     let mut seq = sequence(0..4);
     assert_eq!(looked(&mut seq, u64::MAX), (Some(4), 2, 4));
-    // From the middle of the edge on.
+    // This lookup starts in the middle of the edge.
     seq.extend(&[4, 5, 6, 7], vec![]).unwrap();
     assert_eq!(looked(&mut seq, u64::MAX), (Some(8), 1, 4));
-    // As many whole blocks as there are bytes for.
+    // As many whole blocks are compared as the bytes suffice for.
     assert_eq!(looked(&mut sequence(0..16), 24), (None, 2, 6));
 }
 

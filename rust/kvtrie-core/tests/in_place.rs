@@ -1,14 +1,11 @@
-//! Plans that only pin what is in place, and what a plan says about itself.
+//! Tests plans that only pin blocks in place, and what a plan reports about itself.
 
 #![expect(clippy::unwrap_used, reason = "helpers of a test")]
 
 use std::sync::Arc;
 
-use common::{ids, sequence};
-use kvtrie_core::{
-    Config, Imported, InsertOptions, Namespace, PlanOptions, RadixIndex, ReusePolicy, Salt, Source,
-    TokenSequence,
-};
+use common::{ids, imported, put, sequence};
+use kvtrie_core::{Config, InsertOptions, Namespace, RadixIndex, ReusePolicy, Salt, TokenSequence};
 
 mod common;
 
@@ -23,18 +20,13 @@ fn index() -> RadixIndex {
     .unwrap()
 }
 
-/// Two exact blocks and two approximate ones of 32 tokens, which are all cached after another prefix too.
+/// Two exact and two approximate blocks of 32 tokens, all of which are cached after another prefix as well.
 fn filled() -> (RadixIndex, TokenSequence) {
     let mut index = index();
     let mut other = sequence([100, 101].into_iter().chain(0..32));
-    let options = InsertOptions::new(34, Source::Computed);
-    index.insert(&mut other, &ids(4..21), options).unwrap();
+    put(&mut index, &mut other, 4..21);
     let mut seq = sequence(0..32);
-    let source = Source::Imported(Imported {
-        exact_until: 4,
-        hops: 3,
-    });
-    let options = InsertOptions::new(8, source);
+    let options = InsertOptions::new(8, imported(4, 3));
     index.insert(&mut seq, &ids(0..4), options).unwrap();
     (index, seq)
 }
@@ -48,17 +40,14 @@ fn pin_in_place_pins_exact_blocks_or_all_and_copies_nothing() {
         assert_eq!(plan.blocks(), ids(0..blocks));
         assert_eq!(plan.source_blocks(), []);
         assert_eq!(index.num_evictable(), 21 - u64::from(blocks));
-        // A plan with the same permission copies the rest.
+        // A plan with the same permission copies the remaining tokens.
         let policy = ReusePolicy {
-            approximate: true,
             max_hops: ReusePolicy::MAX_HOPS,
-            ..ReusePolicy::EXACT_ONLY
+            ..common::approximate()
         };
-        let moved = index.plan(&mut seq.clone(), &policy, PlanOptions::default());
-        let moved = moved.unwrap();
+        let moved = common::planned(&mut index, &mut seq.clone(), &policy);
         assert!(!moved.source_blocks().is_empty());
         index.release(&moved).unwrap();
-        // The second release, and the release by another index, do nothing.
         self::index().release_if_live(&plan);
         assert!(!index.is_released(&plan));
         index.release_if_live(&plan);

@@ -1,4 +1,4 @@
-//! What an insert returns and changes where the path has holes, approximate blocks or pins (D2, D12, D14).
+//! Tests what an insert returns and changes where the path has holes, approximate blocks or pins (D2, D12, D14).
 
 #![expect(
     clippy::unwrap_used,
@@ -6,11 +6,10 @@
 )]
 
 use kvtrie_core::{
-    Config, Imported, InsertOptions, Inserted, LookupOptions, PlanOptions, RadixIndex, ReusePlan,
-    ReusePolicy, Source,
+    Config, InsertOptions, Inserted, LookupOptions, RadixIndex, ReusePlan, ReusePolicy, Source,
 };
 
-use common::{ids, sequence};
+use common::{WHOLE, approximate, ids, imported, sequence};
 
 mod common;
 
@@ -25,7 +24,7 @@ fn index() -> RadixIndex {
     .unwrap()
 }
 
-/// Inserts one block per id, of the tokens 0, 1, 2 and so on.
+/// Inserts one block per id; the tokens are 0, 1, 2 and so on.
 fn put<const N: usize>(index: &mut RadixIndex, raw: [u32; N], source: Source<'_>) -> Inserted {
     let len = N * BLOCK_SIZE;
     let mut seq = sequence(0..u32::try_from(len).unwrap());
@@ -35,24 +34,10 @@ fn put<const N: usize>(index: &mut RadixIndex, raw: [u32; N], source: Source<'_>
     done
 }
 
-fn imported(exact_until: usize) -> Source<'static> {
-    Source::Imported(Imported {
-        exact_until,
-        hops: 0,
-    })
-}
-
-/// A plan for `len` tokens from 0 on, with all cached ones, approximate or not.
+/// Plans `len` tokens from 0 on and reuses all cached ones, exact or approximate.
 fn plan(index: &mut RadixIndex, len: u32) -> ReusePlan {
-    let policy = ReusePolicy {
-        approximate: true,
-        ..ReusePolicy::EXACT_ONLY
-    };
-    let options = PlanOptions {
-        keep_last: 0,
-        pin: true,
-    };
-    index.plan(&mut sequence(0..len), &policy, options).unwrap()
+    let mut seq = sequence(0..len);
+    index.plan(&mut seq, &approximate(), WHOLE).unwrap()
 }
 
 #[test]
@@ -77,7 +62,7 @@ fn nothing_is_taken_after_a_hole_whose_offer_is_condemned() {
 #[test]
 fn a_block_after_an_approximate_one_is_not_taken_from_its_pins() {
     let mut index = index();
-    put(&mut index, [0, 1, 2], imported(BLOCK_SIZE));
+    put(&mut index, [0, 1, 2], imported(BLOCK_SIZE, 0));
     let held = plan(&mut index, 12);
     assert_eq!(held.blocks(), ids([0, 1, 2]));
     // Block 7 was computed after the approximate block 1, so it is not better than block 2.
@@ -99,7 +84,7 @@ fn a_block_after_an_approximate_one_is_not_taken_from_its_pins() {
 fn blocks_computed_after_approximate_ones_stay_approximate_when_these_are_evicted() {
     let mut index = index();
     let held = plan(&mut index, 12);
-    put(&mut index, [0, 1, 2], imported(2 * BLOCK_SIZE));
+    put(&mut index, [0, 1, 2], imported(2 * BLOCK_SIZE, 0));
     let done = put(&mut index, [0, 1, 2], Source::Plan(&held));
     assert_eq!(done.num_exact, 2 * BLOCK_SIZE);
     index.discard(&ids([0, 1, 2])).unwrap();
@@ -113,7 +98,6 @@ fn blocks_computed_after_approximate_ones_stay_approximate_when_these_are_evicte
 fn an_insert_of_less_than_is_known_walks_nothing_again() {
     let mut index = index();
     put(&mut index, [0, 1, 2, 3], Source::Computed);
-    // Known as far as the middle of the edge.
     let mut seq = sequence((0..12).chain(90..94));
     let options = LookupOptions::default();
     let found = index.lookup(&mut seq, options, &mut Vec::new()).unwrap();
@@ -139,7 +123,7 @@ fn a_path_is_pinned_in_one_piece_again_when_its_hole_is_filled() {
     put(&mut index, [0, 1, 2, 3], Source::Computed);
     let held = plan(&mut index, 16);
     assert_eq!(index.discard(&ids([1])).unwrap(), []);
-    // Two pieces, and the removed block.
+    // The lease has two entries and the removed block.
     assert_eq!((index.stats().pinned, index.release_steps(&held)), (4, 3));
     let done = put(&mut index, [0, 9, 2, 3], Source::Plan(&held));
     assert_eq!(done.blocks, ids([0, 9, 2, 3]));
@@ -165,17 +149,13 @@ fn a_sequence_of_which_nothing_was_inserted_is_known_to_share_nothing() {
 fn a_plan_after_a_shorter_insert_has_the_blocks_that_are_there_now() {
     let mut index = index();
     put(&mut index, [0, 1, 2, 3], Source::Computed);
-    // A branch, so that the first two blocks are an edge.
+    // The branch makes the first two blocks an edge.
     let options = InsertOptions::new(12, Source::Computed);
     let mut branch = sequence((0..8).chain(90..94));
     index.insert(&mut branch, &ids([0, 1, 9]), options).unwrap();
     let mut seq = sequence(0..16);
-    let whole = PlanOptions {
-        keep_last: 0,
-        pin: true,
-    };
     let mut planned = |index: &mut RadixIndex| {
-        let plan = index.plan(&mut seq, &ReusePolicy::EXACT_ONLY, whole);
+        let plan = index.plan(&mut seq, &ReusePolicy::EXACT_ONLY, WHOLE);
         let plan = plan.unwrap();
         index.release(&plan).unwrap();
         let options = InsertOptions::new(8, Source::Computed);

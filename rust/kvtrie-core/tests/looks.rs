@@ -1,22 +1,20 @@
-//! What searches for moved runs take and find, on texts of several kinds. A rule that only saves work changes no
-//! result: these counts fail without it.
+//! Tests how many looks searches for moved runs take, and what they find, on texts of several kinds. A rule that only
+//! saves work changes no result; these counts fail without it.
 //!
-//! Looks are counted, so they are the same on every machine. A change that lowers them, or finds more, changes the numbers here.
+//! Looks are counted, so they are equal on every machine. A change that lowers them, or finds more, changes the numbers
+//! here.
 
 #![expect(
     clippy::unwrap_used,
     reason = "a test stops at what it does not expect"
 )]
 
-use std::sync::Arc;
+use kvtrie_core::{BlockId, Class, Config, InsertOptions, RadixIndex, ReusePolicy, Source};
 
-use kvtrie_core::{
-    BlockId, Class, Config, InsertOptions, Namespace, PlanOptions, RadixIndex, ReusePolicy, Salt,
-    Source, TokenSequence,
-};
-
+use common::{approximate, ids, imported, planned, sequence};
 use numbers::Numbers;
 
+mod common;
 #[path = "common/numbers.rs"]
 mod numbers;
 
@@ -26,11 +24,16 @@ impl Numbers {
     fn text(&mut self, len: usize, words: u32) -> Vec<u32> {
         (0..len).map(|_| self.below(words)).collect()
     }
+
+    /// The runs, each with a random token after it.
+    fn apart<'a>(&mut self, runs: impl Iterator<Item = &'a Vec<u32>>) -> Vec<u32> {
+        runs.flat_map(|run| run.iter().copied().chain([self.below(5_000)]))
+            .collect()
+    }
 }
 
 struct World {
     index: RadixIndex,
-    namespace: Arc<Namespace>,
     next_id: u32,
     covered: usize,
     dropped: u64,
@@ -45,47 +48,37 @@ impl World {
             max_candidates,
             ..Config::seeded(0)
         };
-        let namespace = Namespace::new("m", "bfloat16", "default", None, Salt::Shared).unwrap();
         Self {
             index: RadixIndex::new(config).unwrap(),
-            namespace: Arc::new(namespace),
             next_id: 0,
             covered: 0,
             dropped: 0,
         }
     }
 
-    fn sequence(&self, tokens: &[u32]) -> TokenSequence {
-        TokenSequence::new(Arc::clone(&self.namespace), tokens.to_vec(), Vec::new()).unwrap()
-    }
-
     fn cache(&mut self, tokens: &[u32], source: Source<'_>) {
         let count = u32::try_from(tokens.len() / BLOCK_SIZE).unwrap();
-        let ids: Vec<BlockId> = (self.next_id..self.next_id + count).map(BlockId).collect();
+        let ids = ids(self.next_id..self.next_id + count);
         self.next_id += count;
         let options = InsertOptions::new(tokens.len(), source);
-        let mut seq = self.sequence(tokens);
+        let mut seq = sequence(tokens.iter().copied());
         self.index.insert(&mut seq, &ids, options).unwrap();
     }
 
     fn plan(&mut self, tokens: &[u32], min_run: Option<usize>) {
         let policy = ReusePolicy {
-            approximate: true,
             max_hops: 2,
             min_run,
-            ..ReusePolicy::EXACT_ONLY
+            ..approximate()
         };
-        let mut seq = self.sequence(tokens);
-        let plan = self
-            .index
-            .plan(&mut seq, &policy, PlanOptions::default())
-            .unwrap();
+        let mut seq = sequence(tokens.iter().copied());
+        let plan = planned(&mut self.index, &mut seq, &policy);
         self.covered += tokens.len() - plan.num_tokens(Class::Compute);
         self.dropped += plan.candidates_dropped();
         self.index.release(&plan).unwrap();
     }
 
-    /// Looks taken, tokens that need not be computed, places not tried.
+    /// The looks taken, the tokens that need not be computed, and the places not tried.
     fn took(&self) -> (u64, usize, u64) {
         (self.index.stats().search_looks, self.covered, self.dropped)
     }
@@ -183,18 +176,11 @@ fn runs_that_are_too_short() {
     let (mut world, mut numbers) = (World::new(64), Numbers(7));
     let runs: Vec<Vec<u32>> = (0..40).map(|_| numbers.text(15, 5_000)).collect();
     for _ in 0..3 {
-        let text: Vec<u32> = runs
-            .iter()
-            .flat_map(|run| run.iter().copied().chain([numbers.below(5_000)]))
-            .collect();
+        let text = numbers.apart(runs.iter());
         world.cache(&text, Source::Computed);
     }
     for _ in 0..3 {
-        let text: Vec<u32> = runs
-            .iter()
-            .rev()
-            .flat_map(|run| run.iter().copied().chain([numbers.below(5_000)]))
-            .collect();
+        let text = numbers.apart(runs.iter().rev());
         world.plan(&text, None);
     }
     assert_eq!(world.took(), (648, 0, 0));
@@ -202,14 +188,11 @@ fn runs_that_are_too_short() {
 
 #[test]
 fn runs_that_the_policy_finds_too_short() {
-    // Long enough for the index: each is followed once, and its other windows are skipped.
+    // The runs are long enough for the index. Each is followed once, and its other windows are skipped.
     let (mut world, mut numbers) = (World::new(64), Numbers(9));
     let runs: Vec<Vec<u32>> = (0..4).map(|_| numbers.text(150, 5_000)).collect();
     for _ in 0..2 {
-        let text: Vec<u32> = runs
-            .iter()
-            .flat_map(|run| run.iter().copied().chain([numbers.below(5_000)]))
-            .collect();
+        let text = numbers.apart(runs.iter());
         world.cache(&text, Source::Computed);
     }
     for run in &runs {
@@ -255,20 +238,14 @@ fn places_at_edges_with_children() {
 #[test]
 fn approximate_entries_and_holes_on_the_own_path() {
     let (mut world, mut numbers) = (World::new(64), Numbers(8));
-    let imported = |hops| {
-        Source::Imported(kvtrie_core::Imported {
-            exact_until: 96,
-            hops,
-        })
-    };
     let texts: Vec<Vec<u32>> = (0..6).map(|_| numbers.text(480, 30)).collect();
     for (text, hops) in texts.iter().zip([0, 1, 2, 3, 0, 1]) {
-        world.cache(text, imported(hops));
-        // The same tokens further on in another text, with other hops.
+        world.cache(text, imported(96, hops));
+        // The same tokens are further on in another text, with other hops.
         let mut again = numbers.text(23, 30);
         again.extend(&text[100..400]);
-        world.cache(&again, imported(1));
-        let seq = world.sequence(text);
+        world.cache(&again, imported(96, 1));
+        let seq = sequence(text.iter().copied());
         let ranges = [(128, 192), (256, 288), (400, 416)];
         world.index.remove_spans(&seq, &ranges, false).unwrap();
     }
@@ -296,7 +273,7 @@ fn children_of_which_one_goes_on_as_the_prompt_does() {
         text.extend(&prefix[50..]);
         text.extend(tail);
         world.plan(&text, None);
-        // From the middle of a block on, and with nothing after it.
+        // The run starts in the middle of a block, and no token follows it.
         text.truncate(31 + 150 + 20);
         world.plan(&text, None);
     }
@@ -308,7 +285,7 @@ fn pieces_of_the_own_path_that_are_too_short_are_not_followed_again() {
     let (mut world, mut numbers) = (World::new(64), Numbers(12));
     let text = numbers.text(480, 5_000);
     world.cache(&text, Source::Computed);
-    // A branch inside of a block, which the prompt shares in part.
+    // The branch starts inside a block, which the prompt shares in part.
     let mut branch = text[..330].to_vec();
     branch.extend(numbers.text(70, 5_000));
     world.cache(&branch, Source::Computed);
@@ -326,13 +303,13 @@ fn places_on_the_own_path_and_next_to_its_holes_are_not_followed_again() {
     let (mut world, mut numbers) = (World::new(64), Numbers(13));
     let text = numbers.text(480, 5_000);
     world.cache(&text, Source::Computed);
-    // Branches off the path, each of which goes on as it does for some tokens of a block.
+    // The branches leave the path, and each continues like it for some tokens of a block.
     for (at, shared) in [(96, 13), (208, 9), (320, 15), (400, 8)] {
         let mut branch = text[..at + shared].to_vec();
         branch.extend(numbers.text(40, 5_000));
         world.cache(&branch, Source::Computed);
     }
-    // The path's own blocks there are holes.
+    // The path's own blocks are holes there.
     let holes: Vec<BlockId> = [6, 13, 20, 25].map(BlockId).to_vec();
     world.index.discard(&holes).unwrap();
     let mut took = Vec::new();

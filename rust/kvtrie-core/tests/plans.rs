@@ -1,4 +1,4 @@
-//! What a plan returns and refuses, on prompts that are worked out by hand (D7, D13, D19).
+//! Tests what a plan returns and refuses, on prompts whose plans are worked out by hand (D7, D13, D19).
 
 #![expect(
     clippy::unwrap_used,
@@ -7,11 +7,11 @@
 )]
 
 use kvtrie_core::{
-    BlockId, Class, Config, Effort, ErrorKind, Imported, InsertOptions, Move, PlanOptions,
-    RadixIndex, ReusePlan, ReusePolicy, Source, Span, TokenSequence,
+    BlockId, Class, Config, Effort, ErrorKind, InsertOptions, Move, PlanOptions, RadixIndex,
+    ReusePlan, ReusePolicy, Source, TokenSequence,
 };
 
-use common::{ids, sequence};
+use common::{approximate, ids, imported, inserting, moved, planned, put, sequence, span};
 
 mod common;
 
@@ -20,31 +20,27 @@ const BLOCK_SIZE: usize = 4;
 /// A token that is cached nowhere.
 const NEW: u32 = 1000;
 
-fn index() -> RadixIndex {
-    RadixIndex::new(Config {
+fn config() -> Config {
+    Config {
         num_blocks: 64,
         block_size: BLOCK_SIZE,
         moved_runs: true,
         min_run: 8,
         ..Config::seeded(0)
+    }
+}
+
+fn index() -> RadixIndex {
+    RadixIndex::new(config()).unwrap()
+}
+
+/// An index with blocks of another size.
+fn index_of(block_size: usize) -> RadixIndex {
+    RadixIndex::new(Config {
+        block_size,
+        ..config()
     })
     .unwrap()
-}
-
-fn put(index: &mut RadixIndex, seq: &mut TokenSequence, raw: impl IntoIterator<Item = u32>) {
-    let options = InsertOptions::new(seq.len(), Source::Computed);
-    index.insert(seq, &ids(raw), options).unwrap();
-}
-
-fn imported(exact_until: usize, hops: u16) -> Source<'static> {
-    Source::Imported(Imported { exact_until, hops })
-}
-
-fn approximate() -> ReusePolicy {
-    ReusePolicy {
-        approximate: true,
-        ..ReusePolicy::EXACT_ONLY
-    }
 }
 
 fn plan(index: &mut RadixIndex, seq: &mut TokenSequence, pin: bool) -> ReusePlan {
@@ -52,15 +48,15 @@ fn plan(index: &mut RadixIndex, seq: &mut TokenSequence, pin: bool) -> ReusePlan
     index.plan(seq, &approximate(), options).unwrap()
 }
 
-/// Tokens 0 to 40 in the blocks 20 to 29.
+/// The tokens 0 to 40 in the blocks 20 to 29.
 fn cached() -> RadixIndex {
     let mut index = index();
     put(&mut index, &mut sequence(0..40), 20..30);
     index
 }
 
-/// Two blocks and two tokens as they were, three new tokens, then the tokens from 17 to 33, and two new ones: 31 tokens, eight
-/// blocks of which six are new.
+/// Two blocks and two tokens unchanged, three new tokens, the tokens from 17 to 33, and two new tokens: 31 tokens in
+/// eight blocks, six of them new.
 fn edited() -> TokenSequence {
     let tail = [NEW + 3, NEW + 4];
     sequence((0..10).chain(NEW..NEW + 3).chain(17..33).chain(tail))
@@ -124,12 +120,8 @@ fn a_prompt_of_two_edges_walks_both() {
 #[test]
 fn places_that_were_not_tried_are_counted() {
     let mut index = RadixIndex::new(Config {
-        num_blocks: 64,
-        block_size: BLOCK_SIZE,
-        moved_runs: true,
-        min_run: 8,
         max_candidates: 1,
-        ..Config::seeded(0)
+        ..config()
     })
     .unwrap();
     for place in 0..3 {
@@ -139,7 +131,7 @@ fn places_that_were_not_tried_are_counted() {
     let prompt = &mut sequence([NEW].into_iter().chain(0..16));
     let dropped = plan(&mut index, prompt, false).candidates_dropped();
     assert!(dropped > 0);
-    // A plan that is exact only because of what was found depends on them, too.
+    // A plan that is exact only because of the share of what it found depends on the search too.
     let policy = ReusePolicy {
         max_approximate_share: 0.1,
         ..approximate()
@@ -161,7 +153,7 @@ fn what_finding_a_path_costs_is_counted() {
         &mut sequence((0..8).chain([NEW; 4])),
         [20, 21, 2],
     );
-    // Two edges up to the first token that differs, and that token.
+    // Two edges are compared up to the first token that differs, including that token.
     for (tokens, compared) in [(16, 16), (40, 40), (17, 16)] {
         let before = index.stats().bytes_compared;
         plan(&mut index, &mut sequence((0..tokens).chain([NEW])), false);
@@ -172,7 +164,7 @@ fn what_finding_a_path_costs_is_counted() {
     assert_eq!((index.stats().bytes_compared - before) / 4, 17);
 }
 
-/// Every token that moves, by itself: where to, where from, and by how much.
+/// Every token that is moved: destination slot, source slot and delta.
 fn single(moves: &[Move]) -> Vec<(u64, u64, i64)> {
     let size = BLOCK_SIZE as u64;
     for at in moves {
@@ -193,7 +185,7 @@ fn moves_of_every_range_are_the_copies_that_it_holds() {
     let plan = plan(&mut index, &mut edited(), false);
     let table = table();
     let slot = |id: BlockId, at: usize| u64::from(id.0) * 4 + at as u64 % 4;
-    // Position 8 and 9 come from the same positions, 13 to 29 from four further on.
+    // The positions 8 and 9 come from the same positions, 13 to 29 from four positions further on.
     let expected = |start: usize, end: usize| -> Vec<(u64, u64, i64)> {
         let copied = (8..10)
             .map(|at| (at, at))
@@ -247,7 +239,7 @@ fn moves_refuses_a_table_that_does_not_begin_with_the_blocks_in_place() {
     for at in 0..2 {
         let mut wrong = table();
         wrong[at] = BlockId(60);
-        // The range does not read these blocks; the table is wrong all the same.
+        // The range does not use these blocks, but the table is wrong.
         for (start, end) in [(0, 31), (8, 31), (13, 29), (31, 31)] {
             let error = plan.moves(&wrong, start, end).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::InvalidArgument);
@@ -255,7 +247,7 @@ fn moves_refuses_a_table_that_does_not_begin_with_the_blocks_in_place() {
             assert!(error.to_string().contains(&wanted), "{error}");
         }
     }
-    // As far as the table goes.
+    // Ids in place are compared only as far as the table goes.
     assert!(plan.moves(&ids([20]), 0, 4).is_ok());
     assert!(plan.moves(&ids([21]), 0, 4).is_err());
     assert!(plan.moves(&[], 0, 0).is_ok());
@@ -269,7 +261,7 @@ fn moves_refuses_a_block_that_comes_twice() {
         for other in (one + 1).max(2)..8 {
             let mut twice = table();
             twice[other] = twice[one];
-            // After the range too: the engine fills the rest later.
+            // Blocks after the range count too, because the engine fills them later.
             for end in [0, 8, 31] {
                 let error = plan.moves(&twice, 0, end).unwrap_err();
                 assert_eq!(error.kind(), ErrorKind::InvalidArgument);
@@ -285,7 +277,7 @@ fn moves_refuses_to_have_a_block_written_that_the_plan_reads() {
     let mut index = cached();
     let plan = plan(&mut index, &mut edited(), false);
     for read in [22, 24, 28] {
-        // Blocks 2 and 3 are copied to in part; block 7 is wholly computed but for a token.
+        // Blocks 2 and 3 are filled by copies in part; block 7 is computed except for one token.
         for at in 2..8 {
             let mut own = table();
             own[at] = BlockId(read);
@@ -325,7 +317,7 @@ fn an_unpinned_plan_says_which_segments_are_there_as_planned() {
 fn a_pinned_plan_is_there_until_it_is_released() {
     let mut index = cached();
     let plan = plan(&mut index, &mut edited(), true);
-    // Both are removed from the index, and are kept for the plan.
+    // Both blocks leave the index and are kept for the plan.
     assert!(index.discard(&ids([21, 24])).unwrap().is_empty());
     assert_eq!(index.validate(&plan).unwrap(), [true; 5]);
     index.release_sources(&plan).unwrap();
@@ -389,7 +381,7 @@ fn a_policy_beyond_its_limits_is_refused_whatever_the_effort() {
     assert_eq!(index.digest(), digest);
 }
 
-/// Numbers that look random, the same in every run.
+/// Pseudo-random numbers, the same in every run.
 struct Draws(u64);
 
 impl Draws {
@@ -399,7 +391,7 @@ impl Draws {
     }
 }
 
-/// Every cached token is at one place only, so the lengths of a prompt's pieces determine which are found.
+/// Every cached token is at one place only, so the lengths of the prompt's pieces determine which are found.
 #[test]
 fn pieces_of_long_prompts_are_found_if_they_are_long_enough() {
     const TEXT: usize = 4096;
@@ -408,9 +400,8 @@ fn pieces_of_long_prompts_are_found_if_they_are_long_enough() {
         let mut index = RadixIndex::new(Config {
             num_blocks: (TEXT * TEXTS / block_size) as u64,
             block_size,
-            moved_runs: true,
             min_run,
-            ..Config::seeded(0)
+            ..config()
         })
         .unwrap();
         for text in 0..TEXTS {
@@ -443,28 +434,21 @@ fn pieces_of_long_prompts_are_found_if_they_are_long_enough() {
                 prompt.extend((0..=draws.below(gap)).map(|_| new));
             }
             let plan = plan(&mut index, &mut sequence(prompt), false);
-            let found: Vec<_> = plan
-                .segments()
-                .iter()
-                .filter(|part| part.class != Class::Compute)
-                .map(|part| (part.start, part.end, part.old_start))
-                .collect();
+            let found = moved(&plan);
             assert_eq!(found, expected, "min_run {min_run}, gap {gap}");
             assert_eq!(plan.num_tokens(Class::Exact), 0);
         }
     }
 }
 
-/// Ten texts of 40 unique tokens, 64 that all have, and 40 unique ones again.
+/// Ten texts of 40 tokens of their own, 64 that all share, and 40 of their own again.
 #[test]
 fn windows_with_too_many_places_are_tried_at_the_most_recent_ones() {
     let mut index = RadixIndex::new(Config {
         num_blocks: 360,
-        block_size: BLOCK_SIZE,
-        moved_runs: true,
         min_run: 16,
         max_candidates: 2,
-        ..Config::seeded(0)
+        ..config()
     })
     .unwrap();
     let own = |text: u32, from: u32, to: u32| (from..to).map(move |at| NEW * (text + 2) + at);
@@ -479,26 +463,21 @@ fn windows_with_too_many_places_are_tried_at_the_most_recent_ones() {
     let around = |tokens: Vec<u32>| sequence([NEW].into_iter().chain(tokens).chain([NEW + 1]));
     let mut found = |tokens: Vec<u32>| {
         let plan = plan(&mut index, &mut around(tokens), false);
-        let parts: Vec<_> = plan
-            .segments()
-            .iter()
-            .filter(|part| part.class == Class::Approximate)
-            .map(|part| (part.start, part.end, part.old_start))
-            .collect();
+        let parts = moved(&plan);
         (parts, plan.source_blocks(), plan.candidates_dropped() > 0)
     };
-    // The tokens that only one text has lead to it, and through those that all have.
+    // Tokens of one text only lead to it, and through those that all share.
     for number in 0..10 {
         let (parts, blocks, _) = found(text(number).skip(10).collect());
         assert_eq!(parts, [(1, 135, 10)]);
         assert_eq!(blocks, ids(number * 36 + 2..(number + 1) * 36));
     }
-    // Of the two texts that came last, the one in the lower blocks.
+    // Of the two most recent texts, the one in the lower blocks is used.
     let (parts, blocks, is_dropped) = found((0..64).collect());
     assert_eq!(parts, [(1, 65, 40)]);
     assert_eq!(blocks, ids(8 * 36 + 10..8 * 36 + 26));
     assert!(is_dropped);
-    // Tokens that only one text has are found after it, where a text that was not tried would have gone on in one
+    // The tokens of one text only are found after the shared ones. If that text had been tried, the run would be one
     // piece.
     let (parts, blocks, is_dropped) = found((30..64).chain(own(3, 40, 70)).collect());
     assert_eq!(parts, [(1, 35, 70), (35, 65, 104)]);
@@ -513,10 +492,8 @@ fn windows_with_too_many_places_are_tried_at_the_most_recent_ones() {
 fn a_search_that_forgets_places_finds_runs_after_them() {
     let mut index = RadixIndex::new(Config {
         num_blocks: 1 << 17,
-        block_size: BLOCK_SIZE,
-        moved_runs: true,
         min_run: 16,
-        ..Config::seeded(0)
+        ..config()
     })
     .unwrap();
     let text: Vec<u32> = (0..5_400).map(|at| 10_000 + at).collect();
@@ -535,7 +512,8 @@ fn a_search_that_forgets_places_finds_runs_after_them() {
     let first = 64 * blocks as u32;
     let ids = first..first + (paid.len() / BLOCK_SIZE) as u32;
     put(&mut index, &mut sequence(paid.iter().copied()), ids);
-    // The first comes again while it is remembered, and once all was forgotten: then its places are looked up again.
+    // The first run occurs again while it is remembered, and again after all were forgotten: then its places are looked
+    // up again.
     let order = (0..256).chain([0, 256, 0]).chain(257..300);
     let piece = |number: usize| text[18 * number..][..15].iter().copied();
     let short = order.flat_map(|number| piece(number).chain([NEW]));
@@ -546,12 +524,7 @@ fn a_search_that_forgets_places_finds_runs_after_them() {
     let plan = plan(&mut index, &mut sequence(prompt), true);
     assert_eq!(plan.candidates_dropped(), 0);
     assert_eq!(index.stats().search_looks, 40_543);
-    let found: Vec<_> = plan
-        .segments()
-        .iter()
-        .filter(|segment| segment.class == Class::Approximate)
-        .map(|segment| (segment.start, segment.end, segment.old_start))
-        .collect();
+    let found = moved(&plan);
     assert_eq!(found, [(1, 24_001, 0), (at, at + 100, BLOCK_SIZE + 100)]);
     index.release(&plan).unwrap();
     index.check().unwrap();
@@ -602,14 +575,7 @@ fn of_places_that_reach_as_far_the_nearest_and_lowest_is_taken() {
                     block
                 }
             };
-            let mut index = RadixIndex::new(Config {
-                num_blocks: 64,
-                block_size,
-                moved_runs: true,
-                min_run: 8,
-                ..Config::seeded(0)
-            })
-            .unwrap();
+            let mut index = index_of(block_size);
             let text = |at: usize| (at % period) as u32;
             let seq = &mut sequence((0..LEN).map(text));
             put(&mut index, seq, (0..blocks).map(|block| id(block) as u32));
@@ -646,12 +612,9 @@ fn of_children_that_share_as_much_the_lowest_id_is_copied() {
         ([4, 2, 0, 1, 3], 5),
     ] {
         let mut index = RadixIndex::new(Config {
-            num_blocks: 64,
-            block_size: BLOCK_SIZE,
-            moved_runs: true,
             min_run: 16,
             max_candidates,
-            ..Config::seeded(0)
+            ..config()
         })
         .unwrap();
         for (text, id) in order.into_iter().enumerate() {
@@ -674,18 +637,15 @@ fn of_children_that_share_as_much_the_lowest_id_is_copied() {
             forbid_kinds: vec!["reasoning".into()],
             ..approximate()
         };
-        // First the second of their tokens, then both.
+        // First the second of their tokens is forbidden, then both.
         for (start, end) in [(33, 34), (32, 33)] {
             for text in 0..5 {
                 let other = (text + 1) * NEW;
                 let seq = sequence((0..32).chain([40, 41, other, other + 1]));
-                let kind = "reasoning".into();
-                index.tag(&seq, &[Span { start, end, kind }]).unwrap();
+                index.tag(&seq, &[span(start, end, "reasoning")]).unwrap();
             }
             let prompt = [NEW].into_iter().chain(0..32).chain([40, 41, NEW]);
-            let plan = index
-                .plan(&mut sequence(prompt), &policy, PlanOptions::default())
-                .unwrap();
+            let plan = planned(&mut index, &mut sequence(prompt), &policy);
             assert_eq!(plan.segments()[1].end, start + 1);
             let is_cut = max_candidates < 5;
             assert_eq!(plan.candidates_dropped() > 0, is_cut);
@@ -693,25 +653,19 @@ fn of_children_that_share_as_much_the_lowest_id_is_copied() {
     }
 }
 
-/// A run that is found from a window in one of several children which share as much goes on in the lowest of them, whichever was found.
+/// If several children share as many tokens, the run continues in the one with the lowest id, whichever the window was
+/// found in.
 #[test]
 fn a_run_found_in_one_of_equal_children_is_copied_from_the_lowest_id() {
     for order in [[0, 1, 2], [2, 1, 0], [1, 0, 2], [1, 2, 0]] {
         for shared in 5..8_u32 {
-            let mut index = RadixIndex::new(Config {
-                num_blocks: 64,
-                block_size: 8,
-                moved_runs: true,
-                min_run: 8,
-                ..Config::seeded(0)
-            })
-            .unwrap();
+            let mut index = index_of(8);
             for (text, id) in order.into_iter().enumerate() {
                 let other = (text as u32 + 2) * NEW;
                 let tail = (8..8 + shared).chain(other..other + 8 - shared);
                 put(&mut index, &mut sequence((0..8).chain(tail)), [10, id]);
             }
-            // Few tokens of the block above, so that all windows end in one of the children.
+            // The block above shares too few tokens for a window, so all windows end in one of the children.
             let prompt = [NEW].into_iter().chain(4..8 + shared).chain([NEW; 2]);
             let plan = plan(&mut index, &mut sequence(prompt), false);
             let part = plan.segments()[1];
@@ -722,7 +676,7 @@ fn a_run_found_in_one_of_equal_children_is_copied_from_the_lowest_id() {
     }
 }
 
-/// Tokens of a forbidden kind split their run, wherever they are.
+/// A token of a forbidden kind splits its run, wherever it is.
 #[test]
 fn tokens_of_a_forbidden_kind_are_computed() {
     let policy = ReusePolicy {
@@ -730,26 +684,19 @@ fn tokens_of_a_forbidden_kind_are_computed() {
         ..approximate()
     };
     let spans = (0..40).flat_map(|start| (start + 1..=40).map(move |end| (start, end)));
-    // The last block has too many hops, or none has any.
+    // Either the last block has too many hops, or no block has any.
     for ((start, end), exact_until) in spans.flat_map(|span| [(span, 40), (span, 36)]) {
         let mut index = index();
         let seq = &mut sequence(0..40);
         let options = InsertOptions::new(40, imported(exact_until, 1));
         index.insert(seq, &ids(20..30), options).unwrap();
-        let kinds = [(start, end, "reasoning"), (0, 40, "answer")];
-        let spans = kinds.map(|(start, end, kind)| Span {
-            start,
-            end,
-            kind: kind.into(),
-        });
+        let spans = [span(start, end, "reasoning"), span(0, 40, "answer")];
         index.tag(seq, &spans).unwrap();
         let prompt = &mut sequence([NEW].into_iter().chain(0..40).chain([NEW]));
-        let plan = index.plan(prompt, &policy, PlanOptions::default()).unwrap();
-        let found: Vec<_> = plan
-            .segments()
-            .iter()
-            .filter(|part| part.class == Class::Approximate)
-            .map(|part| (part.old_start, part.end - part.start))
+        let plan = planned(&mut index, prompt, &policy);
+        let found: Vec<_> = moved(&plan)
+            .into_iter()
+            .map(|(start, end, old_start)| (old_start, end - start))
             .collect();
         let runs = [
             (0, start.min(exact_until)),
@@ -760,7 +707,7 @@ fn tokens_of_a_forbidden_kind_are_computed() {
     }
 }
 
-/// KV of fewer hops is preferred to nearer KV of more, wherever in the run the hops are.
+/// KV with fewer hops is preferred to nearer KV with more, wherever in the run the hops are.
 #[test]
 fn of_places_that_reach_as_far_the_one_with_fewest_hops_is_taken() {
     for first_moved in [0, 4, 8, 12] {
@@ -772,10 +719,7 @@ fn of_places_that_reach_as_far_the_one_with_fewest_hops_is_taken() {
             } else {
                 Source::Computed
             };
-            let options = InsertOptions {
-                start,
-                ..InsertOptions::new(start + 4, source)
-            };
+            let options = inserting(start..start + 4, source);
             let block = BlockId(start as u32 / 4);
             index.insert(near, &[block], options).unwrap();
         }
@@ -785,18 +729,18 @@ fn of_places_that_reach_as_far_the_one_with_fewest_hops_is_taken() {
             ..approximate()
         };
         let prompt = &mut sequence([NEW].into_iter().chain(0..16).chain([NEW]));
-        let plan = index.plan(prompt, &policy, PlanOptions::default()).unwrap();
+        let plan = planned(&mut index, prompt, &policy);
         let moved = plan.segments()[1];
         assert_eq!((moved.end, moved.old_start, moved.hops), (17, 20, 1));
     }
 }
 
-/// `recompute_first` and `recompute_last` may cover a whole edge; its blocks are not sources then.
+/// `recompute_first` and `recompute_last` may cover a whole edge. Its blocks are then no sources.
 #[test]
 fn the_ends_of_a_run_are_computed_across_edges() {
     let mut index = index();
     put(&mut index, &mut sequence(0..24), 20..26);
-    // Edges end where texts differ.
+    // An edge ends where texts differ.
     put(
         &mut index,
         &mut sequence((0..8).chain(500..508)),
@@ -815,13 +759,8 @@ fn the_ends_of_a_run_are_computed_across_edges() {
                 ..approximate()
             };
             let prompt = &mut sequence([NEW].into_iter().chain(0..24).chain([NEW]));
-            let plan = index.plan(prompt, &policy, PlanOptions::default()).unwrap();
-            let moved: Vec<_> = plan
-                .segments()
-                .iter()
-                .filter(|part| part.class == Class::Approximate)
-                .map(|part| (part.start, part.end, part.old_start))
-                .collect();
+            let plan = planned(&mut index, prompt, &policy);
+            let moved = moved(&plan);
             let left = first + last < 24;
             let expected = left.then_some((1 + first, 25 - last, first));
             assert_eq!(moved, Vec::from_iter(expected), "{first}, {last}");
@@ -836,29 +775,21 @@ fn the_ends_of_a_run_are_computed_across_edges() {
     }
 }
 
-/// Children that were not looked at are counted on the prompt's own path too.
+/// Children that were not compared are counted on the prompt's own path too.
 #[test]
 fn children_of_the_own_path_that_were_not_compared_are_counted() {
     let mut index = RadixIndex::new(Config {
-        num_blocks: 64,
-        block_size: BLOCK_SIZE,
         moved_runs: false,
-        min_run: 8,
         max_candidates: 2,
-        ..Config::seeded(0)
+        ..config()
     })
     .unwrap();
     let text = |other: u32| (0..8).chain([40, 41, other, other]);
-    let imported = imported(0, 1);
     for other in 1..=4 {
         let seq = &mut sequence(text(100 * other));
-        let options = InsertOptions::new(12, imported);
+        let options = InsertOptions::new(12, imported(0, 1));
         index.insert(seq, &ids([10, 11, other]), options).unwrap();
-        let span = Span {
-            start: 9,
-            end: 10,
-            kind: "mine".into(),
-        };
+        let span = span(9, 10, "mine");
         index.tag(seq, &[span]).unwrap();
     }
     for (forbidden, dropped) in [(Vec::new(), false), (vec!["mine".into()], true)] {
@@ -867,7 +798,7 @@ fn children_of_the_own_path_that_were_not_compared_are_counted() {
             ..approximate()
         };
         let prompt = &mut sequence(text(900));
-        let plan = index.plan(prompt, &policy, PlanOptions::default()).unwrap();
+        let plan = planned(&mut index, prompt, &policy);
         assert_eq!(
             plan.num_tokens(Class::Approximate),
             10 - usize::from(dropped)
@@ -876,16 +807,12 @@ fn children_of_the_own_path_that_were_not_compared_are_counted() {
     }
 }
 
-/// Blocks of four tokens with the given hops, one after the other in one edge.
+/// Blocks of four tokens with the given hops, in this order in one edge.
 fn labelled(hops: &[u16]) -> RadixIndex {
     let mut index = index();
     let seq = &mut sequence(0..4 * hops.len() as u32);
     for (number, &hops) in hops.iter().enumerate() {
-        let imported = imported(0, hops);
-        let options = InsertOptions {
-            start: 4 * number,
-            ..InsertOptions::new(4 * number + 4, imported)
-        };
+        let options = inserting(4 * number..4 * number + 4, imported(0, hops));
         index
             .insert(seq, &[BlockId(number as u32)], options)
             .unwrap();
@@ -893,7 +820,7 @@ fn labelled(hops: &[u16]) -> RadixIndex {
     index
 }
 
-/// A moved run has a segment for each range of equal hops, and ends where there are too many.
+/// A moved run has a segment for each range of equal hops, and ends before a block with too many.
 #[test]
 fn a_run_is_cut_where_hops_change() {
     let mut index = labelled(&[5, 1, 3, 3, 1, 2]);
@@ -911,7 +838,7 @@ fn a_run_is_cut_where_hops_change() {
             max_hops,
             ..approximate()
         };
-        let plan = index.plan(prompt, &policy, PlanOptions::default()).unwrap();
+        let plan = planned(&mut index, prompt, &policy);
         let moved: Vec<_> = plan
             .segments()
             .iter()
@@ -922,37 +849,30 @@ fn a_run_is_cut_where_hops_change() {
     }
 }
 
-/// An approximate block is used in place if none of its tokens is of a forbidden kind.
+/// An approximate block is used in place if none of its tokens has a forbidden kind.
 #[test]
 fn a_forbidden_token_keeps_its_block_from_being_used_in_place() {
     for token in 0..16 {
         let mut index = labelled(&[1, 1, 1, 1]);
         let seq = &mut sequence((0..16).chain([NEW]));
-        let kind = "mine".into();
-        let span = Span {
-            start: token,
-            end: token + 1,
-            kind,
-        };
+        let span = span(token, token + 1, "mine");
         index.tag(seq, &[span]).unwrap();
         let policy = ReusePolicy {
             forbid_kinds: vec!["mine".into()],
             ..approximate()
         };
-        let plan = index.plan(seq, &policy, PlanOptions::default()).unwrap();
+        let plan = planned(&mut index, seq, &policy);
         assert_eq!(plan.blocks().len(), token / 4, "{token}");
     }
 }
 
-/// Exact KV after a hole is copied without a policy.
+/// Exact KV after a hole is copied even if the policy is exact only.
 #[test]
 fn an_exact_plan_copies_blocks_after_a_hole() {
     let mut index = cached();
     let seq = &mut sequence(0..40);
     index.remove_spans(seq, &[(8, 24)], true).unwrap();
-    let plan = index
-        .plan(seq, &ReusePolicy::EXACT_ONLY, PlanOptions::default())
-        .unwrap();
+    let plan = planned(&mut index, seq, &ReusePolicy::EXACT_ONLY);
     let parts: Vec<_> = plan
         .segments()
         .iter()
@@ -971,14 +891,14 @@ fn an_exact_plan_copies_blocks_after_a_hole() {
 fn a_plan_counts_what_reading_it_goes_over() {
     let mut index = cached();
     let plan = plan(&mut index, &mut edited(), true);
-    // Two blocks in place, the beginning of another, a gap, moved tokens of five blocks, and new tokens at the end.
+    // The plan has two blocks in place, a part of another, a gap, moved tokens of five blocks, and a gap at the end.
     assert_eq!((plan.blocks().len(), plan.segments().len()), (2, 5));
     assert_eq!(plan.num_entries(), 5 + 2 + 1 + 5);
 }
 
 #[test]
 fn a_segment_in_place_is_valid_as_long_as_its_own_blocks_stay() {
-    // The last of the approximate blocks and the last of the exact ones, in both orders.
+    // The last approximate block and the last exact one leave, in both orders.
     for (gone, expected) in [
         ([29, 23], [[true, false, true], [false, false, true]]),
         ([23, 29], [[false, true, true], [false, false, true]]),
@@ -1008,7 +928,7 @@ fn a_segment_in_place_is_valid_as_long_as_its_own_blocks_stay() {
     }
 }
 
-/// Segments as (start, end, old start, class, hops).
+/// The segments as (start, end, old start, class, hops).
 fn segments(plan: &ReusePlan) -> Vec<(usize, usize, usize, Class, u16)> {
     let all = plan.segments().iter();
     all.map(|segment| {
@@ -1018,19 +938,12 @@ fn segments(plan: &ReusePlan) -> Vec<(usize, usize, usize, Class, u16)> {
     .collect()
 }
 
-/// After a hole at the end of the prompt's own blocks, a part of the block that follows is copied: from the same edge
-/// or a child.
+/// After a hole at the end of the prompt's own blocks, a part of the following block is copied, from the same edge or
+/// from a child.
 #[test]
 fn a_part_of_the_block_after_the_last_hole_is_copied() {
     for is_shared in [false, true] {
-        let mut index = RadixIndex::new(Config {
-            num_blocks: 64,
-            block_size: 16,
-            moved_runs: true,
-            min_run: 8,
-            ..Config::seeded(0)
-        })
-        .unwrap();
+        let mut index = index_of(16);
         put(&mut index, &mut sequence(0..80), 0..5);
         if is_shared {
             let other = (0..64).chain(2 * NEW..2 * NEW + 16);
@@ -1040,7 +953,7 @@ fn a_part_of_the_block_after_the_last_hole_is_copied() {
         let prompt = (0..76).chain(NEW..NEW + 10);
         for policy in [ReusePolicy::EXACT_ONLY, approximate()] {
             let prompt = &mut sequence(prompt.clone());
-            let plan = index.plan(prompt, &policy, PlanOptions::default()).unwrap();
+            let plan = planned(&mut index, prompt, &policy);
             assert_eq!(
                 segments(&plan),
                 [
@@ -1057,25 +970,16 @@ fn a_part_of_the_block_after_the_last_hole_is_copied() {
 
 #[test]
 fn a_sibling_of_a_hole_is_copied_as_far_as_its_tokens_are_the_same() {
-    let mut index = RadixIndex::new(Config {
-        num_blocks: 64,
-        block_size: 16,
-        moved_runs: true,
-        min_run: 8,
-        ..Config::seeded(0)
-    })
-    .unwrap();
+    let mut index = index_of(16);
     let text: Vec<u32> = (0..96).collect();
     put(&mut index, &mut sequence(text.clone()), 0..6);
-    // Another block follows at 48, and has 12 of the next tokens.
+    // Another block follows at 48 and shares 12 of the next tokens.
     let sibling = text[..60].iter().copied().chain(NEW..NEW + 4);
     put(&mut index, &mut sequence(sibling), [0, 1, 2, 10]);
-    // The sibling of a hole is found though no window leads to it.
+    // The sibling of a hole is found although no window leads to it.
     index.discard(&ids([1, 2, 3])).unwrap();
     let policy = ReusePolicy::EXACT_ONLY;
-    let plan = index
-        .plan(&mut sequence(0..97), &policy, PlanOptions::default())
-        .unwrap();
+    let plan = planned(&mut index, &mut sequence(0..97), &policy);
     assert_eq!(
         segments(&plan),
         [
@@ -1096,13 +1000,13 @@ fn tokens_that_are_recomputed_are_counted_over_all_that_is_approximate() {
     let mut known = sequence(0..40);
     let options = InsertOptions::new(40, imported(20, 1));
     index.insert(&mut known, &ids(20..30), options).unwrap();
-    // Two more edges on the path.
     for end in [24, 32] {
         let branch = (0..end).chain(NEW + end..NEW + end + 4);
         let table = (20..20 + end / 4).chain([30 + end]);
         put(&mut index, &mut sequence(branch), table);
     }
-    // Tokens 17 to 37, of which three were exact: what is copied, by how much is recomputed.
+    // The prompt has the tokens 17 to 37, three of which were exact. The cases are: what is copied, for each number of
+    // recomputed tokens.
     let text = || sequence((NEW..NEW + 5).chain(17..37).chain([NEW + 9]));
     for (first, last, expected) in [
         (0, 0, vec![(5, 8, 17, 1), (8, 25, 20, 2)]),
@@ -1120,9 +1024,7 @@ fn tokens_that_are_recomputed_are_counted_over_all_that_is_approximate() {
             recompute_last: last,
             ..approximate()
         };
-        let plan = index
-            .plan(&mut text(), &policy, PlanOptions::default())
-            .unwrap();
+        let plan = planned(&mut index, &mut text(), &policy);
         let found: Vec<_> = segments(&plan)
             .into_iter()
             .filter(|segment| segment.3 == Class::Approximate)
@@ -1139,11 +1041,6 @@ fn a_segment_in_place_has_the_kinds_of_all_its_blocks() {
     let mut known = sequence(0..40);
     let options = InsertOptions::new(40, imported(8, 1));
     index.insert(&mut known, &ids(20..30), options).unwrap();
-    let span = |start, end, kind: &str| Span {
-        start,
-        end,
-        kind: kind.to_owned(),
-    };
     index
         .tag(&known, &[span(13, 14, "one"), span(25, 26, "two")])
         .unwrap();

@@ -1,4 +1,5 @@
-//! What calls refuse, one step on either side of each limit, and that nothing has changed then (D1, D4, D16).
+//! Tests what calls refuse, one step on either side of each limit, and that a refused call changes nothing (D1, D4,
+//! D16).
 
 #![expect(
     clippy::unwrap_used,
@@ -8,9 +9,14 @@
 use std::sync::Arc;
 
 use kvtrie_core::{
-    BlockId, Config, Error, ErrorKind, Imported, InsertOptions, LookupOptions, Namespace,
-    PlanOptions, RadixIndex, ReusePolicy, Salt, Source, Span, TokenSequence,
+    BlockAllocator, Config, Effort, Error, ErrorKind, InsertOptions, Item, LookupOptions,
+    Namespace, PlanOptions, RadixIndex, RestoreLimits, RestoredPool, ReusePolicy, Salt, Source,
+    TokenSequence,
 };
+
+use common::{approximate, ids, imported, inserting, put, span};
+
+mod common;
 
 type Change<'a> = &'a dyn Fn(&mut Config);
 
@@ -23,21 +29,13 @@ fn config() -> Config {
 }
 
 fn sequence(len: u32) -> TokenSequence {
-    let namespace = Namespace::new("m", "bfloat16", "default", None, Salt::Shared).unwrap();
-    TokenSequence::new(Arc::new(namespace), (0..len).collect(), Vec::new()).unwrap()
-}
-
-fn ids<const N: usize>(raw: [u32; N]) -> Vec<BlockId> {
-    raw.map(BlockId).to_vec()
+    common::sequence(0..len)
 }
 
 /// The tokens 0 to 6 in the blocks 0 to 2.
 fn filled() -> RadixIndex {
     let mut index = RadixIndex::new(config()).unwrap();
-    let options = InsertOptions::new(6, Source::Computed);
-    index
-        .insert(&mut sequence(6), &ids([0, 1, 2]), options)
-        .unwrap();
+    put(&mut index, &mut sequence(6), 0..3);
     index
 }
 
@@ -101,17 +99,8 @@ fn limits_of_an_index() {
 
 #[test]
 fn limits_of_an_insert() {
-    let imported = |hops| {
-        Source::Imported(Imported {
-            exact_until: 0,
-            hops,
-        })
-    };
     let computed = Source::Computed;
-    let with = |num_computed, start, source| InsertOptions {
-        start,
-        ..InsertOptions::new(num_computed, source)
-    };
+    let with = |num_computed, start, source| inserting(start..num_computed, source);
     let most = ReusePolicy::MAX_HOPS;
     for (options, ids) in [
         (with(8, 0, computed), ids([0, 1, 2, 3])),
@@ -119,7 +108,7 @@ fn limits_of_an_insert() {
         (with(8, 6, computed), ids([3])),
         (with(9, 8, computed), ids([])),
         (with(2, 6, computed), ids([])),
-        (with(8, 6, imported(most)), ids([7])),
+        (with(8, 6, imported(0, most)), ids([7])),
     ] {
         let mut index = filled();
         index.insert(&mut sequence(9), &ids, options).unwrap();
@@ -136,20 +125,20 @@ fn limits_of_an_insert() {
         (
             with(8, 0, computed),
             ids([0, 1, 2]),
-            "blocks has 3 ids; it must have 4",
+            "ids has 3 ids; it must have 4",
         ),
         (
             with(8, 6, computed),
             ids([]),
-            "blocks has 0 ids; it must have 1",
+            "ids has 0 ids; it must have 1",
         ),
         (
             with(8, 6, computed),
             ids([8]),
-            "blocks holds 8; it must be in [0, 8)",
+            "ids holds 8; it must be in [0, 8)",
         ),
         (
-            with(8, 6, imported(most + 1)),
+            with(8, 6, imported(0, most + 1)),
             ids([7]),
             "the hops of source are 32768; they must be in [0, 32767]",
         ),
@@ -183,14 +172,11 @@ fn ids_that_back_other_tokens_or_come_twice() {
 #[test]
 fn an_id_that_is_refused_is_named_with_both_its_places() {
     let mut index = filled();
-    // Block 1 is cached where it is offered, block 0 is not.
-    let options = InsertOptions {
-        start: 2,
-        ..InsertOptions::new(6, Source::Computed)
-    };
+    // Block 1 is offered for the place where it is cached, block 0 is not.
+    let options = inserting(2..6, Source::Computed);
     let seq = &mut sequence(6);
     let error = index.insert(seq, &ids([1, 0]), options).unwrap_err();
-    let words = "blocks has 0, which is offered for the tokens from 4 on, but backs others at 0";
+    let words = "ids has 0, which is offered for the tokens from 4 on, but backs others at 0";
     assert!(error.to_string().contains(words), "{error}");
 }
 
@@ -223,11 +209,7 @@ fn limits_of_a_lookup() {
 #[test]
 fn limits_of_spans_and_ids() {
     let mut index = filled();
-    let span = |start, end| Span {
-        start,
-        end,
-        kind: "user".into(),
-    };
+    let span = |start, end| span(start, end, "user");
     let seq = &mut sequence(6);
     index.tag(seq, &[span(0, 6), span(3, 3)]).unwrap();
     index.mark_dead(seq, &[(2, 4)]).unwrap();
@@ -249,7 +231,7 @@ fn limits_of_spans_and_ids() {
     }
     assert_refused(
         &index.discard(&ids([0, 8])).unwrap_err(),
-        "block_ids holds 8; it must be in [0, 8)",
+        "ids holds 8; it must be in [0, 8)",
     );
     assert_eq!(index.digest(), before);
     assert_eq!(index.tags(seq), [span(0, 6)]);
@@ -260,12 +242,8 @@ fn limits_of_spans_and_ids() {
 fn limits_of_a_policy() {
     let mut index = RadixIndex::new(config()).unwrap();
     let min_run = index.config().min_run;
-    let base = || ReusePolicy {
-        approximate: true,
-        ..ReusePolicy::EXACT_ONLY
-    };
     let mut of = |change: &dyn Fn(&mut ReusePolicy)| {
-        let mut policy = base();
+        let mut policy = approximate();
         change(&mut policy);
         index.plan(&mut sequence(4), &policy, PlanOptions::default())
     };
@@ -288,6 +266,125 @@ fn limits_of_a_policy() {
         &|policy| policy.forbid_kinds = vec![String::new()],
     ];
     for change in bad {
-        assert_refused(&of(change).unwrap_err(), "RadixIndex.plan");
+        assert_refused(&of(change).unwrap_err(), "RadixIndex::plan");
     }
+}
+
+fn assert_named<const N: usize>(errors: [(&str, Option<Error>); N]) {
+    for (call, error) in errors {
+        assert_eq!(error.as_ref().map(Error::call), Some(call));
+        let text = error.unwrap().to_string();
+        // Once, and no other.
+        assert!(text.starts_with(&format!("{call}: ")), "{text}");
+        assert_eq!(text.matches("::").count(), 1, "{text}");
+    }
+}
+
+#[test]
+fn an_error_of_a_constructor_names_it() {
+    let no_config = Config {
+        num_blocks: 0,
+        ..config()
+    };
+    let namespace = Arc::clone(sequence(0).namespace());
+    let item = Item::new(0, 2, b"d").unwrap();
+    assert_named([
+        ("BlockAllocator::new", BlockAllocator::new(0).err()),
+        ("RadixIndex::new", RadixIndex::new(no_config).err()),
+        (
+            "Namespace::new",
+            Namespace::new("", "", "", None, Salt::Shared).err(),
+        ),
+        ("Item::new", Item::new(1, 1, b"d").err()),
+        (
+            "TokenSequence::new",
+            TokenSequence::new(namespace, vec![1], vec![item]).err(),
+        ),
+    ]);
+}
+
+#[test]
+fn an_error_names_the_call_that_was_made() {
+    let mut index = filled();
+    let (seq, any) = (&mut sequence(6), Effort::ANY);
+    let (outside, ranges) = (ids([8]), [(4, 2)]);
+    let span = span(0, 7, "user");
+    let spans = std::slice::from_ref(&span);
+    let lookup = LookupOptions {
+        start: 1,
+        ..LookupOptions::default()
+    };
+    let insert = InsertOptions::new(7, Source::Computed);
+    let policy = ReusePolicy {
+        max_hops: ReusePolicy::MAX_HOPS + 1,
+        ..ReusePolicy::EXACT_ONLY
+    };
+    let options = PlanOptions::default();
+    let released = index.plan(seq, &ReusePolicy::EXACT_ONLY, options).unwrap();
+    index.release(&released).unwrap();
+    let path = sequence(6);
+    let (pool, limits) = (RestoredPool::Kept(b"p"), RestoreLimits::default());
+    let mut out = Vec::new();
+    let errors = [
+        ("RadixIndex::insert", index.insert(seq, &[], insert).err()),
+        (
+            "RadixIndex::lookup",
+            index.lookup(seq, lookup, &mut out).err(),
+        ),
+        (
+            "RadixIndex::lookup_within",
+            index.lookup_within(seq, lookup, any, &mut out).err(),
+        ),
+        ("RadixIndex::plan", index.plan(seq, &policy, options).err()),
+        (
+            "RadixIndex::plan_from",
+            index.plan_from(seq, &path, &policy, options).err(),
+        ),
+        (
+            "RadixIndex::plan_within",
+            index.plan_within(seq, &policy, options, any).err(),
+        ),
+        ("RadixIndex::release", index.release(&released).err()),
+        (
+            "RadixIndex::release_sources",
+            index.release_sources(&released).err(),
+        ),
+        ("RadixIndex::validate", filled().validate(&released).err()),
+        ("RadixIndex::discard", index.discard(&outside).err()),
+        (
+            "RadixIndex::discard_within",
+            index.discard_within(&outside, any).err(),
+        ),
+        ("RadixIndex::quarantine", index.quarantine(&outside).err()),
+        ("RadixIndex::mark_dead", index.mark_dead(seq, &ranges).err()),
+        (
+            "RadixIndex::mark_dead_within",
+            index.mark_dead_within(seq, &ranges, any).err(),
+        ),
+        (
+            "RadixIndex::remove_spans",
+            index.remove_spans(seq, &ranges, false).err(),
+        ),
+        (
+            "RadixIndex::remove_spans_within",
+            index.remove_spans_within(seq, &ranges, false, any).err(),
+        ),
+        ("RadixIndex::tag", index.tag(seq, spans).err()),
+        (
+            "RadixIndex::tag_within",
+            index.tag_within(seq, spans, any).err(),
+        ),
+        ("RadixIndex::restore", RadixIndex::restore(b"", pool).err()),
+        (
+            "RadixIndex::restore_within",
+            RadixIndex::restore_within(b"", pool, limits).err(),
+        ),
+        (
+            "RadixIndex::pool_of_snapshot",
+            RadixIndex::pool_of_snapshot(b"").err(),
+        ),
+        ("ReusePlan::moves", released.moves(&[], 1, 0).err()),
+        ("TokenSequence::truncate", seq.truncate(7).err()),
+    ];
+    assert_named(errors);
 }

@@ -5,13 +5,14 @@
     reason = "a test stops at what it does not expect"
 )]
 
-use std::sync::Arc;
-
 use kvtrie_core::{
-    BUILT_IN_KINDS, BlockId, Class, Config, Effort, ExplainOptions, Imported, InsertOptions, Item,
-    LookupOptions, Namespace, PlanOptions, RadixIndex, Reason, ReusePolicy, Salt, Source, Span,
-    TokenSequence,
+    BUILT_IN_KINDS, BlockId, Class, Config, Effort, ExplainOptions, InsertOptions, Item,
+    LookupOptions, RadixIndex, Reason, ReusePolicy, Source, TokenSequence,
 };
+
+use common::{approximate, ids, imported, inserting, namespace, planned, put, sequence, span};
+
+mod common;
 
 fn index(num_blocks: u64, block_size: usize) -> RadixIndex {
     RadixIndex::new(Config {
@@ -22,19 +23,12 @@ fn index(num_blocks: u64, block_size: usize) -> RadixIndex {
     .unwrap()
 }
 
-fn sequence(tokens: &[u32]) -> TokenSequence {
-    let namespace = Namespace::new("m", "bfloat16", "default", None, Salt::Shared).unwrap();
-    TokenSequence::new(Arc::new(namespace), tokens.to_vec(), Vec::new()).unwrap()
-}
-
 /// A plan that had pinned the last block of a path counted that place as pinned when another block replaced it.
 #[test]
 fn a_block_that_follows_a_discarded_pinned_one_is_pinned_by_the_insert() {
     let mut index = index(8, 1);
-    let mut seq = sequence(&[1, 2]);
-    let plan = index
-        .plan(&mut seq, &ReusePolicy::EXACT_ONLY, PlanOptions::default())
-        .unwrap();
+    let mut seq = sequence([1, 2]);
+    let plan = planned(&mut index, &mut seq, &ReusePolicy::EXACT_ONLY);
     let options = InsertOptions::new(2, Source::Plan(&plan));
     index
         .insert(&mut seq, &[BlockId(0), BlockId(1)], options)
@@ -51,32 +45,23 @@ fn a_block_that_follows_a_discarded_pinned_one_is_pinned_by_the_insert() {
 #[test]
 fn an_empty_span_does_not_name_a_kind() {
     let mut index = index(4, 2);
-    let seq = sequence(&[1, 2]);
-    let span = Span {
-        start: 1,
-        end: 1,
-        kind: "mine".into(),
-    };
+    let seq = sequence([1, 2]);
+    let span = span(1, 1, "mine");
     index.tag(&seq, &[span]).unwrap();
     assert_eq!(index.kinds().len(), BUILT_IN_KINDS.len());
 }
 
-/// An anchor above another of the same lease hid that a place was anchored already: it was anchored twice and released
-/// once, so that its blocks could never be evicted.
+/// An anchor above another of the same lease hid that a place was anchored already. The place was anchored twice and
+/// released once, so its blocks could never be evicted.
 #[test]
 fn an_anchor_of_a_fork_goes_with_its_plan() {
     let mut index = index(16, 1);
-    let plan = index
-        .plan(
-            &mut sequence(&[1, 2]),
-            &ReusePolicy::EXACT_ONLY,
-            PlanOptions::default(),
-        )
-        .unwrap();
-    let put = |index: &mut RadixIndex, tokens: &[u32], ids: &[u32]| {
-        let ids: Vec<BlockId> = ids.iter().copied().map(BlockId).collect();
+    let plan = planned(&mut index, &mut sequence([1, 2]), &ReusePolicy::EXACT_ONLY);
+    let put = |index: &mut RadixIndex, tokens: &[u32], raw: &[u32]| {
+        let ids = ids(raw.iter().copied());
         let options = InsertOptions::new(tokens.len(), Source::Plan(&plan));
-        index.insert(&mut sequence(tokens), &ids, options).unwrap();
+        let mut seq = sequence(tokens.iter().copied());
+        index.insert(&mut seq, &ids, options).unwrap();
         index.check().unwrap();
     };
     put(&mut index, &[1, 2, 3], &[0, 1, 2]);
@@ -91,54 +76,30 @@ fn an_anchor_of_a_fork_goes_with_its_plan() {
     assert_eq!(index.num_evictable(), 5);
 }
 
-/// Tokens after a hole spent the effort of a lookup, which gave up whenever it was called.
+/// Tokens after a hole used up the effort of a lookup, which therefore gave up at every call.
 #[test]
 fn a_lookup_with_little_effort_gets_past_a_hole() {
     let mut index = index(64, 2);
-    let tokens: Vec<u32> = (0..64).collect();
-    let ids: Vec<BlockId> = (0..32).map(BlockId).collect();
-    index
-        .insert(
-            &mut sequence(&tokens),
-            &ids,
-            InsertOptions::new(64, Source::Computed),
-        )
-        .unwrap();
+    put(&mut index, &mut sequence(0..64), 0..32);
     index.discard(&[BlockId(0)]).unwrap();
     let effort = Effort { nodes: 9, bytes: 8 };
-    let found = index
-        .lookup_within(
-            &mut sequence(&tokens),
-            LookupOptions::default(),
-            effort,
-            &mut Vec::new(),
-        )
-        .unwrap();
-    assert_eq!(found.map(|found| found.num_tokens), Some(0));
+    let options = LookupOptions::default();
+    let found = index.lookup_within(&mut sequence(0..64), options, effort, &mut Vec::new());
+    assert_eq!(found.unwrap().map(|found| found.num_tokens), Some(0));
 }
 
 /// Each insert that found its place remembered was counted as another edge.
 #[test]
 fn edges_of_a_grown_sequence_are_counted_once() {
     let mut index = index(64, 1);
-    let mut seq = sequence(&[]);
+    let mut seq = sequence([]);
     for token in 0..40 {
         seq.extend(&[token], Vec::new()).unwrap();
         let start = seq.len() - 1;
-        let options = InsertOptions {
-            start,
-            ..InsertOptions::new(start + 1, Source::Computed)
-        };
+        let options = inserting(start..start + 1, Source::Computed);
         index.insert(&mut seq, &[BlockId(token)], options).unwrap();
     }
     assert_eq!((index.stats().nodes, index.known_edges(&seq)), (1, 1));
-}
-
-fn approximate() -> ReusePolicy {
-    ReusePolicy {
-        approximate: true,
-        ..ReusePolicy::EXACT_ONLY
-    }
 }
 
 /// An index with `moved_runs` whose blocks back the sequence, in order.
@@ -150,27 +111,21 @@ fn filled(seq: &mut TokenSequence, config: &Config, options: InsertOptions<'_>) 
         ..config.clone()
     })
     .unwrap();
-    let ids: Vec<BlockId> = (0..u32::try_from(num_blocks).unwrap())
-        .map(BlockId)
-        .collect();
-    index.insert(seq, &ids, options).unwrap();
+    let blocks = ids(0..u32::try_from(num_blocks).unwrap());
+    index.insert(seq, &blocks, options).unwrap();
     index
 }
 
 /// The digest of a block did not depend on where an item in it ends.
 #[test]
 fn a_block_whose_item_is_longer_was_not_evicted() {
-    let space = Arc::new(Namespace::new("m", "bfloat16", "default", None, Salt::Shared).unwrap());
     let picture = |end: usize| {
         let items = vec![Item::new(1, end, b"picture").unwrap()];
-        TokenSequence::new(Arc::clone(&space), vec![7; 4], items).unwrap()
+        TokenSequence::new(namespace(), vec![7; 4], items).unwrap()
     };
     let digest = |end: usize| {
         let mut index = index(8, 4);
-        let options = InsertOptions::new(4, Source::Computed);
-        index
-            .insert(&mut picture(end), &[BlockId(0)], options)
-            .unwrap();
+        put(&mut index, &mut picture(end), [0]);
         index
     };
     assert_ne!(digest(2).digest(), digest(3).digest());
@@ -195,55 +150,40 @@ fn a_min_run_longer_than_any_prompt_finds_nothing() {
             ..Config::seeded(0)
         };
         let options = InsertOptions::new(64, Source::Computed);
-        let mut index = filled(&mut sequence(&tokens), &config, options);
-        let mut prompt = sequence(&[&[99][..], &tokens].concat());
-        let plan = index
-            .plan(&mut prompt, &approximate(), PlanOptions::default())
-            .unwrap();
+        let mut index = filled(&mut sequence(0..64), &config, options);
+        let mut prompt = sequence([&[99][..], &tokens].concat());
+        let plan = planned(&mut index, &mut prompt, &approximate());
         assert_eq!(plan.num_tokens(Class::Compute), 65);
     }
 }
 
-/// Every run of a path with holes was visited for every other one, which took minutes.
+/// Every run of a path with holes was visited once for each of the others, which took minutes.
 #[test]
 fn a_path_of_many_holes_is_planned_in_one_pass() {
-    let tokens: Vec<u32> = (0..320_000).collect();
-    let mut seq = sequence(&tokens);
+    let mut seq = sequence(0..320_000);
     let config = Config {
         block_size: 8,
         min_run: 8,
         ..Config::seeded(0)
     };
-    let options = InsertOptions::new(tokens.len(), Source::Computed);
+    let options = InsertOptions::new(seq.len(), Source::Computed);
     let mut index = filled(&mut seq, &config, options);
-    let gone: Vec<BlockId> = (1..40_000).step_by(2).map(BlockId).collect();
-    index.discard(&gone).unwrap();
+    index.discard(&ids((1..40_000).step_by(2))).unwrap();
     for policy in [ReusePolicy::EXACT_ONLY, approximate()] {
-        let plan = index
-            .plan(&mut seq, &policy, PlanOptions::default())
-            .unwrap();
+        let plan = planned(&mut index, &mut seq, &policy);
         assert_eq!(plan.num_tokens(Class::Exact), 160_000);
         index.release(&plan).unwrap();
     }
 }
 
-/// Every forbidden token of an approximate path was skipped by visiting all blocks after it.
+/// For every forbidden token of an approximate path, all blocks after it were visited.
 #[test]
 fn forbidden_tokens_are_passed_over_together() {
-    let tokens: Vec<u32> = (0..320_000).collect();
-    let mut seq = sequence(&tokens);
-    let spans = [Span {
-        start: 16,
-        end: 160_000,
-        kind: "reasoning".into(),
-    }];
-    let imported = Source::Imported(Imported {
-        exact_until: 8,
-        hops: 1,
-    });
+    let mut seq = sequence(0..320_000);
+    let spans = [span(16, 160_000, "reasoning")];
     let options = InsertOptions {
         spans: &spans,
-        ..InsertOptions::new(tokens.len(), imported)
+        ..InsertOptions::new(seq.len(), imported(8, 1))
     };
     let config = Config {
         block_size: 8,
@@ -254,33 +194,29 @@ fn forbidden_tokens_are_passed_over_together() {
         forbid_kinds: vec!["reasoning".into()],
         ..approximate()
     };
-    let plan = index
-        .plan(&mut seq, &policy, PlanOptions::default())
-        .unwrap();
+    let plan = planned(&mut index, &mut seq, &policy);
     assert_eq!(plan.num_tokens(Class::Approximate), 160_007);
     assert_eq!(plan.num_tokens(Class::Compute), 160_000 - 16 + 1);
 }
 
-/// A run that is shorter than the policy asks for was followed from each of its windows.
+/// A run that is shorter than the policy's `min_run` was followed from each of its windows.
 #[test]
 fn a_run_that_is_too_short_is_followed_once() {
     let tokens: Vec<u32> = (0..160_000).collect();
     let options = InsertOptions::new(tokens.len(), Source::Computed);
-    let mut index = filled(&mut sequence(&tokens), &Config::seeded(0), options);
-    let mut prompt = sequence(&[&[u32::MAX][..], &tokens, &[u32::MAX]].concat());
+    let mut index = filled(&mut sequence(0..160_000), &Config::seeded(0), options);
+    let mut prompt = sequence([&[u32::MAX][..], &tokens, &[u32::MAX]].concat());
     for (min_run, found) in [(160_001, 0), (160_000, 160_000)] {
         let policy = ReusePolicy {
             min_run: Some(min_run),
             ..approximate()
         };
-        let plan = index
-            .plan(&mut prompt, &policy, PlanOptions::default())
-            .unwrap();
+        let plan = planned(&mut index, &mut prompt, &policy);
         assert_eq!(plan.num_tokens(Class::Approximate), found);
     }
 }
 
-/// Of two siblings that share as much, the one with the lower id was copied where tokens before them had more hops than both.
+/// Two siblings shared as much. The one with the lower id was copied, where tokens before them had more hops than both.
 #[test]
 fn of_siblings_after_many_hops_the_one_with_fewer_is_copied() {
     let config = Config {
@@ -291,40 +227,25 @@ fn of_siblings_after_many_hops_the_one_with_fewer_is_copied() {
         ..Config::seeded(0)
     };
     let text = |last: u32| -> Vec<u32> { (0..14).chain([last, last]).collect() };
-    let imported = Source::Imported(Imported {
-        exact_until: 0,
-        hops: 2,
-    });
     let mut index = RadixIndex::new(config).unwrap();
-    let first = InsertOptions::new(16, imported);
+    let first = InsertOptions::new(16, imported(0, 2));
     let blocks = [4, 5, 6, 0].map(BlockId);
     index
-        .insert(&mut sequence(&text(100)), &blocks, first)
+        .insert(&mut sequence(text(100)), &blocks, first)
         .unwrap();
-    let second = InsertOptions {
-        start: 12,
-        ..InsertOptions::new(16, Source::Computed)
-    };
+    let second = inserting(12..16, Source::Computed);
     index
-        .insert(&mut sequence(&text(200)), &[BlockId(7)], second)
+        .insert(&mut sequence(text(200)), &[BlockId(7)], second)
         .unwrap();
-    // Another text shares so many of their tokens that the windows of the rest are in the siblings.
-    let before: Vec<u32> = (49..58).chain(0..11).collect();
-    index
-        .insert(
-            &mut sequence(&before),
-            &[8, 9, 10, 11, 12].map(BlockId),
-            InsertOptions::new(20, Source::Computed),
-        )
-        .unwrap();
-    let prompt: Vec<u32> = [300].into_iter().chain(49..58).chain(text(400)).collect();
+    // Another text shares so many of their tokens that all later windows are in the siblings.
+    let before = (49..58).chain(0..11);
+    put(&mut index, &mut sequence(before), 8..13);
+    let prompt = [300].into_iter().chain(49..58).chain(text(400));
     let policy = ReusePolicy {
         max_hops: 9,
         ..approximate()
     };
-    let plan = index
-        .plan(&mut sequence(&prompt), &policy, PlanOptions::default())
-        .unwrap();
+    let plan = planned(&mut index, &mut sequence(prompt), &policy);
     let parts: Vec<_> = plan
         .segments()
         .iter()

@@ -1,13 +1,11 @@
-//! What is removed, and what other sequences know of it afterwards (D8, D9, D10).
+//! Tests what is removed, and what other sequences still know of it (D8, D9, D10).
 
 #![expect(
     clippy::unwrap_used,
     reason = "a test stops at what it does not expect"
 )]
 
-use kvtrie_core::{
-    BlockId, Config, InsertOptions, LookupOptions, RadixIndex, Removed, Source, TokenSequence,
-};
+use kvtrie_core::{BlockId, Config, LookupOptions, RadixIndex, Removed, TokenSequence};
 
 use common::{ids, sequence};
 
@@ -23,8 +21,7 @@ fn index(num_blocks: u64) -> RadixIndex {
 }
 
 fn put(index: &mut RadixIndex, seq: &mut TokenSequence, raw: impl IntoIterator<Item = u32>) {
-    let options = InsertOptions::new(seq.len(), Source::Computed);
-    index.insert(seq, &ids(raw), options).unwrap();
+    common::put(index, seq, raw);
     index.check().unwrap();
 }
 
@@ -36,7 +33,7 @@ fn found(index: &mut RadixIndex, seq: &mut TokenSequence) -> Vec<BlockId> {
     out
 }
 
-/// Two sequences of eight blocks, ids 0 to 7 and 10 to 17, and what of them is known.
+/// Two sequences of eight blocks, with the ids 0 to 7 and 10 to 17, and what is known of them.
 fn two() -> (RadixIndex, TokenSequence, TokenSequence) {
     let (mut index, mut seq, mut other) = (index(32), sequence(0..8), sequence(100..108));
     put(&mut index, &mut seq, 0..8);
@@ -112,7 +109,7 @@ fn of_tails_the_least_recently_used_leaves_and_none_that_is_not_cut_off() {
     let (mut first, mut second) = (sequence(0..3), sequence(10..14));
     put(&mut index, &mut first, 0..3);
     put(&mut index, &mut second, 3..7);
-    // The first was used after the second.
+    // The first sequence was used after the second.
     found(&mut index, &mut first);
     index.remove_spans(&first, &[(0, 2)], false).unwrap();
     index.remove_spans(&second, &[(0, 3)], false).unwrap();
@@ -120,7 +117,7 @@ fn of_tails_the_least_recently_used_leaves_and_none_that_is_not_cut_off() {
     put(&mut index, &mut third, [0, 1, 3, 4, 5]);
     assert_eq!(index.stats().holes, 5);
     index.remove_spans(&third, &[(0, 4)], false).unwrap();
-    // Nine holes are one too many: of the tails 2, 6 and 5 the second's goes, with its three.
+    // Nine holes are one too many. Of the tails 2, 6 and 5, the second one's leaves, with its three holes.
     assert_eq!((index.take_freed(), index.stats().holes), (ids([6]), 6));
     index.check().unwrap();
 }
@@ -136,7 +133,6 @@ fn tails_leave_until_there_are_as_many_holes_as_blocks() {
     put(&mut index, &mut paths[2], [0, 2, 3, 4, 6]);
     index.discard(&ids([0, 2, 3])).unwrap();
     assert_eq!((index.stats().holes, index.take_freed()), (8, vec![]));
-    // The first's tail is enough.
     index.discard(&ids([4])).unwrap();
     assert_eq!((index.stats().holes, index.take_freed()), (8, ids([1])));
     index.check().unwrap();
@@ -147,7 +143,7 @@ fn a_tail_is_cut_off_by_a_hole_in_an_edge_above() {
     let mut index = index(8);
     let mut path = sequence(0..5);
     put(&mut index, &mut path, 0..5);
-    // A branch, after four blocks that will be holes.
+    // The branch starts after four blocks that will be holes.
     put(&mut index, &mut sequence([0, 1, 2, 3, 90]), [0, 1, 2, 3, 5]);
     index.remove_spans(&path, &[(0, 4)], true).unwrap();
     let mut second = sequence(10..14);
@@ -160,7 +156,7 @@ fn a_tail_is_cut_off_by_a_hole_in_an_edge_above() {
     let mut fourth = sequence(30..32);
     put(&mut index, &mut fourth, [0, 2]);
     index.discard(&ids([0])).unwrap();
-    // The holes of the first path stay until both its tails have left, the least recently used ones.
+    // The holes of the first path stay until both its tails have left. These are the least recently used ones.
     assert_eq!((index.take_freed(), index.stats().holes), (ids([4, 5]), 5));
     index.check().unwrap();
 }

@@ -1,18 +1,20 @@
-//! Trees of hostile shapes: built, looked up, planned, evicted and dropped in a stack of 256 KiB, by work that grows
-//! with the request only.
+//! Tests trees of hostile shapes. They are built, looked up, planned, evicted and dropped with a stack of 256 KiB, and
+//! the work grows only with the request.
 
 #![expect(
     clippy::unwrap_used,
     reason = "a test stops at what it does not expect"
 )]
 
-use std::sync::Arc;
 use std::thread;
 
 use kvtrie_core::{
-    BlockId, Class, Config, InsertOptions, LookupOptions, Namespace, PlanOptions, RadixIndex,
-    ReusePolicy, Salt, Source, TokenSequence,
+    BlockId, Class, Config, LookupOptions, RadixIndex, ReusePolicy, Source, TokenSequence,
 };
+
+use common::{inserting, namespace, planned, put, sequence};
+
+mod common;
 
 const DEEP: u32 = 1_000_000;
 const WIDE: u32 = 100_000;
@@ -26,14 +28,6 @@ fn in_small_stack(test: impl FnOnce() + Send + 'static) {
         .unwrap();
 }
 
-fn namespace() -> Arc<Namespace> {
-    Arc::new(Namespace::new("m", "bfloat16", "default", None, Salt::Shared).unwrap())
-}
-
-fn sequence(tokens: Vec<u32>) -> TokenSequence {
-    TokenSequence::new(namespace(), tokens, Vec::new()).unwrap()
-}
-
 fn index(num_blocks: u32, block_size: usize) -> RadixIndex {
     RadixIndex::new(Config {
         num_blocks: num_blocks.into(),
@@ -43,10 +37,6 @@ fn index(num_blocks: u32, block_size: usize) -> RadixIndex {
     .unwrap()
 }
 
-fn ids(from: u32, to: u32) -> Vec<BlockId> {
-    (from..to).map(BlockId).collect()
-}
-
 fn matched(index: &mut RadixIndex, seq: &mut TokenSequence) -> usize {
     index
         .lookup(seq, LookupOptions::default(), &mut Vec::new())
@@ -54,7 +44,6 @@ fn matched(index: &mut RadixIndex, seq: &mut TokenSequence) -> usize {
         .num_tokens
 }
 
-/// Removes everything, half by eviction.
 fn clear(index: &mut RadixIndex) {
     index.check().unwrap();
     let all = index.stats().indexed;
@@ -73,20 +62,14 @@ fn clear(index: &mut RadixIndex) {
 fn a_chain_that_grew_block_by_block() {
     in_small_stack(|| {
         let mut index = index(DEEP, 1);
-        let mut seq = sequence(Vec::new());
+        let mut seq = sequence([]);
         for block in 0..DEEP {
             seq.extend(&[block], Vec::new()).unwrap();
             let start = block as usize;
-            let options = InsertOptions {
-                start,
-                ..InsertOptions::new(start + 1, Source::Computed)
-            };
+            let options = inserting(start..start + 1, Source::Computed);
             index.insert(&mut seq, &[BlockId(block)], options).unwrap();
         }
-        assert_eq!(
-            matched(&mut index, &mut sequence((0..DEEP).collect())),
-            DEEP as usize
-        );
+        assert_eq!(matched(&mut index, &mut sequence(0..DEEP)), DEEP as usize);
         clear(&mut index);
     });
 }
@@ -97,22 +80,13 @@ fn a_chain_of_one_edge_a_block() {
         // A comb: a chain with one branch at every block, cut from the front.
         let teeth = DEEP / 2;
         let mut index = index(DEEP, 1);
-        let mut seq = sequence((0..teeth).collect());
-        index
-            .insert(
-                &mut seq,
-                &ids(0, teeth),
-                InsertOptions::new(teeth as usize, Source::Computed),
-            )
-            .unwrap();
-        let (mut tooth, mut out) = (sequence(Vec::new()), Vec::new());
+        let mut seq = sequence(0..teeth);
+        put(&mut index, &mut seq, 0..teeth);
+        let (mut tooth, mut out) = (sequence([]), Vec::new());
         for block in 0..teeth - 1 {
             tooth.extend(&[u32::MAX], Vec::new()).unwrap();
             let start = block as usize;
-            let options = InsertOptions {
-                start,
-                ..InsertOptions::new(start + 1, Source::Computed)
-            };
+            let options = inserting(start..start + 1, Source::Computed);
             let done = index
                 .insert(&mut tooth, &[BlockId(teeth + block)], options)
                 .unwrap();
@@ -133,18 +107,9 @@ fn a_chain_of_one_edge_a_block() {
             assert_eq!(out, [BlockId(block)]);
         }
         assert!(index.stats().nodes > u64::from(DEEP) - 10);
-        assert_eq!(
-            matched(&mut index, &mut sequence((0..teeth).collect())),
-            teeth as usize
-        );
-        let mut prompt = sequence((0..teeth).collect());
-        let plan = index
-            .plan(
-                &mut prompt,
-                &ReusePolicy::EXACT_ONLY,
-                PlanOptions::default(),
-            )
-            .unwrap();
+        assert_eq!(matched(&mut index, &mut sequence(0..teeth)), teeth as usize);
+        let mut prompt = sequence(0..teeth);
+        let plan = planned(&mut index, &mut prompt, &ReusePolicy::EXACT_ONLY);
         assert_eq!(plan.num_tokens(Class::Exact), teeth as usize - 1);
         index.release(&plan).unwrap();
         clear(&mut index);
@@ -156,25 +121,12 @@ fn a_fan_of_children_that_share_part_of_their_block() {
     in_small_stack(|| {
         let mut index = index(WIDE, 2);
         for child in 0..WIDE {
-            let options = InsertOptions::new(2, Source::Computed);
-            index
-                .insert(
-                    &mut sequence(vec![7, child * 2]),
-                    &[BlockId(child)],
-                    options,
-                )
-                .unwrap();
+            put(&mut index, &mut sequence([7, child * 2]), [child]);
         }
-        assert_eq!(matched(&mut index, &mut sequence(vec![7, WIDE])), 2);
+        assert_eq!(matched(&mut index, &mut sequence([7, WIDE])), 2);
         // No child has an odd token: the first token is copied from the child that sorts first.
-        let mut prompt = sequence(vec![7, WIDE + 1, 3]);
-        let plan = index
-            .plan(
-                &mut prompt,
-                &ReusePolicy::EXACT_ONLY,
-                PlanOptions::default(),
-            )
-            .unwrap();
+        let mut prompt = sequence([7, WIDE + 1, 3]);
+        let plan = planned(&mut index, &mut prompt, &ReusePolicy::EXACT_ONLY);
         assert_eq!(
             (plan.num_tokens(Class::Exact), plan.source_blocks()),
             (1, vec![BlockId(0)])
@@ -189,8 +141,7 @@ fn one_token_repeated() {
     in_small_stack(|| {
         let mut index = index(WIDE, 3);
         let mut seq = sequence(vec![5; WIDE as usize * 3]);
-        let options = InsertOptions::new(seq.len(), Source::Computed);
-        index.insert(&mut seq, &ids(0, WIDE), options).unwrap();
+        put(&mut index, &mut seq, 0..WIDE);
         assert_eq!(matched(&mut index, &mut sequence(vec![5; 100])), 99);
         assert_eq!(
             matched(&mut index, &mut sequence(vec![5; WIDE as usize * 3 + 50])),

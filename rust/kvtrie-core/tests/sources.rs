@@ -1,4 +1,4 @@
-//! Plans from the path of one sequence, compared with plans of an index that holds nothing else.
+//! Compares plans from the path of one sequence with plans of an index that contains only that sequence.
 
 #![expect(
     clippy::unwrap_used,
@@ -11,10 +11,10 @@ mod numbers;
 
 use std::sync::Arc;
 
-use common::{ids, sequence};
+use common::{approximate, ids, imported, inserting, put, sequence, span};
 use kvtrie_core::{
-    Class, Config, ErrorKind, Imported, InsertOptions, Namespace, PlanOptions, RadixIndex,
-    ReusePlan, ReusePolicy, Salt, Source, Span, TokenSequence,
+    Class, Config, ErrorKind, Namespace, PlanOptions, RadixIndex, ReusePlan, ReusePolicy, Salt,
+    Source, Span, TokenSequence,
 };
 use numbers::Numbers;
 
@@ -32,7 +32,7 @@ fn index(block_size: usize) -> RadixIndex {
     .unwrap()
 }
 
-/// A number that depends on the first tokens alone: what is cached for them is the same in each index.
+/// A number that depends only on the first tokens, so that each index caches the same for them.
 fn fate(tokens: &[u32]) -> u32 {
     let mixed = tokens.iter().fold(17_u32, |mixed, &token| {
         (mixed ^ token).wrapping_mul(0x0100_0193).rotate_left(9)
@@ -40,30 +40,20 @@ fn fate(tokens: &[u32]) -> u32 {
     mixed % 40
 }
 
-/// Inserts the whole blocks of sequences one by one: most are exact, some have hops, some become holes. Some tokens are
-/// tagged.
+/// Inserts the whole blocks of sequences one by one. Most are exact, some have hops, some become holes, and some of
+/// their tokens are tagged.
 fn cache(index: &mut RadixIndex, texts: &[Vec<u32>]) {
     let block_size = index.config().block_size;
     let mut next_id = 0;
     let mut holes = Vec::new();
     for text in texts {
         for end in (block_size..=text.len()).step_by(block_size) {
-            let hops = |hops| {
-                Source::Imported(Imported {
-                    exact_until: 0,
-                    hops,
-                })
-            };
             let source = match fate(&text[..end]) {
-                0 => hops(1),
-                1 => hops(2),
+                0 => imported(0, 1),
+                1 => imported(0, 2),
                 _ => Source::Computed,
             };
-            let start = end - block_size;
-            let options = InsertOptions {
-                start,
-                ..InsertOptions::new(end, source)
-            };
+            let options = inserting(end - block_size..end, source);
             let id = ids([next_id]);
             let done = index
                 .insert(&mut sequence(text[..end].to_vec()), &id, options)
@@ -74,14 +64,7 @@ fn cache(index: &mut RadixIndex, texts: &[Vec<u32>]) {
             }
         }
         let tagged = (0..text.len() / block_size * block_size).filter(|&at| text[at] == 1);
-        let kind = String::from("reasoning");
-        let spans: Vec<Span> = tagged
-            .map(|at| Span {
-                start: at,
-                end: at + 1,
-                kind: kind.clone(),
-            })
-            .collect();
+        let spans: Vec<Span> = tagged.map(|at| span(at, at + 1, "reasoning")).collect();
         index.tag(&sequence(text.clone()), &spans).unwrap();
     }
     index.discard(&holes).unwrap();
@@ -105,7 +88,7 @@ fn plan(
     plan
 }
 
-/// Random tokens, and parts of other texts.
+/// A text of random tokens and parts of other texts.
 fn text(numbers: &mut Numbers, texts: &[Vec<u32>], symbols: u32) -> Vec<u32> {
     let mut tokens = Vec::new();
     for _ in 0..numbers.below(8) {
@@ -192,7 +175,7 @@ fn a_path_of_another_namespace_is_refused() {
     );
 }
 
-/// The same text after each of many heads. The first of them is the oldest.
+/// The same text after each of many heads. The first one is the oldest.
 fn copies(count: u32) -> (RadixIndex, Vec<Vec<u32>>) {
     let mut index = RadixIndex::new(Config {
         num_blocks: NUM_BLOCKS.into(),
@@ -204,11 +187,11 @@ fn copies(count: u32) -> (RadixIndex, Vec<Vec<u32>>) {
     let with_head = |head: u32| (100_000 + head..=100_000 + head).chain(0..127).collect();
     let texts: Vec<Vec<u32>> = (0..count).map(with_head).collect();
     for (at, text) in (0..).zip(&texts) {
-        let options = InsertOptions::new(128, Source::Computed);
-        let blocks = ids([2 * at, 2 * at + 1]);
-        index
-            .insert(&mut sequence(text.clone()), &blocks, options)
-            .unwrap();
+        put(
+            &mut index,
+            &mut sequence(text.clone()),
+            [2 * at, 2 * at + 1],
+        );
     }
     (index, texts)
 }
@@ -217,11 +200,7 @@ fn copies(count: u32) -> (RadixIndex, Vec<Vec<u32>>) {
 fn the_oldest_of_many_copies_is_found_where_the_plan_is_from_it() {
     let (mut index, texts) = copies(400);
     let prompt: Vec<u32> = (0..127).chain([1]).collect();
-    let policy = ReusePolicy {
-        approximate: true,
-        ..ReusePolicy::EXACT_ONLY
-    };
-    let found = plan(&mut index, &prompt, Some(&texts[0]), &policy);
+    let found = plan(&mut index, &prompt, Some(&texts[0]), &approximate());
     assert_eq!(found.candidates_dropped(), 0);
     assert_eq!(found.source_blocks(), ids([0, 1]));
     assert_eq!(found.num_tokens(Class::Approximate), 127);
@@ -231,16 +210,12 @@ fn the_oldest_of_many_copies_is_found_where_the_plan_is_from_it() {
 fn what_is_not_looked_at_among_too_many_copies_is_counted_and_no_other_copy_is_used() {
     let (mut index, texts) = copies(3_000);
     let prompt: Vec<u32> = (0..127).chain([1]).collect();
-    let policy = ReusePolicy {
-        approximate: true,
-        ..ReusePolicy::EXACT_ONLY
-    };
     let before = index.stats().search_looks;
-    let found = plan(&mut index, &prompt, Some(&texts[0]), &policy);
-    // 16 places per candidate for the first window, of which no look is left for a second.
+    let found = plan(&mut index, &prompt, Some(&texts[0]), &approximate());
+    // The first window takes 16 places per candidate, which leaves no look for a second window.
     assert_eq!(index.stats().search_looks - before, 16 * 64);
     assert!(found.candidates_dropped() >= 3_000 - 16 * 64);
     assert_eq!(found.num_tokens(Class::Compute), 128);
-    let newest = plan(&mut index, &prompt, Some(&texts[2_999]), &policy);
+    let newest = plan(&mut index, &prompt, Some(&texts[2_999]), &approximate());
     assert_eq!(newest.source_blocks(), ids([5_998, 5_999]));
 }

@@ -1,4 +1,4 @@
-//! Blocks of a closed turn that are marked dead, or removed from the middle (D8, D10, D11).
+//! Tests blocks of a closed turn that are marked dead, or removed from the middle (D8, D10, D11).
 
 #![expect(
     clippy::unwrap_used,
@@ -6,11 +6,11 @@
 )]
 
 use kvtrie_core::{
-    Config, ErrorKind, InsertOptions, LookupOptions, PlanOptions, RadixIndex, Removed, ReusePlan,
-    ReusePolicy, Source, Span, TokenSequence,
+    Config, ErrorKind, LookupOptions, RadixIndex, Removed, ReusePlan, ReusePolicy, Source,
+    TokenSequence,
 };
 
-use common::{ids, sequence};
+use common::{WHOLE, ids, inserting, sequence, span};
 
 mod common;
 
@@ -25,19 +25,14 @@ fn index(num_blocks: u64) -> RadixIndex {
     .unwrap()
 }
 
-/// Inserts the whole blocks of a sequence under these ids.
+/// Inserts the whole blocks of a sequence with these ids.
 fn put(index: &mut RadixIndex, seq: &mut TokenSequence, raw: impl IntoIterator<Item = u32>) {
-    let options = InsertOptions::new(seq.len(), Source::Computed);
-    index.insert(seq, &ids(raw), options).unwrap();
+    common::put(index, seq, raw);
     index.check().unwrap();
 }
 
 fn plan(index: &mut RadixIndex, seq: &mut TokenSequence) -> ReusePlan {
-    let options = PlanOptions {
-        keep_last: 0,
-        pin: true,
-    };
-    index.plan(seq, &ReusePolicy::EXACT_ONLY, options).unwrap()
+    index.plan(seq, &ReusePolicy::EXACT_ONLY, WHOLE).unwrap()
 }
 
 fn matched(index: &mut RadixIndex, seq: &mut TokenSequence) -> usize {
@@ -68,14 +63,13 @@ fn dead_blocks_go_first_and_the_prompt_and_the_answer_survive() {
     assert_eq!(index.mark_dead(&seq, &[(4, 12)]).unwrap(), 4);
     assert_eq!(index.stats().dead, 4);
     index.check().unwrap();
-    // The marked blocks are the most recently used ones. They are evicted first all the same, from the back.
+    // The marked blocks are the most recently used ones, but they are evicted first, the last block first.
     assert_eq!(index.evict(3), ids([5, 4, 3]));
     assert_eq!((index.stats().dead, index.stats().holes), (1, 3));
     assert_eq!(index.evict(1), ids([2]));
     index.check().unwrap();
     assert_eq!(matched(&mut index, &mut seq), 4);
     assert_eq!(matched(&mut index, &mut older), 4);
-    // Then the leaves by their last use.
     assert_eq!(index.evict(9), ids([7, 6, 1, 0, 21, 20]));
 }
 
@@ -125,17 +119,13 @@ fn any_use_revives() {
         6
     );
     assert_eq!(revived(&|index, seq| put(index, seq, 0..8)), 6);
-    // In place down to the prompt's end, and one block copied from.
+    // The prompt is in place, and one block is a source.
     let prompt = || sequence([0, 1, 2, 3, 4, 99]);
     assert_eq!(
         revived(&|index, _| assert_eq!(plan(index, &mut prompt()).source_blocks(), ids([2]))),
         1
     );
-    let span = Span {
-        start: 0,
-        end: 16,
-        kind: "reasoning".into(),
-    };
+    let span = span(0, 16, "reasoning");
     assert_eq!(
         revived(&|index, seq| index.tag(seq, std::slice::from_ref(&span)).unwrap()),
         0
@@ -160,7 +150,7 @@ fn what_straddles_an_edge_of_a_range_stays() {
 #[test]
 fn blocks_that_another_sequence_may_need_are_skipped() {
     let (mut index, seq) = turn(32);
-    // Another answer after the same reasoning, and another continuation of the same prompt.
+    // One sequence has another answer after the same reasoning, another one continues the same prompt differently.
     let mut other = sequence((0..12).chain([90, 91]));
     put(&mut index, &mut other, (0..6).chain([20]));
     assert_eq!(index.mark_dead(&seq, &[(0, 16)]).unwrap(), 2);
@@ -185,10 +175,7 @@ fn the_tail_is_attached_again_when_the_hole_is_filled() {
     assert_eq!(removed.freed, ids(2..6));
     index.check().unwrap();
     assert_eq!((matched(&mut index, &mut seq), index.stats().holes), (4, 4));
-    let options = InsertOptions {
-        start: 4,
-        ..InsertOptions::new(12, Source::Computed)
-    };
+    let options = inserting(4..12, Source::Computed);
     index.insert(&mut seq, &ids(10..14), options).unwrap();
     assert_eq!(
         (matched(&mut index, &mut seq), index.stats().holes),
@@ -246,7 +233,7 @@ fn pinned_blocks_that_are_removed_come_back_after_their_last_release() {
         (index.stats().condemned, matched(&mut index, &mut seq)),
         (2, 2)
     );
-    // The rest of the plan's path is still pinned.
+    // The other blocks of the plan's path are still pinned.
     assert_eq!((index.stats().pinned, index.evict(9)), (3, ids([7, 6])));
     index.release(&plan).unwrap();
     assert_eq!(index.take_freed(), ids([1, 2]));
@@ -272,7 +259,7 @@ fn holes_are_bounded_after_removals_and_after_evictions_of_the_dead() {
             }
             index.check().unwrap();
         }
-        // Nine holes are one too many: the least recently used tail went with its three.
+        // Nine holes are one too many: the least recently used tail left with its three holes.
         assert_eq!(index.stats().holes, 6);
         assert_eq!(index.take_freed(), ids([tails[0]]));
     }
@@ -316,7 +303,6 @@ fn marks_are_part_of_the_digest_and_their_numbers_are_not() {
         make(&[(0, 2), (4, 6)]).0.digest(),
         make(&[(4, 6), (0, 2)]).0.digest()
     );
-    // The first mark is removed: the others keep their order.
     index_without(&mut two, &seq);
     let (mut one, seq) = make(&[(0, 2), (4, 6)]);
     index_without(&mut one, &seq);
@@ -332,7 +318,7 @@ fn index_without(index: &mut RadixIndex, seq: &TokenSequence) {
 fn an_edge_that_is_cut_keeps_its_marks() {
     let (mut index, seq) = turn(32);
     assert_eq!(index.mark_dead(&seq, &[(2, 14)]).unwrap(), 6);
-    // Cut after three blocks; the fork has touched those that it shares.
+    // The edge is cut after three blocks. The fork has touched those that it shares.
     let mut fork = sequence((0..6).chain([50, 51]));
     put(&mut index, &mut fork, [0, 1, 2, 30]);
     assert_eq!(index.stats().dead, 4);
@@ -370,7 +356,7 @@ fn other_sequences_stay_known_when_dead_blocks_leave_from_an_end() {
     assert_eq!(index.mark_dead(&seq, &[(4, 6), (14, 16)]).unwrap(), 2);
     assert_eq!(index.evict(1), ids([7]));
     assert_eq!(index.unknown_steps(&other), 0);
-    // A block removed from the middle may have been on their path: they are looked up again.
+    // A block removed from the middle may be on their path, so they are looked up again.
     assert_eq!(index.evict(1), ids([2]));
     assert_eq!(index.unknown_steps(&other), 2);
     assert_eq!(matched(&mut index, &mut seq), 4);
@@ -386,15 +372,14 @@ fn windows_of_blocks_that_are_removed_and_inserted_again_do_not_pile_up() {
     })
     .unwrap();
     let mut seq = sequence(0..2 * blocks);
-    let options = InsertOptions::new(seq.len(), Source::Computed);
-    index.insert(&mut seq, &ids(0..blocks), options).unwrap();
+    common::put(&mut index, &mut seq, 0..blocks);
     let full = index.stats();
-    // Two windows per block, each of which takes 16 bytes as long as it waits: 256,000.
+    // Each block has two windows, and a waiting window takes 16 bytes: 256,000 bytes.
     let gone = [(2, seq.len() - 2)];
     let freed = index.remove_spans(&seq, &gone, false).unwrap().freed;
     assert_eq!(index.stats().windows, 2);
     assert!(index.stats().bytes < full.bytes + 64_000);
-    index.insert(&mut seq, &ids(0..blocks), options).unwrap();
+    common::put(&mut index, &mut seq, 0..blocks);
     assert_eq!((freed.len(), index.stats().windows), (7_998, full.windows));
     assert!(index.stats().bytes < full.bytes + 64_000);
 }

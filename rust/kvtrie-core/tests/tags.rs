@@ -1,20 +1,15 @@
-//! Which kinds are known, and the memory of tags (D17).
+//! Tests which kinds an index knows, and the memory of tags (D17).
 
 #![expect(
     clippy::unwrap_used,
     reason = "a test stops at what it does not expect"
 )]
 
-use kvtrie_core::{BUILT_IN_KINDS, Config, InsertOptions, RadixIndex, Source, Span, TokenSequence};
+use kvtrie_core::{BUILT_IN_KINDS, Config, RadixIndex, TokenSequence};
 
-use common::{ids, sequence};
+use common::{put, sequence, span};
 
 mod common;
-
-fn span(start: usize, end: usize, kind: &str) -> Span {
-    let kind = kind.into();
-    Span { start, end, kind }
-}
 
 /// A sequence of six blocks of four tokens, three in one edge and three in the next.
 fn of_two_edges() -> (RadixIndex, TokenSequence) {
@@ -24,15 +19,10 @@ fn of_two_edges() -> (RadixIndex, TokenSequence) {
         ..Config::seeded(0)
     })
     .unwrap();
-    let (seq, branch) = (sequence(0..24), sequence((0..12).chain(90..94)));
-    let mut put = |mut seq: TokenSequence, raw: &[u32]| {
-        let blocks = ids(raw.iter().copied());
-        let options = InsertOptions::new(seq.len(), Source::Computed);
-        index.insert(&mut seq, &blocks, options).unwrap();
-        seq
-    };
-    let seq = put(seq, &[0, 1, 2, 3, 4, 5]);
-    put(branch, &[0, 1, 2, 6]);
+    let mut seq = sequence(0..24);
+    put(&mut index, &mut seq, 0..6);
+    let mut branch = sequence((0..12).chain(90..94));
+    put(&mut index, &mut branch, [0, 1, 2, 6]);
     (index, seq)
 }
 
@@ -65,7 +55,7 @@ fn tags_take_memory_on_the_edges_alone_whose_tokens_have_them() {
     };
     let of_one_edge = taken(0, 8);
     assert!(of_one_edge > 0);
-    // After tokens without tags, and from the first token of an edge on.
+    // The tags follow tokens without tags, or start with the first token of an edge.
     assert_eq!(
         [taken(4, 12), taken(12, 20), taken(16, 24)],
         [of_one_edge; 3]

@@ -1,28 +1,29 @@
-//! What plans say and take in many small worlds: texts made of pieces of each other, holes, hops, kinds, children in all numbers, and
-//! policies of all fields.
+//! Tests what plans contain and cost in many small worlds: texts made of pieces of each other, holes, hops, kinds, any
+//! number of children, and policies with all fields.
 //!
-//! No rule is worked out here: `tests/model.rs` and `tests/plans.rs` do that. What is pinned down are the choices between results of the
-//! same worth and the work that is spared, which no rule fixes. A change that finds more, or takes less, changes the numbers.
+//! No rule is worked out here: `tests/model.rs` and `tests/plans.rs` do that. These tests fix the choices between
+//! equally good results, and the work that is saved; no rule determines either. A change that finds more, or takes
+//! less, changes the numbers.
 
 #![expect(
     clippy::unwrap_used,
     reason = "a test stops at what it does not expect"
 )]
 
-use std::sync::Arc;
-
 use kvtrie_core::{
-    BlockId, Class, Config, Effort, Imported, InsertOptions, Namespace, PlanOptions, RadixIndex,
-    ReusePlan, ReusePolicy, Salt, Source, Span, TokenSequence,
+    BlockId, Class, Config, Effort, InsertOptions, PlanOptions, RadixIndex, ReusePlan, ReusePolicy,
+    Source,
 };
 
+use common::{ids, imported, sequence, span};
 use numbers::Numbers;
 
+mod common;
 #[path = "common/numbers.rs"]
 mod numbers;
 
 impl Numbers {
-    /// A number up to `most`.
+    /// A number from 0 to `most`.
     fn up_to(&mut self, most: usize) -> usize {
         self.below(u32::try_from(most + 1).unwrap()) as usize
     }
@@ -31,25 +32,22 @@ impl Numbers {
         all[self.up_to(all.len() - 1)]
     }
 
-    /// Once in `times`.
+    /// True once in `times` calls, on average.
     fn once_in(&mut self, times: u32) -> bool {
         self.below(times) == 0
     }
 }
 
-/// What worlds of one kind have.
+/// The features of worlds of one kind.
 #[derive(Clone, Copy)]
 struct Kind {
     block_sizes: &'static [usize],
     min_runs: &'static [usize],
-    /// Different tokens.
     words: &'static [u32],
     max_candidates: &'static [usize],
-    /// Whether there are approximate entries and holes.
     is_broken: bool,
     /// Whether tokens are tagged, and kinds forbidden.
     has_kinds: bool,
-    /// Whether the effort of plans is limited.
     is_limited: bool,
 }
 
@@ -64,16 +62,15 @@ const KIND: Kind = Kind {
     is_limited: false,
 };
 
-/// What the plans of some worlds said and took.
+/// What the plans of some worlds contained and cost.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Took {
     looks: u64,
     covered: usize,
     dropped: u64,
-    /// Steps of releasing the plans.
     steps: u64,
     gave_up: u64,
-    /// All that the plans said, mixed up.
+    /// A digest of all plans.
     said: u64,
 }
 
@@ -107,7 +104,6 @@ struct World {
     kind: Kind,
     numbers: Numbers,
     index: RadixIndex,
-    namespace: Arc<Namespace>,
     block_size: usize,
     min_run: usize,
     words: u32,
@@ -127,7 +123,6 @@ impl World {
             max_candidates: numbers.of(kind.max_candidates),
             ..Config::seeded(0)
         };
-        let namespace = Namespace::new("m", "bfloat16", "default", None, Salt::Shared).unwrap();
         Self {
             kind,
             block_size: config.block_size,
@@ -136,13 +131,12 @@ impl World {
             scale: numbers.of(&[15, 30, 60, 150]),
             numbers,
             index: RadixIndex::new(config).unwrap(),
-            namespace: Arc::new(namespace),
             texts: Vec::new(),
             next_id: 0,
         }
     }
 
-    /// Pieces of other texts, often where they were, and tokens of its own.
+    /// A text of pieces of other texts, often at their positions, and of tokens of its own.
     fn text(&mut self) -> Vec<u32> {
         let mut text: Vec<u32> = Vec::new();
         for piece in 0..=self.numbers.below(4) {
@@ -170,21 +164,14 @@ impl World {
         text
     }
 
-    fn sequence(&self, tokens: &[u32]) -> TokenSequence {
-        TokenSequence::new(Arc::clone(&self.namespace), tokens.to_vec(), Vec::new()).unwrap()
-    }
-
     fn cache(&mut self) {
         let text = self.text();
-        let mut seq = self.sequence(&text);
+        let mut seq = sequence(text.iter().copied());
         let count = u32::try_from(text.len() / self.block_size).unwrap();
-        let ids: Vec<BlockId> = (self.next_id..self.next_id + count).map(BlockId).collect();
+        let ids = ids(self.next_id..self.next_id + count);
         self.next_id += count;
         let source = if self.kind.is_broken && self.numbers.once_in(3) {
-            Source::Imported(Imported {
-                exact_until: self.numbers.up_to(text.len()),
-                hops: self.numbers.of(&[1, 2, 3]),
-            })
+            imported(self.numbers.up_to(text.len()), self.numbers.of(&[1, 2, 3]))
         } else {
             Source::Computed
         };
@@ -198,11 +185,8 @@ impl World {
         for _ in 0..num_tagged {
             let start = self.numbers.up_to(text.len() - 1);
             let most = self.numbers.of(&[3, 100]);
-            let span = Span {
-                start,
-                end: start + 1 + self.numbers.up_to((text.len() - start - 1).min(most)),
-                kind: self.numbers.of(&["reasoning", "answer"]).into(),
-            };
+            let end = start + 1 + self.numbers.up_to((text.len() - start - 1).min(most));
+            let span = span(start, end, self.numbers.of(&["reasoning", "answer"]));
             self.index.tag(&seq, &[span]).unwrap();
         }
         self.texts.push(text);
@@ -233,7 +217,7 @@ impl World {
 
     fn plan(&mut self, took: &mut Took) {
         let text = self.text();
-        let (mut seq, policy) = (self.sequence(&text), self.policy());
+        let (mut seq, policy) = (sequence(text.iter().copied()), self.policy());
         let options = PlanOptions {
             keep_last: self.numbers.up_to(2),
             pin: true,

@@ -1,3 +1,5 @@
+//! The class `BlockAllocator`.
+
 use kvtrie_core::BlockAllocator;
 use pyo3::prelude::*;
 
@@ -12,10 +14,11 @@ use crate::shared::INDEX;
 
 const ALLOCATOR: &str = "the allocator";
 
-/// A free list of block ids for engines that have none.
+/// A free list of block ids, for engines that have no block manager of their own.
 ///
 /// Args:
-///     num_blocks: Ids are in 0..num_blocks, at most 2**31; all are free at first.
+///     num_blocks: Blocks in the pool, at most 2**31. Ids are in 0..num_blocks; all are free at
+///         first.
 ///
 /// Raises:
 ///     TypeError: `num_blocks` is not an int.
@@ -55,10 +58,10 @@ impl PyBlockAllocator {
         })
     }
 
-    /// Hand out `n` ids, all or none: free ones first, then evicted ones.
+    /// Allocate `n` blocks or none: free ones first, then blocks evicted from an index.
     ///
     /// Args:
-    ///     n: How many.
+    ///     n: Number of blocks.
     ///     evict_from: The index whose least recently used blocks are evicted if too few are free. Its
     ///         `num_blocks` must be the allocator's.
     ///
@@ -66,7 +69,7 @@ impl PyBlockAllocator {
     ///     The ids, as int32.
     ///
     /// Raises:
-    ///     OutOfBlocksError: Fewer can be had; nothing is evicted then.
+    ///     OutOfBlocksError: Fewer blocks are free or evictable; nothing is evicted then.
     ///     ValueError: `n` is negative, or the index has another `num_blocks`.
     ///
     /// Example:
@@ -94,13 +97,13 @@ impl PyBlockAllocator {
         Ok(ids(py, &got))
     }
 
-    /// Take ids back.
+    /// Free blocks.
     ///
     /// Args:
-    ///     ids: Ids that were handed out here, each once.
+    ///     ids: Ids that were allocated here, each once.
     ///
     /// Raises:
-    ///     ValueError: An id is outside the pool, is free, or comes twice.
+    ///     ValueError: An id is outside the pool, is free, or occurs twice.
     ///
     /// Example:
     ///     >>> pool = kvtrie.BlockAllocator(4)
@@ -108,13 +111,13 @@ impl PyBlockAllocator {
     #[pyo3(signature = (ids: "_Integers"))]
     fn free(&self, py: Python<'_>, ids: &Bound<'_, PyAny>) -> PyResult<()> {
         let ids = block_ids(ids, self.num_blocks, Arg::new("BlockAllocator.free", "ids"))?;
-        // A few instructions an id.
+        // Freeing takes a few instructions per id.
         py.enter(Cost::copy(ids.len()), |keys| {
             Ok(keys.lock(&self.core, ALLOCATOR)?.free(&ids)?)
         })
     }
 
-    /// Free ids.
+    /// Number of free blocks.
     #[getter]
     fn num_free(&self, py: Python<'_>) -> PyResult<u64> {
         py.enter(Cost::Short, |keys| {
@@ -122,7 +125,7 @@ impl PyBlockAllocator {
         })
     }
 
-    /// Ids in the pool.
+    /// Number of blocks in the pool.
     #[getter]
     fn num_blocks(&self) -> u64 {
         self.num_blocks

@@ -1,6 +1,6 @@
 //! Reads arguments for `from_py_with`, with errors that name the call and the argument.
 //!
-//! PyO3 keeps an argument's name in a note, which `str(error)` lacks, and the call's name nowhere.
+//! PyO3 puts the argument's name into a note, which `str(error)` omits, and never names the call.
 
 use pyo3::prelude::*;
 use pyo3::types::PyBool;
@@ -173,7 +173,7 @@ pub(crate) fn of<'a, 'py, C: Name, A: Name, T: PyTypeCheck + PyTypeInfo>(
         } else {
             "a"
         };
-        // Only bytes are no class of ours.
+        // Every name but `bytes` is a class of this package.
         let wanted = if name == "bytes" {
             name
         } else {

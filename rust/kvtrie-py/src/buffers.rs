@@ -1,4 +1,4 @@
-//! What comes in: integers and lists of them, checked and never wrapped.
+//! Reads integers and lists of integers from Python. Every value is checked and none is wrapped.
 
 use std::ops::{Range, RangeInclusive};
 
@@ -13,8 +13,6 @@ use pyo3::types::{
     PyBool, PyBytes, PyInt, PyIterator, PyList, PyMemoryView, PyRange, PyTuple, PyType,
 };
 
-use crate::span::PySpan;
-
 /// One past the largest token id.
 pub(crate) const TOKEN_IDS: u64 = 1 << 32;
 
@@ -24,7 +22,7 @@ pub(crate) struct Arg {
     pub(crate) name: &'static str,
 }
 
-/// An integer of any size: an int, or what has `__index__`; a bool is not one.
+/// Reads an integer of any size: an int or an object with `__index__`, but not a bool.
 pub(crate) fn int(value: &Bound<'_, PyAny>) -> PyResult<i128> {
     if value.is_instance_of::<PyBool>() {
         return Err(PyTypeError::new_err(
@@ -47,17 +45,18 @@ pub(crate) fn int(value: &Bound<'_, PyAny>) -> PyResult<i128> {
     }
 }
 
-/// Whether an error is not about the argument: no `Exception`, such as `KeyboardInterrupt`, or lack of memory.
+/// Whether an error is not about the argument: it is no `Exception` (such as `KeyboardInterrupt`)
+/// or a lack of memory.
 fn is_foreign(error: &PyErr, py: Python<'_>) -> bool {
     !error.is_instance_of::<PyException>(py) || error.is_instance_of::<PyMemoryError>(py)
 }
 
-/// Shown as an empty tuple in Python's signature.
+/// The default that Python's signature shows as an empty tuple.
 pub(crate) fn nothing<'a, 'py>() -> Option<&'a Bound<'py, PyAny>> {
     None
 }
 
-/// Shown as empty bytes in Python's signature.
+/// The default that Python's signature shows as empty bytes.
 pub(crate) fn no_bytes<'a, 'py>() -> Option<&'a Bound<'py, PyBytes>> {
     None
 }
@@ -89,7 +88,7 @@ impl Arg {
         usize::try_from(count).map_err(|error| PyValueError::new_err(error.to_string()))
     }
 
-    fn type_error(self, value: &Bound<'_, PyAny>, wanted: &str) -> PyErr {
+    pub(crate) fn type_error(self, value: &Bound<'_, PyAny>, wanted: &str) -> PyErr {
         PyTypeError::new_err(format!(
             "{}: {} is of type '{}'; it must be {wanted}",
             self.call,
@@ -133,8 +132,8 @@ impl Arg {
         wrong
     }
 
-    /// `error` with the argument's name before it, and itself as the cause. Any other exception than `ValueError`
-    /// comes from the value's own methods, so it is a `TypeError`.
+    /// Prepends the argument's name to `error`, which becomes the cause. An exception other than
+    /// `ValueError` comes from the value's own methods, so it becomes a `TypeError`.
     fn because(self, place: &str, error: PyErr, py: Python<'_>) -> PyErr {
         if is_foreign(&error, py) {
             return error;
@@ -194,11 +193,11 @@ pub(crate) fn type_name(value: &Bound<'_, PyAny>) -> String {
         .map_or_else(|_| "?".to_owned(), |name| name.to_string())
 }
 
-/// A list of integers, not read yet.
+/// A list of integers that is not read yet.
 pub(crate) enum Integers<'py> {
     List(Bound<'py, PyList>),
     Tuple(Bound<'py, PyTuple>),
-    // Arrays are contiguous and aligned.
+    // The arrays are contiguous and aligned.
     I64(PyReadonlyArray1<'py, i64>),
     I32(PyReadonlyArray1<'py, i32>),
     U32(PyReadonlyArray1<'py, u32>),
@@ -209,7 +208,7 @@ impl<'py> Integers<'py> {
     const WANTED: &'static str = "a list, a tuple, a range, an array.array, a memoryview, a one-dimensional \
         numpy array or a CPU tensor of integers";
 
-    /// Does not look at the elements of lists and tuples.
+    /// Opens a value. The elements of lists and tuples are not checked.
     pub(crate) fn open(value: &Bound<'py, PyAny>, arg: Arg) -> PyResult<Self> {
         if let Ok(list) = value.cast::<PyList>() {
             return Ok(Self::List(list.clone()));
@@ -251,14 +250,14 @@ impl<'py> Integers<'py> {
         }
     }
 
-    /// An array that can be read as it is.
+    /// Opens an array whose memory can be read directly.
     fn ready(value: &Bound<'py, PyAny>) -> Option<Self> {
         fn typed<'py, T: Element>(value: &Bound<'py, PyAny>) -> Option<PyReadonlyArray1<'py, T>> {
             let array = value.cast_exact::<PyArray1<T>>().ok()?;
             let borrowed = array.try_readonly().ok()?;
             borrowed.as_slice().is_ok().then_some(borrowed)
         }
-        // The most frequent first: tokens are uint32, block ids int32.
+        // The most frequent types come first: tokens are uint32, block ids int32.
         typed(value)
             .map(Self::U32)
             .or_else(|| typed(value).map(Self::I32))
@@ -266,7 +265,7 @@ impl<'py> Integers<'py> {
             .or_else(|| typed(value).map(Self::U64))
     }
 
-    /// An array that is not ready: a subclass, strided, misaligned, another width or byte order.
+    /// Converts any other array: a subclass, strided, misaligned, of another width or byte order.
     fn convert(array: &Bound<'py, PyUntypedArray>, arg: Arg) -> PyResult<Self> {
         let py = array.py();
         let kind = array.dtype().kind();
@@ -293,7 +292,7 @@ impl<'py> Integers<'py> {
         if let Some(ready) = Self::ready(&plain) {
             return Ok(ready);
         }
-        // Every value fits the widest type of its sign.
+        // Every value fits into the widest type of its sign.
         let wide = if kind == b'i' {
             numpy::dtype::<i64>(py)
         } else {
@@ -314,7 +313,7 @@ impl<'py> Integers<'py> {
         }
     }
 
-    /// The integers of a range, each in `0..limit`.
+    /// Reads the integers of a range. Each must be in `0..limit`.
     pub(crate) fn read(&self, range: Range<usize>, limit: u64, arg: Arg) -> PyResult<Vec<u32>> {
         match self {
             Self::List(list) => read_objects(list.py(), range, limit, arg, |at| list.get_item(at)),
@@ -385,14 +384,14 @@ fn signed_object(
 
 pub(crate) fn count_list(value: &Bound<'_, PyAny>, arg: Arg) -> PyResult<Vec<usize>> {
     let counts = signed_integers(value, &(0..=i64::MAX), arg)?;
-    // The map is free: the numbers stay in place.
+    // The map costs nothing: the numbers stay in place.
     Ok(counts
         .into_iter()
         .map(|count| usize::try_from(count).unwrap_or(usize::MAX))
         .collect())
 }
 
-/// Integers in `0..limit`; `limit` is at most 2³².
+/// Reads integers in `0..limit`; `limit` is at most 2³².
 pub(crate) fn integers(value: &Bound<'_, PyAny>, limit: u64, arg: Arg) -> PyResult<Vec<u32>> {
     let integers = Integers::open(value, arg)?;
     integers.read(0..integers.len(), limit, arg)
@@ -403,87 +402,11 @@ pub(crate) fn block_ids(
     num_blocks: u64,
     arg: Arg,
 ) -> PyResult<Vec<kvtrie_core::BlockId>> {
-    // The map is free: the ids stay in place.
+    // The map costs nothing: the ids stay in place.
     Ok(integers(value, num_blocks, arg)?
         .into_iter()
         .map(kvtrie_core::BlockId)
         .collect())
-}
-
-pub(crate) fn ranges(value: &Bound<'_, PyAny>, arg: Arg) -> PyResult<Vec<(usize, usize)>> {
-    const WANTED: &str =
-        "a list or a tuple of pairs of positions, or an integer array of shape (n, 2)";
-    const SPAN: &str = "a list of pairs: pass [(span.start, span.end)]";
-    const PAIR_OF_SPAN: &str = "a pair of positions: pass (span.start, span.end)";
-    let items: Vec<Bound<'_, PyAny>> = if let Some(items) = listed(value) {
-        items
-    } else if value.get_type().hasattr("__array__")? {
-        let array = asarray(value)?;
-        let array = array.cast::<PyUntypedArray>()?;
-        let shape = array.shape();
-        if !matches!(array.dtype().kind(), b'i' | b'u') {
-            return Err(PyTypeError::new_err(format!(
-                "{}: {} has dtype {}; it must be an integer dtype",
-                arg.call,
-                arg.name,
-                array.dtype()
-            )));
-        }
-        if shape.len() != 2 || shape[1] != 2 {
-            return Err(PyValueError::new_err(format!(
-                "{}: {} has shape {shape:?}; it must be [n, 2]",
-                arg.call, arg.name
-            )));
-        }
-        listed(&array.call_method0("tolist")?).unwrap_or_default()
-    } else {
-        let span = value.is_instance_of::<PySpan>();
-        return Err(arg.type_error(value, if span { SPAN } else { WANTED }));
-    };
-    let pair = |(at, item): (usize, Bound<'_, PyAny>)| {
-        let ends = listed(&item).ok_or_else(|| {
-            let span = item.is_instance_of::<PySpan>();
-            let wanted = if span {
-                PAIR_OF_SPAN
-            } else {
-                "a pair of positions"
-            };
-            arg.wrong_item(at, &item, wanted)
-        })?;
-        let [start, end] = &ends[..] else {
-            return Err(PyValueError::new_err(format!(
-                "{}: {}[{at}] has {} positions; it must have 2",
-                arg.call,
-                arg.name,
-                ends.len()
-            )));
-        };
-        Ok((position(start, at, arg)?, position(end, at, arg)?))
-    };
-    items.into_iter().enumerate().map(pair).collect()
-}
-
-fn listed<'py>(value: &Bound<'py, PyAny>) -> Option<Vec<Bound<'py, PyAny>>> {
-    if let Ok(list) = value.cast::<PyList>() {
-        return Some(list.iter().collect());
-    }
-    let tuple = value.cast::<PyTuple>().ok()?;
-    Some(tuple.iter().collect())
-}
-
-fn position(value: &Bound<'_, PyAny>, at: usize, arg: Arg) -> PyResult<usize> {
-    let number = arg.int_at(at, value)?;
-    i64::try_from(number)
-        .ok()
-        .and_then(|number| usize::try_from(number).ok())
-        .ok_or_else(|| {
-            PyValueError::new_err(format!(
-                "{}: {}[{at}] has the position {number}; it must be in [0, {}]",
-                arg.call,
-                arg.name,
-                i64::MAX
-            ))
-        })
 }
 
 fn read_objects<'py>(
@@ -514,13 +437,13 @@ fn read_objects<'py>(
 }
 
 trait Whole: Element + Copy + Into<i128> {
-    /// Sign-extended, so that a negative value is a very large one.
+    /// The value with its sign extended, so that a negative value becomes a very large one.
     fn wide(self) -> u64;
 
-    /// The value, or the nearest to it.
+    /// The value as `i64`, or the nearest `i64`.
     fn signed(self) -> i64;
 
-    /// The values, if they need no conversion.
+    /// The values as token ids, if they need no conversion.
     fn tokens(_values: &[Self]) -> Option<&[u32]> {
         None
     }
@@ -581,12 +504,12 @@ fn read_array<T: Whole>(
     narrow(values, limit).map_err(|at| arg.range_error(first + at, values[at].into(), limit))
 }
 
-/// Fails with the position of the first value that is not in `0..limit`.
+/// Converts values; fails with the position of the first that is not in `0..limit`.
 fn narrow<T: Whole>(values: &[T], limit: u64) -> Result<Vec<u32>, usize> {
     if let (Some(tokens), true) = (T::tokens(values), limit == TOKEN_IDS) {
         return Ok(tokens.to_vec());
     }
-    // Two passes without branches become vector code; the search comes only after a failure.
+    // Two passes without branches become vector code. The search for the position runs only after a failure.
     let bits = values.iter().fold(0, |bits, value| bits | value.wide());
     if bits < TOKEN_IDS {
         #[expect(
@@ -609,7 +532,7 @@ fn array_type(py: Python<'_>) -> PyResult<&Bound<'_, PyType>> {
     ARRAY.import(py, "array", "array")
 }
 
-fn asarray<'py>(value: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+pub(crate) fn asarray<'py>(value: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
     static ASARRAY: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
     let py = value.py();
     let asarray = ASARRAY.get_or_try_init(py, || {

@@ -1,11 +1,11 @@
-//! The one door to what is under locks, and out of the interpreter.
+//! The only way to take locks and to release the interpreter.
 //!
 //! [`Enter::enter`] runs work that may take locks and must not touch Python. Long work releases the interpreter; for
-//! short work that would cost more than the work. [`Enter::enter_briefly`] finds out which it is, by the effort that
-//! the work counts.
+//! short work, releasing would cost more than the work. [`Enter::enter_briefly`] finds out which it is, by the effort
+//! that the work counts.
 //!
-//! A forked child must not take or drop a [`Lock`] that it inherits: a thread of the parent may hold it, and what it
-//! guards may be half changed.
+//! A forked child must not take or drop a [`Lock`] that it inherits: a thread of the parent may have held it during the
+//! fork, and the data under it may be half changed.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -27,9 +27,10 @@ pub(crate) enum Cost {
 }
 
 impl Cost {
-    /// Blocks that are found in 50 to 100 µs if each is an edge of its own and none is in the CPU's cache.
+    /// Number of blocks that are found in 50 to 100 µs if each is an edge of its own and none is in
+    /// the CPU's cache.
     const BLOCKS: usize = 256;
-    /// Copied in about 10 µs.
+    /// Number of tokens that are copied in about 10 µs.
     const TOKENS: usize = 1 << 16;
 
     pub(crate) fn blocks(blocks: usize) -> Self {
@@ -57,7 +58,7 @@ pub(crate) enum Failure {
     Poisoned(&'static str),
     /// The work panicked: a bug in the core.
     Panicked(String),
-    /// It was made before this process was forked.
+    /// The object was made before this process was forked.
     Inherited(&'static str),
 }
 
@@ -89,7 +90,7 @@ impl From<Failure> for PyErr {
     }
 }
 
-/// Forks from the first process to this one.
+/// Number of forks from the first process to this one.
 static FORKS: AtomicU64 = AtomicU64::new(0);
 
 pub(crate) fn inherited(what: &str) -> PyErr {
@@ -124,9 +125,9 @@ impl Birth {
     }
 }
 
-/// A mutex that only the process can take that made it.
+/// A mutex that can be taken only in the process that made it.
 pub(crate) struct Lock<T> {
-    /// None only while it is dropped.
+    /// `None` only while the lock is dropped.
     mutex: Option<Mutex<T>>,
     birth: Birth,
 }
@@ -160,7 +161,7 @@ impl<T> Drop for Lock<T> {
 }
 
 pub(crate) struct Keys<'py> {
-    /// None if the thread has released the interpreter.
+    /// `None` if the thread has released the interpreter.
     py: Option<Python<'py>>,
 }
 
@@ -180,20 +181,21 @@ impl Keys<'_> {
     }
 }
 
-/// The effort of work that stays attached: 50 to 100 µs with a cold cache.
+/// The effort of work that keeps the interpreter: 50 to 100 µs with a cold cache.
 const BRIEF: Effort = Effort {
     nodes: Cost::BLOCKS as u64,
     bytes: 1 << 20,
 };
 
 pub(crate) trait Enter {
-    /// Runs `work` attached with little effort. If it gives up it runs again, detached.
+    /// Runs `work` with little effort and the interpreter. If it gives up, it runs again without
+    /// the interpreter.
     fn enter_briefly<R, F>(self, work: F) -> PyResult<R>
     where
         R: Send,
         F: Fn(&Keys<'_>, Effort) -> Result<Option<R>, Failure> + Send + Sync;
 
-    /// Runs `work`, which calls no Python.
+    /// Runs `work`, which must call no Python.
     fn enter<R, F>(self, cost: Cost, work: F) -> PyResult<R>
     where
         R: Send,
@@ -227,7 +229,7 @@ impl Enter for Python<'_> {
 }
 
 fn catch<R>(work: impl FnOnce() -> Result<R, Failure>) -> Result<R, Failure> {
-    // Unwinding poisons every lock that the work holds, so nobody sees half-done work.
+    // Unwinding poisons every lock that the work holds, so no call sees half-done work.
     catch_unwind(AssertUnwindSafe(work))
         .unwrap_or_else(|panic| Err(Failure::Panicked(message_of(panic.as_ref()))))
 }

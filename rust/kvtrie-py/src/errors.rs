@@ -52,16 +52,75 @@ create_exception!(
     kvtrie,
     UnsupportedRopeError,
     KvTrieError,
-    "The keys of a model cannot be moved by turning them, or its config does not say how they turn."
+    "The keys of a model cannot be re-rotated, or its config does not say how they are rotated."
 );
+
+/// Calls of Rust that Python has under another name. Of the others, `A::new` is `A`, and `A::call` and `A::call_within`
+/// are `A.call`.
+const CALLS: [(&str, &str); 9] = [
+    ("Offer::manifest", "TransferManifest.from_ledger"),
+    ("Offer::of", "TransferManifest.from_ledger"),
+    ("RadixIndex::plan_from", "RadixIndex.plan"),
+    ("RadixIndex::release", "ReusePlan.release"),
+    ("RadixIndex::release_sources", "ReusePlan.release_sources"),
+    ("RadixIndex::validate", "ReusePlan.validate"),
+    ("SequenceLedger::final_end", "SequenceLedger.final_range"),
+    ("TransferManifest::new", "TransferManifest.from_blocks"),
+    ("TransferPlan::new", "plan_transfer"),
+];
+
+/// By call: what a message begins with, in Rust and in Python.
+const WORDS: [(&str, &str, &str); 3] = [
+    (
+        "Namespace::new",
+        "the salt is empty; give each tenant its own, or say Salt::Shared ",
+        "the salt is empty; give each tenant its own, or say SHARED ",
+    ),
+    ("RadixIndex::insert", "ids ", "blocks "),
+    ("TokenSequence::truncate", "len ", "n "),
+];
+
+fn call_in_python(call: &str) -> String {
+    if let Some((_, python)) = CALLS.iter().find(|(rust, _)| *rust == call) {
+        return (*python).to_owned();
+    }
+    let name = call.strip_suffix("_within").unwrap_or(call);
+    name.strip_suffix("::new")
+        .unwrap_or(name)
+        .replace("::", ".")
+}
+
+fn message_in_python(call: &str, message: &str) -> String {
+    for (of, rust, python) in WORDS {
+        if of == call
+            && let Some(rest) = message.strip_prefix(rust)
+        {
+            return format!("{python}{rest}");
+        }
+    }
+    // A part of a snapshot is refused by the call that makes it.
+    match message.split_once(": ") {
+        Some((inner, rest)) if inner.contains("::") && !inner.contains(' ') => {
+            in_python(inner, rest)
+        }
+        _ => message.to_owned(),
+    }
+}
+
+fn in_python(call: &str, message: &str) -> String {
+    format!(
+        "{}: {}",
+        call_in_python(call),
+        message_in_python(call, message)
+    )
+}
 
 #[expect(
     clippy::match_same_arms,
     reason = "every kind is named; the last arm is there because the list may grow"
 )]
-pub(crate) fn exception(error: &Error) -> PyErr {
-    let message = in_python(error.to_string());
-    match error.kind() {
+fn of_kind(kind: ErrorKind, message: String) -> PyErr {
+    match kind {
         ErrorKind::InvalidArgument => PyValueError::new_err(message),
         ErrorKind::BlockInUse => BlockInUseError::new_err(message),
         ErrorKind::OutOfBlocks => OutOfBlocksError::new_err(message),
@@ -72,28 +131,14 @@ pub(crate) fn exception(error: &Error) -> PyErr {
     }
 }
 
-/// A message of the core, with Python's name of the call.
-fn in_python(message: String) -> String {
-    let Some((call, rest)) = message.split_once(": ") else {
-        return message;
-    };
-    let name = match call {
-        "SequenceLedger::new" => "SequenceLedger",
-        "SequenceLedger::final_end" => "SequenceLedger.final_range",
-        "TransferManifest::new" => "TransferManifest.from_blocks",
-        "Offer::of" | "Offer::manifest" => "TransferManifest.from_ledger",
-        "TransferPlan::new" => "plan_transfer",
-        _ if call.contains("::") => &call.replace("::", "."),
-        _ => return message,
-    };
-    format!("{name}: {rest}")
+pub(crate) fn exception(error: &Error) -> PyErr {
+    of_kind(error.kind(), in_python(error.call(), error.message()))
 }
 
-/// The exception for a core error of a call that has another name in Rust.
+/// The exception for an error inside the Python call `call`.
 pub(crate) fn exception_in(call: &str, error: &Error) -> PyErr {
-    let message = error.to_string();
-    let rest = message.split_once(": ").map_or(&*message, |(_, rest)| rest);
-    exception(&Error::new(error.kind(), format!("{call}: {rest}")))
+    let message = message_in_python(error.call(), error.message());
+    of_kind(error.kind(), format!("{call}: {message}"))
 }
 
 #[cold]
@@ -102,11 +147,15 @@ pub(crate) fn released(call: &str) -> PyErr {
 }
 
 pub(crate) fn transfer_exception(error: &TransferError) -> PyErr {
-    let (refusal, message) = match error {
+    let (refusal, call, message) = match error {
         TransferError::Argument(error) => return exception(error),
-        TransferError::Refused(refusal, message) => (refusal, message),
+        TransferError::Refused {
+            refusal,
+            call,
+            message,
+        } => (refusal, call, message),
     };
-    let error = TransferRefused::new_err(in_python(message.clone()));
+    let error = TransferRefused::new_err(in_python(call, message));
     Python::attach(
         |py| match error.value(py).setattr("reason", refusal.as_str()) {
             Ok(()) => error,

@@ -1,3 +1,5 @@
+//! The class `Explanation` and its parts.
+
 use kvtrie_core::{Context, ExplainOptions, Explanation, NamespaceDifference, WouldSave};
 use numpy::PyArray1;
 use pyo3::prelude::*;
@@ -36,7 +38,7 @@ pub(crate) fn explain(
 }
 
 /// Why the exact match of a prompt ended where it did: the result of `RadixIndex.explain`. `str()`
-/// says it in words.
+/// gives it in English.
 ///
 /// Example:
 ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
@@ -49,18 +51,18 @@ pub(crate) struct PyExplanation {
 
 #[pymethods]
 impl PyExplanation {
-    /// `"complete"`: every whole block is there and exact. `"diverged"`: other tokens are cached there.
-    /// `"evicted"`: the prompt's tokens were cached after this prefix, and left by eviction, discard or
-    /// removal. `"approximate_only"`: the same tokens are there, but their KV is approximate.
-    /// `"other_namespace"`: more of the prompt is cached under another namespace of the same salt.
-    /// `"not_cached"`: nothing is known.
+    /// `"complete"`: every whole block is cached exactly. `"diverged"`: other tokens are cached
+    /// there. `"evicted"`: the prompt's tokens were cached after this prefix, and left by eviction,
+    /// discard or removal. `"approximate_only"`: the same tokens are cached, but their KV is
+    /// approximate. `"other_namespace"`: more of the prompt is cached under another namespace of
+    /// the same salt. `"not_cached"`: nothing is known.
     #[getter]
     fn reason(&self) -> &'static str {
         self.core.reason.name()
     }
 
-    /// First token of the prompt that does not match if other tokens are cached there, else the first
-    /// of its block.
+    /// The first token of the prompt that does not match. If no other tokens are cached there, the
+    /// first token of its block.
     #[getter]
     fn position(&self) -> usize {
         self.core.position
@@ -111,7 +113,7 @@ impl PyExplanation {
         Some(PyNamespaceDifference { core })
     }
 
-    /// What a plan would find.
+    /// What a plan would reuse and compute.
     #[getter]
     fn would_save(&self) -> PyWouldSave {
         PyWouldSave {
@@ -119,7 +121,7 @@ impl PyExplanation {
         }
     }
 
-    /// A new dictionary by attribute names, for `json.dumps`.
+    /// A new dictionary with one entry per attribute, for `json.dumps`.
     ///
     /// Example:
     ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
@@ -178,8 +180,10 @@ impl PyExplanation {
 /// Example:
 ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
 ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-///     >>> index.explain(kvtrie.TokenSequence([1, 2], space), context=1).context
-///     ExplanationContext(start=0, ours=[1], theirs=[])
+///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4], space)
+///     >>> done = index.insert(seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED)
+///     >>> index.explain(kvtrie.TokenSequence([1, 2, 3, 9], space), context=1).context
+///     ExplanationContext(start=2, ours=[3, 9], theirs=[3, 4])
 #[pyclass(frozen, module = "kvtrie", name = "ExplanationContext")]
 pub(crate) struct PyExplanationContext {
     core: Context,
@@ -193,13 +197,13 @@ impl PyExplanationContext {
         self.core.start
     }
 
-    /// What the prompt has (uint32).
+    /// Token ids of the prompt (uint32).
     #[getter]
     fn ours<'py>(&self, py: Python<'py>) -> TokenIds<'py> {
         PyArray1::from_slice(py, &self.core.ours).into()
     }
 
-    /// What is cached (uint32), up to the end of the cache or the point where it branches.
+    /// Cached token ids (uint32), up to the end of the cache or the point where it branches.
     #[getter]
     fn theirs<'py>(&self, py: Python<'py>) -> TokenIds<'py> {
         PyArray1::from_slice(py, &self.core.theirs).into()
@@ -231,7 +235,7 @@ pub(crate) struct PyNamespaceDifference {
 
 #[pymethods]
 impl PyNamespaceDifference {
-    /// Names of the fields that differ: of `"model"`, `"kv_dtype"`, `"rope"` and `"adapter"`.
+    /// Names of the fields that differ, among `"model"`, `"kv_dtype"`, `"rope"` and `"adapter"`.
     #[getter]
     fn fields<'py>(&self, py: Python<'py>) -> PyResult<Names<'py>> {
         Ok(PyTuple::new(py, &self.core.fields)?.into())
@@ -253,12 +257,14 @@ impl PyNamespaceDifference {
     }
 }
 
-/// What a plan would find of a prompt, in tokens.
+/// What a plan would reuse and compute of a prompt, in tokens.
 ///
 /// Example:
+///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
 ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
-///     >>> kvtrie.RadixIndex(num_blocks=8).explain(seq).would_save
-///     WouldSave(exact=0, approximate=0, compute=3)
+///     >>> done = index.insert(seq, [6], num_computed=2, source=kvtrie.COMPUTED)
+///     >>> index.explain(seq).would_save
+///     WouldSave(exact=2, approximate=0, compute=1)
 #[pyclass(frozen, module = "kvtrie", name = "WouldSave")]
 pub(crate) struct PyWouldSave {
     core: WouldSave,
@@ -266,19 +272,19 @@ pub(crate) struct PyWouldSave {
 
 #[pymethods]
 impl PyWouldSave {
-    /// Tokens found exactly.
+    /// Tokens that can be reused exactly.
     #[getter]
     fn exact(&self) -> usize {
         self.core.exact
     }
 
-    /// Tokens found in another context or at another position.
+    /// Tokens that can be reused from another context or position.
     #[getter]
     fn approximate(&self) -> usize {
         self.core.approximate
     }
 
-    /// Tokens left to compute.
+    /// Tokens to compute.
     #[getter]
     fn compute(&self) -> usize {
         self.core.compute

@@ -3,7 +3,7 @@
 use kvtrie_core::failpoints::{self, Failure};
 use pyo3::prelude::*;
 
-/// Let the `nth` point that this thread reaches, from 1, fail.
+/// Make the `nth` point (from 1) that this thread reaches fail.
 #[pyfunction]
 #[pyo3(signature = (nth, panics))]
 pub(crate) fn _arm_failpoint(nth: u64, panics: bool) {
@@ -15,7 +15,7 @@ pub(crate) fn _arm_failpoint(nth: u64, panics: bool) {
     failpoints::arm(failure, nth);
 }
 
-/// Let nothing fail; returns the point that failed, and whether its call may have changed anything.
+/// Disarm all points. Return the point that failed, and whether its call may have changed anything.
 #[pyfunction]
 pub(crate) fn _disarm_failpoint() -> Option<(&'static str, bool)> {
     failpoints::disarm().map(|fired| (fired.place, fired.within))

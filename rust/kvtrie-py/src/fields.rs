@@ -1,4 +1,4 @@
-//! Copies and pickles of values: their fields by name.
+//! Methods that all value classes share: copies with changed fields, and pickles.
 
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
@@ -11,7 +11,8 @@ pub(crate) trait Value {
     const FIELDS: &[&str];
 }
 
-/// `#[pymethods]` of a [`Value`]: its own ones, `replace` with the example that the doc comment gives, and `__replace__`.
+/// Adds the `#[pymethods]` of a [`Value`]: its own, `replace` with the example that the doc comment
+/// gives, and `__replace__`.
 macro_rules! value_methods {
     ($(#[doc = $example:literal])* impl $class:ident { $($own:tt)* }) => {
         #[pymethods]
@@ -37,7 +38,7 @@ macro_rules! value_methods {
                 crate::fields::replaced(slf, changes)
             }
 
-            /// `replace`, for `copy.replace`.
+            /// Same as `replace`, for `copy.replace`.
             #[pyo3(signature = (**changes: "object"))]
             fn __replace__<'py>(
                 slf: &Bound<'py, Self>,
@@ -49,7 +50,8 @@ macro_rules! value_methods {
     };
 }
 
-/// `#[pymethods]` of a class with one value, `kvtrie._core.NAME`, and a function that returns it.
+/// Adds the `#[pymethods]` of a class with one value, `kvtrie._core.NAME`, and a function that
+/// returns the value.
 macro_rules! singleton {
     ($class:ident, $get:ident, $name:literal) => {
         #[pymethods]
@@ -99,7 +101,7 @@ pub(crate) fn replaced<'py, T: Value + PyTypeInfo + PyTypeCheck>(
     Ok(made.cast_into()?)
 }
 
-/// `Class(field=value, …)`.
+/// Formats a value as `Class(field=value, …)`.
 pub(crate) fn shown<T: Value + pyo3::PyClass>(value: &Bound<'_, T>) -> PyResult<String> {
     let mut shown = Vec::with_capacity(T::FIELDS.len());
     for (name, field) in fields(value)? {

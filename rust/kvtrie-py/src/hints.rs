@@ -1,4 +1,4 @@
-//! Results with a type for the stub, where Rust's says less (any array is an `ndarray`).
+//! Result types that the stub needs, where Rust's type says less (any array is an `ndarray`).
 
 use std::convert::Infallible;
 

@@ -1,3 +1,5 @@
+//! The class `RadixIndex`.
+
 use std::sync::Arc;
 
 use kvtrie_core::{
@@ -29,8 +31,8 @@ use crate::stats::PyIndexStats;
 /// A forest of radix trees, one per namespace, that maps tokens to block ids.
 ///
 /// The index knows block ids in 0..num_blocks, each in at most one place, and never touches KV. Ids
-/// that it does not know belong to the caller: `insert` gives ids to the index, every other call
-/// that returns ids gives them back.
+/// that it does not know belong to the caller. `insert` gives ids to the index; every other call
+/// that returns ids gives them back to the caller.
 ///
 /// Arguments of another type raise `TypeError`. Any thread may call an index; one lock guards it. A
 /// call that takes longer than about 100 µs releases the interpreter. After `os.fork` every call in
@@ -41,16 +43,16 @@ use crate::stats::PyIndexStats;
 ///     block_size: Tokens per block, 1 to 4096; any number, not only powers of two.
 ///     min_run: Shortest moved run in tokens, at least 8. The index keeps one window of eight
 ///         tokens per `min_run - 7` positions.
-///     max_candidates: Places at which a window of a prompt is tried, at least 1: the most recent
-///         ones. `ReusePlan.candidates_dropped` counts the others.
-///     moved_runs: Whether the index can find moved runs. It costs about 1.1 bytes and 10 ns per
-///         cached token at the default `min_run`; False saves that where only exact KV is reused.
+///     max_candidates: Most places, at least 1, at which a plan tries a window of a prompt: the
+///         most recent ones. `ReusePlan.candidates_dropped` counts the others.
+///     moved_runs: Whether the index can find moved runs. That costs about 1.1 bytes and 10 ns per
+///         cached token at the default `min_run`. Set it to False where only exact KV is reused.
 ///     seed: Seeds every internal hash, 0 to 2**64-1. None draws one from the operating system.
 ///         Replicas that must agree need the same one; draw it at random if prompts are untrusted.
 ///         Results depend on it only in plans with `candidates_dropped`.
 ///     pool_id: Names the KV pool, 1 to 64 bytes; None draws 16 at random. `restore` compares it.
-///     hash_bits: Bits kept of every internal hash, 0 to 64, for tests: few bits collide. Results
-///         depend on it as on the seed.
+///     hash_bits: Bits kept of every internal hash, 0 to 64. For tests: with few bits, hashes
+///         collide. Results depend on it only where they depend on the seed.
 ///
 /// Raises:
 ///     TypeError: An argument has the wrong type.
@@ -125,16 +127,16 @@ impl PyRadixIndex {
         Ok(Self::around(core.map_err(|error| exception(&error))?))
     }
 
-    /// An index from a snapshot. It returns the same results to all later calls.
+    /// Make an index from a snapshot. It returns the same results to all later calls.
     ///
-    /// A snapshot has no plans: nothing is pinned, and condemned blocks wait for `take_freed`. The
-    /// bytes are checked from end to end, but whoever can write them can say what blocks hold.
+    /// A snapshot has no plans: nothing is pinned, and condemned blocks wait for `take_freed`. All
+    /// bytes are checked, but whoever can write them decides what blocks are said to hold.
     ///
     /// Args:
     ///     blob: The bytes, in any buffer of bytes.
-    ///     pool_id: The pool that holds the blocks: `index.pool_id`, kept with the pool. None if the KV
-    ///         is gone: the new index is empty, with the arguments and seed of the old one and a new
-    ///         `pool_id`.
+    ///     pool_id: The name of the pool that holds the blocks, `index.pool_id`, kept with the
+    ///         pool. None if the KV is lost: the new index is empty, with the arguments and the
+    ///         seed of the old one and a new `pool_id`.
     ///     max_blocks: The largest pool to accept, in blocks.
     ///
     /// Raises:
@@ -168,7 +170,7 @@ impl PyRadixIndex {
         Ok(Self::around(core))
     }
 
-    /// The `pool_id` of the index that a snapshot was made of.
+    /// Return the `pool_id` of the index of which a snapshot was made.
     ///
     /// Args:
     ///     blob: The bytes, in any buffer of bytes.
@@ -191,10 +193,10 @@ impl PyRadixIndex {
         Ok(PyBytes::new(py, &id))
     }
 
-    /// Everything but plans, as bytes for `restore`. Equal indexes give equal bytes.
+    /// Return everything except plans as bytes, for `restore`. Equal indexes give equal bytes.
     ///
     /// The bytes contain the prompts and salts of all tenants, and the seed: keep them secret. They
-    /// take little more than 4 * (block_size + 1) bytes per block.
+    /// take little more than 4 * (block_size + 1) bytes per cached block.
     ///
     /// Example:
     ///     >>> len(kvtrie.RadixIndex(num_blocks=8).snapshot()) < 400
@@ -203,16 +205,17 @@ impl PyRadixIndex {
         snapshot::snapshot(py, &self.shared)
     }
 
-    /// Say why the exact match of a prompt ends where it does, and what a plan would find.
+    /// Explain why the exact match of a prompt ends where it does, and what a plan would reuse.
     ///
-    /// Nothing counts as used. The index remembers holes and the latest 4,096 departures while the
-    /// prefix before them stays; what it forgot, or dropped with its namespace, is `"not_cached"`, or
-    /// `"diverged"` if other tokens are cached there. Up to 64 namespaces with the same salt are
-    /// searched too, those with the nearest fields.
+    /// Nothing is touched. The index remembers holes, and the latest 4,096 departures while the
+    /// prefix before them stays. Tokens whose departure is forgotten, or that were dropped with
+    /// their namespace, are `"not_cached"`, or `"diverged"` if other tokens are cached there. Up to
+    /// 64 namespaces of the same salt are searched as well, those with the nearest fields.
     ///
     /// Args:
     ///     seq: The prompt.
-    ///     policy: What the plan may reuse; None is `ReusePolicy()`, which allows approximate reuse.
+    ///     policy: What the plan may reuse; None means `ReusePolicy()`, which allows approximate
+    ///         reuse.
     ///     context: Token ids to show before and after the position.
     ///     keep_last: Tokens at the end that the plan computes in any case.
     ///
@@ -266,7 +269,7 @@ impl PyRadixIndex {
         self.min_run
     }
 
-    /// Places at which a window of a prompt is tried.
+    /// Most places at which a plan tries a window of a prompt.
     #[getter]
     fn max_candidates(&self) -> usize {
         self.max_candidates
@@ -298,14 +301,14 @@ impl PyRadixIndex {
 
     /// Find the longest run of present exact blocks from position 0.
     ///
-    /// The cost grows with the prompt alone; for a sequence that has grown since its last use here,
-    /// with the new tokens alone.
+    /// The cost depends only on the prompt, and for a sequence that has grown since its last use
+    /// here, only on the new tokens.
     ///
     /// Args:
-    ///     seq: What to look for.
+    ///     seq: The sequence to look up.
     ///     keep_last: Tokens at the end that are not matched: 1 leaves an engine one token to compute.
-    ///     touch: Whether the blocks found count as used, which keeps them longer.
-    ///     start: Position in tokens of the first block wanted, a multiple of the block size.
+    ///     touch: Whether the blocks found count as used, which delays their eviction.
+    ///     start: Position in tokens of the first block to return, a multiple of the block size.
     ///
     /// Raises:
     ///     ValueError: `keep_last` or `start` is negative, or `start` is inside a block or beyond the
@@ -349,19 +352,20 @@ impl PyRadixIndex {
 
     /// Plan how to build the KV of a prompt, and pin what the plan uses.
     ///
-    /// Whole exact blocks are used in place. After them, the exact tokens of the block that shares most
-    /// of the rest are copied, unless the policy has `partial_blocks=False`. If the policy allows it,
-    /// moved runs cover more. The rest is computed.
+    /// Whole exact blocks are used in place. After them, the exact tokens of the block that shares
+    /// most of the following tokens are copied, unless the policy has `partial_blocks=False`. If
+    /// the policy allows it, moved runs cover more. The rest is computed.
     ///
     /// Args:
     ///     seq: The prompt.
-    ///     policy: What may be reused; None is `kvtrie.EXACT_ONLY`.
+    ///     policy: What may be reused; None means `kvtrie.EXACT_ONLY`.
     ///     keep_last: Tokens at the end that are computed in any case: an engine needs the last one's
     ///         logits.
-    ///     pin: Whether what the plan uses stays until the plan is released.
-    ///     path: A sequence of the same namespace: plan as if only its path were cached. Of two runs at
-    ///         the same distance, the one at the lower position is used. If a window of the prompt is
-    ///         on more paths than a plan looks at, `candidates_dropped` is not 0.
+    ///     pin: Whether the blocks that the plan uses are pinned until it is released.
+    ///     path: A sequence of the same namespace. The plan uses only KV on the path of this
+    ///         sequence. Of two runs at the same distance, it uses the one at the lower position.
+    ///         If a window of the prompt is on more paths than a plan examines,
+    ///         `candidates_dropped` is not 0.
     ///
     /// Raises:
     ///     ValueError: `keep_last` is negative, the policy's `min_run` is below the index's, or `path`
@@ -376,6 +380,9 @@ impl PyRadixIndex {
     ///     >>> with index.plan(prompt, kvtrie.ReusePolicy()) as plan:
     ///     ...     plan.segments[["start", "end", "delta", "class"]].tolist()
     ///     [(0, 4, 0, 0), (4, 5, 0, 0), (5, 17, -15, 1), (17, 25, 0, 2)]
+    ///     >>> with index.plan(prompt, path=kvtrie.TokenSequence(text[:4] + [99], space)) as plan:
+    ///     ...     plan.num_exact
+    ///     4
     #[pyo3(signature = (seq: "TokenSequence", policy: "ReusePolicy | None" = None, *, keep_last: "SupportsIndex" = 1, pin: "bool" = true, path: "TokenSequence | None" = None))]
     fn plan(
         &self,
@@ -398,7 +405,7 @@ impl PyRadixIndex {
         let options = PlanOptions { keep_last, pin };
         if let Some(path) = path.map(Bound::get) {
             let core = py.enter(Cost::Long, |keys| {
-                // A copy, because no thread may hold two sequences.
+                // The sequence is copied, because no thread may lock two sequences.
                 let path = keys.lock(&path.core, SEQUENCE)?.clone();
                 let mut seq = keys.lock(&seq.core, SEQUENCE)?;
                 let mut index = keys.lock(&shared.core, INDEX)?;
@@ -409,7 +416,7 @@ impl PyRadixIndex {
         let core = py.enter_briefly(|keys: &Keys<'_>, effort| {
             let mut seq = keys.lock(&seq.core, SEQUENCE)?;
             let mut index = keys.lock(&shared.core, INDEX)?;
-            // The path that is known is gone over once more, to pin it.
+            // The known path is walked once more, to pin it.
             if index.known_edges(&seq) > effort.nodes {
                 return Ok(None);
             }
@@ -420,21 +427,21 @@ impl PyRadixIndex {
 
     /// Offer blocks for the front of a sequence.
     ///
-    /// The index takes blocks wholly below `num_computed`, labels them by their source, and pins them
-    /// under the plan if the source is one. Where a block is cached already, that one stays and the
-    /// offered one is a duplicate.
+    /// The index takes blocks wholly below `num_computed`, labels them by their source, and pins
+    /// them with the plan if the source is one. Where a block is cached already, that one stays and
+    /// the offered block is a duplicate.
     ///
     /// Args:
     ///     seq: The sequence that the blocks belong to.
     ///     blocks: Block ids, the first for the tokens at `start`.
     ///     num_computed: Tokens from position 0 whose KV is computed.
     ///     start: Position in tokens of the first id, a multiple of the block size.
-    ///     source: Where the KV came from: the plan that it was built by, `kvtrie.COMPUTED`, or
+    ///     source: Where the KV came from: the plan with which it was built, `kvtrie.COMPUTED`, or
     ///         `kvtrie.Imported(...)`.
     ///     spans: Tags to set afterwards, as `tag` does.
     ///
     /// Raises:
-    ///     BlockInUseError: An id backs another place, or comes twice.
+    ///     BlockInUseError: An id backs another place, or occurs twice.
     ///     StaleHandleError: The plan was released.
     ///     ValueError: An id is outside the pool, there are too few ids, a position is out of range, a
     ///         span is bad, or the plan is of another index or prompt.
@@ -494,7 +501,7 @@ impl PyRadixIndex {
     /// Return the blocks whose last pin ended after they had left the index.
     ///
     /// Returns:
-    ///     Their ids (int32), oldest release first. They are the caller's from here on.
+    ///     Their ids (int32), oldest release first. They belong to the caller from then on.
     ///
     /// Example:
     ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
@@ -515,18 +522,18 @@ impl PyRadixIndex {
         Ok(ids(py, &freed))
     }
 
-    /// Remove at most `n` blocks: those that wait for `take_freed` first, then those that `mark_dead`
-    /// marked, then the least recently used ones, the deepest of a path first.
+    /// Remove at most `n` blocks: first those that wait for `take_freed`, then dead blocks (see
+    /// `mark_dead`), then the least recently used blocks, the deepest of a path first.
     ///
-    /// Pinned blocks and blocks above them stay, but a dead block goes if nothing below it is pinned
-    /// except sources of copies.
+    /// Pinned blocks and blocks above them stay. A dead block is removed even above pinned blocks,
+    /// if they are only sources of copies.
     ///
     /// Args:
-    ///     n: How many.
+    ///     n: Number of blocks.
     ///
     /// Returns:
-    ///     Their ids (int32) in order of eviction; fewer than `n` if no more can go. They are the
-    ///     caller's from here on.
+    ///     Their ids (int32) in order of eviction; fewer than `n` if no more can be removed. They
+    ///     belong to the caller from then on.
     ///
     /// Raises:
     ///     ValueError: `n` is negative.
@@ -552,16 +559,17 @@ impl PyRadixIndex {
         Ok(ids(py, &evicted))
     }
 
-    /// Remove these blocks wherever they are, for instance because their KV is gone.
+    /// Remove blocks, wherever they are indexed, for instance because their KV is lost.
     ///
     /// Blocks below them stay, and match again once the hole is filled. `stats().unknown_discards`
-    /// counts ids that the index does not hold.
+    /// counts ids that are not in the index.
     ///
     /// Args:
     ///     block_ids: Ids in 0..num_blocks.
     ///
     /// Returns:
-    ///     The ids that are free now (int32), in call order. Pinned ones come later, by `take_freed`.
+    ///     The ids that are free now (int32), in call order. `take_freed` returns pinned ones
+    ///     later.
     ///
     /// Raises:
     ///     ValueError: An id is outside the pool.
@@ -588,18 +596,19 @@ impl PyRadixIndex {
         Ok(ids(py, &freed))
     }
 
-    /// Take blocks out of use for good, because their KV is not finite.
+    /// Take blocks out of use permanently, because their KV is not finite.
     ///
-    /// They leave the index; no call returns them and `insert` refuses them. Pinned ones are condemned
-    /// until their last release. Ids that the index did not know are quarantined too: their holder no
-    /// longer frees them. Quarantine survives `reset`, `drop` and snapshots, and `digest` covers it.
+    /// They leave the index; no call returns them and `insert` refuses them. Pinned ones are
+    /// condemned until their last release. Ids that the index did not know are quarantined too:
+    /// their holder must not free them. Quarantine survives `reset`, `drop` and snapshots, and
+    /// `digest` covers it.
     ///
     /// Args:
     ///     block_ids: Ids in 0..num_blocks. Repeated ids count once. `stats().unknown_discards` counts
     ///         those that are not indexed.
     ///
     /// Returns:
-    ///     How many are newly quarantined or condemned to it.
+    ///     How many ids were not quarantined before.
     ///
     /// Raises:
     ///     ValueError: An id is outside the pool.
@@ -618,13 +627,13 @@ impl PyRadixIndex {
         let arg = Arg::new("RadixIndex.quarantine", "block_ids");
         let given = crate::buffers::block_ids(block_ids, self.shared.num_blocks, arg)?;
         let shared = &*self.shared;
-        // Rare, and what plans pin of these is gone over.
+        // The call is rare, and walks all that plans pin of these blocks.
         py.enter(Cost::Long, |keys| {
             Ok(keys.lock(&shared.core, INDEX)?.quarantine(&given)?)
         })
     }
 
-    /// The ids in quarantine or condemned to it, ascending (int32).
+    /// The quarantined ids, with those whose last pin has not ended, ascending (int32).
     #[getter]
     fn quarantined<'py>(&self, py: Python<'py>) -> PyResult<Ids<'py>> {
         let shared = &*self.shared;
@@ -634,15 +643,15 @@ impl PyRadixIndex {
         Ok(ids(py, &all))
     }
 
-    /// Mark blocks that are no longer wanted: they are evicted before anything else.
+    /// Mark blocks as dead: they are evicted before all others.
     ///
-    /// It marks the blocks wholly inside the ranges, except those above a present block that is not on
-    /// the path of the sequence. The oldest mark is evicted first, within one mark the last block.
-    /// `lookup`, `plan` and `insert` unmark blocks that they use; a pinned block goes when its pins
-    /// have ended. Tokens after a hole match again once it is filled.
+    /// The call marks the blocks wholly inside the ranges, except those above a present block that
+    /// is not on the path of the sequence. The oldest mark is evicted first; within one mark, the
+    /// last block. `lookup`, `plan` and `insert` remove the marks of blocks that they use. A pinned
+    /// block leaves after its pins have ended. Tokens after a hole match again once it is filled.
     ///
     /// Args:
-    ///     seq: The sequence whose positions the ranges mean.
+    ///     seq: The sequence to whose positions the ranges refer.
     ///     ranges: Pairs of positions (start, end), ascending and disjoint, as a list, a tuple or an
     ///         integer array of shape (n, 2). Ranges that touch are one.
     ///
@@ -669,7 +678,7 @@ impl PyRadixIndex {
         seq: &Bound<'_, PyTokenSequence>,
         ranges: &Bound<'_, PyAny>,
     ) -> PyResult<u64> {
-        let ranges = crate::buffers::ranges(ranges, Arg::new("RadixIndex.mark_dead", "ranges"))?;
+        let ranges = crate::ranges::ranges(ranges, Arg::new("RadixIndex.mark_dead", "ranges"))?;
         let (shared, seq) = (&*self.shared, seq.get());
         py.enter_briefly(|keys, effort| {
             let seq = keys.lock(&seq.core, SEQUENCE)?;
@@ -678,17 +687,17 @@ impl PyRadixIndex {
         })
     }
 
-    /// Remove blocks, and leave holes where cached blocks are below.
+    /// Remove blocks inside ranges. Holes remain where cached blocks are below.
     ///
-    /// It removes the blocks that `mark_dead` marks. Blocks that a range cuts stay: this frees
-    /// memory, it does not redact. Tokens after a hole match again once it is filled with exact KV.
-    /// The index keeps token ids of up to one hole per block of the pool; beyond that the least
-    /// recently used tails after holes leave too, and wait for `take_freed`.
+    /// The call removes the blocks that `mark_dead` would mark. Blocks that a range cuts stay: this
+    /// frees memory, it does not redact. Tokens after a hole match again once it is filled with
+    /// exact KV. The index keeps the token ids of up to one hole per block of the pool. Beyond
+    /// that, the least recently used blocks after holes leave too, and wait for `take_freed`.
     ///
     /// Args:
-    ///     seq: The sequence whose positions the ranges mean.
+    ///     seq: The sequence to whose positions the ranges refer.
     ///     ranges: As for `mark_dead`.
-    ///     force: Also remove blocks above ones that are on other paths.
+    ///     force: Also remove blocks above blocks that are on other paths.
     ///
     /// Raises:
     ///     ValueError: As for `mark_dead`.
@@ -711,7 +720,7 @@ impl PyRadixIndex {
         ranges: &Bound<'_, PyAny>,
         #[pyo3(from_py_with = flag::<call::RadixIndexRemoveSpans, arg::Force>)] force: bool,
     ) -> PyResult<PyRemoved> {
-        let ranges = crate::buffers::ranges(ranges, Arg::new("RadixIndex.remove_spans", "ranges"))?;
+        let ranges = crate::ranges::ranges(ranges, Arg::new("RadixIndex.remove_spans", "ranges"))?;
         let (shared, seq) = (&*self.shared, seq.get());
         let core = py.enter_briefly(|keys, effort| {
             let seq = keys.lock(&seq.core, SEQUENCE)?;
@@ -721,13 +730,13 @@ impl PyRadixIndex {
         Ok(PyRemoved { core })
     }
 
-    /// Forget a namespace. Plans made in it before can insert nothing.
+    /// Remove a namespace. Plans made in it before insert no blocks.
     ///
     /// Args:
-    ///     namespace: Which one; it may hold nothing.
+    ///     namespace: The namespace; it may be unknown.
     ///
     /// Returns:
-    ///     The ids that are free now (int32), ascending. Pinned ones come later, by `take_freed`.
+    ///     The ids that are free now (int32), ascending. `take_freed` returns pinned ones later.
     ///
     /// Example:
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
@@ -750,11 +759,15 @@ impl PyRadixIndex {
         Ok(ids(py, &freed))
     }
 
-    /// `drop` of every namespace.
+    /// Remove all namespaces, as `drop` does one.
     ///
     /// Example:
-    ///     >>> kvtrie.RadixIndex(num_blocks=8).reset()
-    ///     array([], dtype=int32)
+    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
+    ///     >>> seq = kvtrie.TokenSequence(range(1, 5), space)
+    ///     >>> done = index.insert(seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED)
+    ///     >>> index.reset()
+    ///     array([0, 6], dtype=int32)
     fn reset<'py>(&self, py: Python<'py>) -> PyResult<Ids<'py>> {
         let shared = &*self.shared;
         let freed = py.enter(Cost::Long, |keys| {
@@ -763,7 +776,7 @@ impl PyRadixIndex {
         Ok(ids(py, &freed))
     }
 
-    /// Blocks that `evict` can remove now.
+    /// Number of blocks that `evict` can remove now.
     #[getter]
     fn num_evictable(&self, py: Python<'_>) -> PyResult<u64> {
         let shared = &*self.shared;
@@ -772,7 +785,7 @@ impl PyRadixIndex {
         })
     }
 
-    /// Blocks whose KV is approximate, in O(1); `stats().approximate` takes longer.
+    /// Number of blocks whose KV is approximate, in O(1); `stats().approximate` takes longer.
     #[getter]
     fn num_approximate(&self, py: Python<'_>) -> PyResult<u64> {
         let shared = &*self.shared;
@@ -781,11 +794,16 @@ impl PyRadixIndex {
         })
     }
 
-    /// The namespaces that hold something, sorted by field. It shows the salts of all tenants.
+    /// Return the namespaces that hold a block, sorted by field. They contain the salts of all
+    /// tenants.
     ///
     /// Example:
-    ///     >>> kvtrie.RadixIndex(num_blocks=8).namespaces()
-    ///     []
+    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
+    ///     >>> seq = kvtrie.TokenSequence(range(1, 5), space)
+    ///     >>> done = index.insert(seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED)
+    ///     >>> index.namespaces() == [space]
+    ///     True
     fn namespaces(&self, py: Python<'_>) -> PyResult<Vec<PyNamespace>> {
         let shared = &*self.shared;
         let all = py.enter(Cost::Long, |keys| {
@@ -804,15 +822,15 @@ impl PyRadixIndex {
         Ok(PyTuple::new(py, kinds)?.into())
     }
 
-    /// Tag the tokens of spans where the sequence has blocks. Sequences that share the prefix share the
-    /// tags.
+    /// Tag the tokens of spans where the sequence has blocks. Sequences with the same prefix share
+    /// the tags.
     ///
     /// Args:
-    ///     seq: The sequence whose positions the spans mean.
+    ///     seq: The sequence to whose positions the spans refer.
     ///     spans: Ranges with their kinds; they may overlap. A new kind takes the next of 64 bits.
     ///
     /// Raises:
-    ///     ValueError: A span ends beyond the sequence, or brings a 65th kind.
+    ///     ValueError: A span ends beyond the sequence, or has a 65th kind.
     ///
     /// Example:
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
@@ -841,7 +859,7 @@ impl PyRadixIndex {
         })
     }
 
-    /// The tags on the tokens of a sequence that have a block.
+    /// Return the tags of those tokens of a sequence that have a block.
     ///
     /// Args:
     ///     seq: The sequence.
@@ -850,9 +868,13 @@ impl PyRadixIndex {
     ///     The longest ranges of each kind, sorted by (start, end, kind).
     ///
     /// Example:
-    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
-    ///     >>> kvtrie.RadixIndex(num_blocks=8).tags(seq)
-    ///     []
+    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
+    ///     >>> seq = kvtrie.TokenSequence(range(1, 5), space)
+    ///     >>> done = index.insert(seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED)
+    ///     >>> index.tag(seq, [kvtrie.Span(0, 2, "user"), kvtrie.Span(1, 3, "user")])
+    ///     >>> index.tags(seq)
+    ///     [Span(0, 3, 'user')]
     #[pyo3(signature = (seq: "TokenSequence"))]
     fn tags(
         &self,
@@ -871,11 +893,16 @@ impl PyRadixIndex {
         Ok(found.into_iter().map(PySpan::from).collect())
     }
 
-    /// Counters of the index at this moment.
+    /// Return counters of the index at this moment.
     ///
     /// Example:
-    ///     >>> kvtrie.RadixIndex(num_blocks=8).stats().indexed
-    ///     0
+    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
+    ///     >>> seq = kvtrie.TokenSequence(range(1, 5), space)
+    ///     >>> done = index.insert(seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED)
+    ///     >>> with index.plan(seq, keep_last=2):
+    ///     ...     index.stats().indexed, index.stats().pinned
+    ///     (2, 1)
     fn stats(&self, py: Python<'_>) -> PyResult<PyIndexStats> {
         let shared = &*self.shared;
         let stats = py.enter(Cost::Long, |keys| {
@@ -884,7 +911,7 @@ impl PyRadixIndex {
         Ok(stats.into())
     }
 
-    /// An int in 0..2**64, equal for two indexes made alike that got the same calls.
+    /// Return an int in 0..2**64 that is equal for two indexes made alike after the same calls.
     ///
     /// Example:
     ///     >>> a, b = kvtrie.RadixIndex(num_blocks=8), kvtrie.RadixIndex(num_blocks=8)

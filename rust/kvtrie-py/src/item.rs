@@ -1,3 +1,5 @@
+//! The class `Item`.
+
 use std::hash::{Hash, Hasher};
 
 use kvtrie_core::Item;
@@ -10,19 +12,21 @@ use crate::errors::exception;
 use crate::fields::{Value, value_methods};
 use crate::output::signed;
 
-/// A range of tokens that stands for something else, such as an image.
+/// A range of tokens that represents something else, such as an image.
 ///
-/// Inside an item tokens are compared by id, the item's digest and offset: two prompts with the
-/// same placeholder ids and different images share nothing from the image on.
+/// Tokens inside an item are compared by id, the item's digest and the offset in the item: two
+/// prompts with the same placeholder ids and different images share nothing from the image on.
 ///
 /// Args:
 ///     start: First token, a position in the sequence.
 ///     end: One past the last token.
-///     digest: What the range stands for: 1 to 64 bytes, for instance a SHA-256 of the image.
+///     digest: Identifies what the range represents: 1 to 64 bytes, for instance a SHA-256 of the
+///         image.
 ///
 /// Raises:
-///     TypeError: A position is not an int, or the digest not bytes.
-///     ValueError: The range is empty, reversed or negative, or the digest too short or too long.
+///     TypeError: A position is not an int, or the digest is not bytes.
+///     ValueError: The range is empty, reversed or negative, or the digest is too short or too
+///         long.
 ///
 /// Example:
 ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
@@ -77,7 +81,7 @@ value_methods! {
             self.core.end()
         }
 
-        /// What the range stands for.
+        /// The digest of what the range represents.
         #[getter]
         fn digest<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
             PyBytes::new(py, self.core.digest())

@@ -1,3 +1,5 @@
+//! The classes `SequenceLedger` and `RolledBack`.
+
 use std::sync::{Arc, Mutex};
 
 use kvtrie_core::{BlockId, RadixIndex, ReusePlan, TokenSequence};
@@ -26,15 +28,16 @@ use crate::span::PySpan;
 pub(crate) const LEDGER: &str = "the ledger";
 const IDS: std::ops::RangeInclusive<i64> = kvtrie_transfer::PLACEHOLDER..=0xFFFF_FFFF;
 
-/// A live request, as the ledger's dictionary has it.
+/// A live request, as an entry of the ledger's dictionary.
 #[pyclass(frozen, module = "kvtrie", name = "_LiveRequest")]
 pub(crate) struct PyLiveRequest {
     pub(crate) id: RequestId,
     pub(crate) seq: Py<PyTokenSequence>,
     plan: Option<Py<PyReusePlan>>,
-    /// As it was given; none stands for `COMPUTED`.
+    /// The source as it was given; `None` means `COMPUTED`.
     source: Option<Py<PyAny>>,
-    /// What commits without a plan made. Only attached threads lock it, so a fork never happens meanwhile.
+    /// Plans that commits made for a request without one. Only attached threads lock this, so no
+    /// fork happens meanwhile.
     pins: Mutex<Vec<Py<PyReusePlan>>>,
 }
 
@@ -58,7 +61,7 @@ impl PyLiveRequest {
         if let Ok(mut pins) = self.pins.lock() {
             std::mem::swap(&mut *pins, &mut kept);
         }
-        // What is left dies here, where no lock is held.
+        // The remaining plans are dropped here, where no lock is held.
         drop((before, kept));
         Ok(())
     }
@@ -70,13 +73,13 @@ impl PyLiveRequest {
         )
     }
 
-    /// All that holds blocks for the request.
+    /// All plans that hold blocks for the request.
     fn plans(&self, py: Python<'_>) -> Vec<Py<PyReusePlan>> {
         let own = self.plan.as_ref().map(|plan| plan.clone_ref(py));
         own.into_iter().chain(self.pins(py)).collect()
     }
 
-    /// Refuses a request whose plan was released under it: its blocks may be others' by now.
+    /// Refuses a request whose plan was released meanwhile: its blocks may belong to others by now.
     pub(crate) fn check_held(
         &self,
         py: Python<'_>,
@@ -90,29 +93,29 @@ impl PyLiveRequest {
     }
 }
 
-/// What is *computed* of every live request of an engine: the only owner of its lengths.
+/// Records which KV is *computed* for every live request of an engine, and owns their lengths.
 ///
-/// An engine's counters run ahead of each other. A ledger takes ids and counters as the engine has
-/// them, and returns which tokens are final *and* computed. `commit` inserts exactly these into an
-/// index.
+/// The counters of an engine run ahead of each other. A ledger takes ids and counters as the engine
+/// has them, and returns which tokens are final *and* computed. `commit` inserts exactly these into
+/// an index.
 ///
-/// Of a request it keeps the sequence, the block table from position 0, the source of its KV, and
-/// these positions, in tokens:
+/// For each request it keeps the sequence, the block table from position 0, the source of its KV,
+/// and these positions, in tokens:
 ///
 /// - the final ids: `len(seq)`. Only the ledger changes the sequence: `seq.extend` and
 ///   `seq.truncate` raise.
 /// - computed, as the engine claims it. It may run ahead of the ids.
 /// - issued: what the engine has scheduled, never after the end of the table.
-/// - final *and* computed: below both of the former and below unverified drafts. Only `rollback`
+/// - final *and* computed: at most either of these, and before unverified drafts. Only `rollback`
 ///   lowers it.
-/// - committed: inserted into an index, whole blocks.
+/// - committed: inserted into an index, in whole blocks.
 ///
-/// Arguments of another type raise `TypeError`. A request is named by any hashable; if it is not
-/// live, calls raise `StaleHandleError`. A call that contradicts what is known raises `ValueError`
-/// with both numbers. Any thread may call a ledger; one lock guards it.
+/// Arguments of another type raise `TypeError`. Any hashable can name a request; if the request is
+/// not live, calls raise `StaleHandleError`. A call that contradicts the known positions raises
+/// `ValueError` with both numbers. Any thread may call a ledger; one lock guards it.
 ///
-/// What was committed stays in the index until the request ends: its plan holds it, or one that the
-/// commits make. A ledger that is dropped releases them.
+/// Committed blocks stay in the index until the request ends: its plan, or one that a commit makes,
+/// pins them. A ledger that is dropped releases these plans.
 ///
 /// Args:
 ///     block_size: Tokens per block, 1 to 4096.
@@ -131,7 +134,7 @@ impl PyLiveRequest {
 pub(crate) struct PySequenceLedger {
     pub(crate) core: Lock<SequenceLedger>,
     block_size: usize,
-    /// No lock is held while it is used: hashing is Python.
+    /// No lock is held while the dictionary is used, because hashing a key runs Python.
     requests: Py<PyDict>,
 }
 
@@ -173,30 +176,33 @@ impl PySequenceLedger {
         })
     }
 
-    /// Add a request, until `finish` or `forget`.
+    /// Begin a request. It is live until `finish` or `forget`.
     ///
-    /// With a plan as its source, its gaps and what follows its tokens are missing, and the rest counts
-    /// as computed: apply its copies first. Its blocks in place count as committed.
+    /// If the source is a plan, the plan's gaps and all tokens after it are missing, and the rest
+    /// counts as computed: apply its copies first. Its blocks in place count as committed.
     ///
     /// Args:
-    ///     request: Any hashable.
-    ///     seq: The final ids so far.
+    ///     request: The name of the request, any hashable.
+    ///     seq: The sequence with the final ids so far.
     ///     blocks: Block ids from position 0, for at least the computed tokens.
-    ///     source: Where its KV comes from, as for `RadixIndex.insert`; None is `kvtrie.COMPUTED`.
-    ///     num_computed: Tokens whose KV is in the blocks; not with a plan, nor with `missing`.
+    ///     source: Where the KV comes from, as for `RadixIndex.insert`; None means
+    ///         `kvtrie.COMPUTED`.
+    ///     num_computed: Tokens whose KV is in the blocks. Not allowed with a plan as source, nor
+    ///         with `missing`.
     ///     missing: Ranges of the sequence whose KV is not in the blocks, in tokens, ascending and
-    ///         disjoint, as a list of pairs or an integer array of shape (n, 2); not with a plan. None:
-    ///         all from `num_computed` on.
-    ///     plan: If `source` is not a plan: one of this sequence, whose blocks in place lead `blocks`.
-    ///         They count as committed; `source`
-    ///         describes the KV after them. It is released when the request ends.
+    ///         disjoint, as a list of pairs or an integer array of shape (n, 2). Not allowed with a
+    ///         plan as source. None means all tokens from `num_computed` on.
+    ///     plan: A plan of this sequence whose blocks in place are the first of `blocks`, if
+    ///         `source` is not a plan. These blocks count as committed; `source` describes the KV
+    ///         after them. The plan is released when the request ends.
     ///
     /// Raises:
-    ///     BlockInUseError: A block id comes twice.
+    ///     BlockInUseError: A block id occurs twice.
     ///     StaleHandleError: The plan was released.
-    ///     ValueError: The request is live, or another one has the sequence; more is said to be
-    ///         computed than the sequence has tokens or the blocks can hold; a range is wrong; the plan
-    ///         pins nothing, or has another block size, other tokens, or other blocks in place.
+    ///     ValueError: The request is live, or another one owns the sequence; `num_computed` or
+    ///         `missing` imply more KV than the sequence has tokens or the blocks can hold; a range
+    ///         is wrong; the plan pins nothing, or has another block size, other tokens, or other
+    ///         blocks in place.
     ///
     /// Example:
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
@@ -235,7 +241,7 @@ impl PySequenceLedger {
         let blocks = block_ids(blocks, BlockId::MAX_BLOCKS, Arg::new(CALL, "blocks"))?;
         let num_computed = Arg::new(CALL, "num_computed").count(num_computed)?;
         let missing = missing
-            .map(|missing| crate::buffers::ranges(missing, Arg::new(CALL, "missing")))
+            .map(|missing| crate::ranges::ranges(missing, Arg::new(CALL, "missing")))
             .transpose()?;
         let (source_plan, core_source) = read_source(source, Arg::new(CALL, "source"))?;
         if plan.is_some_and(|plan| plan.get().is_released()) {
@@ -266,7 +272,7 @@ impl PySequenceLedger {
             pins: Mutex::new(Vec::new()),
         };
         self.enlist(py, request, live).inspect_err(|_| {
-            // Another thread was faster, or the request's own methods failed: as if nothing had been.
+            // Another thread was faster, or the name's own methods failed: the request is removed again.
             let undone = py.enter(Cost::Short, |keys| {
                 Ok(keys.lock(&self.core, LEDGER)?.forget(id)?)
             });
@@ -274,18 +280,19 @@ impl PySequenceLedger {
         })
     }
 
-    /// The engine issues the next positions: a piece of the prompt, a token, look-ahead.
+    /// Record that the engine issues the next positions: a piece of the prompt, a token,
+    /// look-ahead.
     ///
-    /// Tokens that have KV already, after a gap, are skipped.
+    /// Cached tokens after a gap are skipped.
     ///
     /// Args:
     ///     request: A live request.
-    ///     num_tokens: How many.
-    ///     num_drafts: How many of these, the last ones, are unverified drafts. A claim counts for them
-    ///         only if it follows ids after the first of them.
+    ///     num_tokens: Number of positions.
+    ///     num_drafts: How many of these, counted from the end, are unverified drafts. A claim
+    ///         counts for drafts only if ids after the first of them have arrived before it.
     ///
     /// Raises:
-    ///     ValueError: The blocks are too few, or the drafts more than the tokens.
+    ///     ValueError: There are too few blocks, or more drafts than tokens.
     ///
     /// Example:
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
@@ -318,8 +325,8 @@ impl PySequenceLedger {
     ///
     /// Args:
     ///     request: A live request.
-    ///     ids: Token ids. -1 at the end stands for ids that are not known yet; a later call brings
-    ///         them.
+    ///     ids: Token ids. -1 at the end stands for ids that are not known yet; append them with a
+    ///         later call.
     ///
     /// Raises:
     ///     ValueError: An id is outside 0..2**32, or follows a -1.
@@ -342,7 +349,7 @@ impl PySequenceLedger {
         let ids = signed_integers(ids, &IDS, Arg::new(CALL, "ids"))?;
         let live = self.live(py, request, CALL)?;
         let (live, own) = (live.get(), live.get().seq.get());
-        // A plan may hold the old ids, which are copied then.
+        // A plan may share the old ids, which are then copied.
         let cost = Cost::copy(own.len(py)? + ids.len());
         let done = py.enter(cost, |keys| {
             let mut ledger = keys.lock(&self.core, LEDGER)?;
@@ -352,22 +359,24 @@ impl PySequenceLedger {
         done.map_err(of_request(request))
     }
 
-    /// The engine claims that KV of all positions below is written, or ordered before every reader.
+    /// Record the engine's claim that the KV of all positions below is written, or ordered before
+    /// every reader.
     ///
-    /// A claim may be lower than the last one, where drafts were refused, but not below what is final
-    /// and computed. A claim that is lower, or that follows the ids of drafts, includes the steps under
-    /// way: nothing after it counts as issued. Drafts are not counted out before their ids have come;
-    /// `step` takes both at once.
+    /// A claim may be lower than the last one, where drafts were rejected, but not below the final
+    /// and computed tokens. After a claim that is lower, or that follows the ids of drafts, no
+    /// later position counts as issued. A lower claim is refused before the ids of the drafts have
+    /// arrived; `step` takes both at once.
     ///
-    /// A reader on another stream, such as a transfer, waits until the last claimed step has run.
+    /// A reader on another stream, such as a transfer, must wait until the last claimed step has
+    /// run.
     ///
     /// Args:
     ///     request: A live request.
     ///     num_computed: A position in tokens.
     ///
     /// Raises:
-    ///     ValueError: It is below what is final and computed, which takes a `rollback`, or after what
-    ///         was issued.
+    ///     ValueError: It is below the final and computed tokens, which takes a `rollback`, or
+    ///         after the issued positions.
     ///
     /// Example:
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
@@ -392,25 +401,27 @@ impl PySequenceLedger {
         })
     }
 
-    /// One scheduler step of many requests, all of it or nothing.
+    /// Record one scheduler step of many requests. It takes effect for all of them or for none.
     ///
-    /// For each request, in this order: `append` of its new ids, `confirm` of the engine's counter, and
-    /// `schedule` from that counter on. Numpy arrays are read without an object per item.
+    /// For each request, in this order: `append` of its new ids, `confirm` of the engine's counter,
+    /// and `schedule` from that counter on. Numpy arrays are read without an object per item.
     ///
     /// Args:
     ///     requests: Live requests, each once.
-    ///     num_scheduled: Positions that this step issues, one number per request.
-    ///     num_computed: The engine's counters before this step, in tokens, one per request. They may
-    ///         count steps under way, run ahead of the ids, and come down where drafts were refused.
-    ///     ids: Ids that became final since the last step, request after request, each as for `append`.
-    ///     offsets: Where each request's ids begin, with the end after the last.
-    ///     num_drafts: How many of `num_scheduled`, the last ones, are unverified drafts, one number
-    ///         per request; None is 0 for all.
+    ///     num_scheduled: Number of positions that this step issues, per request.
+    ///     num_computed: The engine's counter before this step, in tokens, per request. It may
+    ///         include steps under way, run ahead of the ids, and fall where drafts were rejected.
+    ///     ids: Ids that became final since the last step, request after request, each as for
+    ///         `append`.
+    ///     offsets: Where each request's ids begin, and the end of the last.
+    ///     num_drafts: How many of `num_scheduled`, counted from the end, are unverified drafts,
+    ///         per request; None means 0 for all.
     ///
     /// Raises:
     ///     StaleHandleError: A request is not live; the message names it.
-    ///     ValueError: A request comes twice, lists have different lengths, offsets do not ascend from
-    ///         0 to the number of ids, or a request is contradicted; the message names it.
+    ///     ValueError: A request occurs twice, lists have different lengths, offsets do not ascend
+    ///         from 0 to the number of ids, or a request's positions are contradicted; the message
+    ///         names it.
     ///
     /// Example:
     ///     >>> import numpy as np
@@ -487,7 +498,7 @@ impl PySequenceLedger {
     ///     blocks: Block ids for the positions after the end of the table.
     ///
     /// Raises:
-    ///     BlockInUseError: An id is in the table already, or comes twice.
+    ///     BlockInUseError: An id is in the table already, or occurs twice.
     ///     ValueError: An id is outside 0..2**31.
     ///
     /// Example:
@@ -511,17 +522,18 @@ impl PySequenceLedger {
         })
     }
 
-    /// Undo what was issued or computed at or after a position: a preemption, or refused drafts.
+    /// Undo what was issued or computed at or after a position, for a preemption or rejected
+    /// drafts.
     ///
-    /// The ids stay: final tokens are computed again.
+    /// The ids stay: final tokens must be computed again.
     ///
     /// Args:
     ///     request: A live request.
     ///     to: A position in tokens; nothing below it changes.
-    ///     drop_blocks: Also cut blocks wholly after `to` off the table.
+    ///     drop_blocks: Also remove the blocks wholly after `to` from the table.
     ///
     /// Raises:
-    ///     ValueError: `to` is below what was committed, or after what was issued.
+    ///     ValueError: `to` is below the committed tokens, or after the issued positions.
     ///
     /// Example:
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
@@ -548,7 +560,7 @@ impl PySequenceLedger {
         Ok(PyRolledBack { core })
     }
 
-    /// Keep spans of a request; an index gets them with the commits that take their blocks.
+    /// Store spans of a request. Commits give them to the index with the blocks of their tokens.
     ///
     /// Args:
     ///     request: A live request.
@@ -576,10 +588,10 @@ impl PySequenceLedger {
         self.on(py, request, CALL, |ledger, id| ledger.tag(id, &spans))
     }
 
-    /// Remove the spans that no index has yet.
+    /// Remove the spans that were not yet given to an index.
     ///
-    /// An index has at most 64 kinds: if it refuses one, every commit of the request fails until the
-    /// spans are removed.
+    /// An index has at most 64 kinds. If it refuses one, every commit of the request fails until
+    /// the spans are removed.
     ///
     /// Args:
     ///     request: A live request.
@@ -588,13 +600,16 @@ impl PySequenceLedger {
     ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
     ///     >>> ledger = kvtrie.SequenceLedger(block_size=2)
     ///     >>> ledger.begin("a", seq, [6, 0], num_computed=2)
+    ///     >>> ledger.tag("a", [kvtrie.Span(1, 3, "reasoning")])
     ///     >>> ledger.untag("a")
+    ///     >>> ledger.spans("a")
+    ///     []
     #[pyo3(signature = (request: "Hashable"))]
     fn untag(&self, py: Python<'_>, request: &Bound<'_, PyAny>) -> PyResult<()> {
         self.on(py, request, "SequenceLedger.untag", SequenceLedger::untag)
     }
 
-    /// The spans that a request was tagged with, in the order in which they came.
+    /// Return the spans of a request, in call order.
     ///
     /// Args:
     ///     request: A live request.
@@ -603,8 +618,10 @@ impl PySequenceLedger {
     ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
     ///     >>> ledger = kvtrie.SequenceLedger(block_size=2)
     ///     >>> ledger.begin("a", seq, [6, 0], num_computed=2)
+    ///     >>> ledger.tag("a", [kvtrie.Span(2, 3, "answer")])
+    ///     >>> ledger.tag("a", [kvtrie.Span(0, 2, "user")])
     ///     >>> ledger.spans("a")
-    ///     []
+    ///     [Span(2, 3, 'answer'), Span(0, 2, 'user')]
     #[pyo3(signature = (request: "Hashable"))]
     fn spans(&self, py: Python<'_>, request: &Bound<'_, PyAny>) -> PyResult<Vec<PySpan>> {
         let found = self.on(py, request, "SequenceLedger.spans", |ledger, id| {
@@ -613,7 +630,7 @@ impl PySequenceLedger {
         Ok(found.into_iter().map(PySpan::from).collect())
     }
 
-    /// The tokens that are final *and* computed: safe to save, share or send.
+    /// Return the range of tokens that are final *and* computed: safe to save, share or send.
     ///
     /// Args:
     ///     request: A live request.
@@ -635,7 +652,7 @@ impl PySequenceLedger {
         Ok((0, end))
     }
 
-    /// The tokens that are final and computed and that no commit has taken.
+    /// Return the range of tokens that are final and computed, but not committed.
     ///
     /// Args:
     ///     request: A live request.
@@ -656,7 +673,8 @@ impl PySequenceLedger {
         })
     }
 
-    /// The positions issued after what is final and computed: look-ahead, drafts, a step under way.
+    /// Return the positions issued after the final and computed tokens: look-ahead, drafts, a step
+    /// under way.
     ///
     /// Args:
     ///     request: A live request.
@@ -678,7 +696,7 @@ impl PySequenceLedger {
         })
     }
 
-    /// The final tokens without KV that is known to be theirs.
+    /// Return the ranges of final tokens whose KV is not known to be computed.
     ///
     /// Args:
     ///     request: A live request.
@@ -700,13 +718,13 @@ impl PySequenceLedger {
         output::ranges(py, &found)
     }
 
-    /// The block table of a request, from position 0.
+    /// Return the block table of a request, from position 0.
     ///
     /// Args:
     ///     request: A live request.
     ///
     /// Returns:
-    ///     Block ids (int32). The last ones may hold no final KV: see `blocks_for`.
+    ///     Block ids (int32). The last ones may not hold final KV: see `blocks_for`.
     ///
     /// Example:
     ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
@@ -722,18 +740,18 @@ impl PySequenceLedger {
         Ok(ids(py, &found))
     }
 
-    /// The blocks that hold these tokens, all of them final and computed.
+    /// Return the blocks that hold these tokens, which must be final and computed.
     ///
     /// Args:
     ///     request: A live request.
     ///     start: First position, in tokens.
-    ///     end: One past the last.
+    ///     end: One past the last position.
     ///
     /// Returns:
-    ///     Block ids (int32): the first holds `start`, the last `end - 1`.
+    ///     Block ids (int32). The first holds `start`, the last `end - 1`.
     ///
     /// Raises:
-    ///     ValueError: The range is reversed, or ends after what is final and computed.
+    ///     ValueError: The range is reversed, or ends after the final and computed tokens.
     ///
     /// Example:
     ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
@@ -758,11 +776,10 @@ impl PySequenceLedger {
         Ok(ids(py, &found))
     }
 
-    /// How exact the final and computed KV is, as an index would label its blocks.
+    /// Return how exact the final and computed KV is, as an index would label its blocks.
     ///
-    /// A whole block is approximate if it ends after the plan's first approximate token, or after what
-    /// `Imported` says is exact, or if a commit returned that what backs the sequence there is
-    /// approximate.
+    /// A whole block is approximate if it ends after the plan's first approximate token or after
+    /// `Imported.exact_until`, or if a commit reported approximate KV there.
     ///
     /// Args:
     ///     request: A live request.
@@ -787,7 +804,7 @@ impl PySequenceLedger {
         output::labels(py, &runs)
     }
 
-    /// The sequence object that a request began with.
+    /// Return the sequence object with which a request began.
     ///
     /// Args:
     ///     request: A live request.
@@ -808,7 +825,7 @@ impl PySequenceLedger {
         Ok(live.get().seq.clone_ref(py))
     }
 
-    /// The source that a request began with.
+    /// Return the source with which a request began.
     ///
     /// Args:
     ///     request: A live request.
@@ -832,15 +849,15 @@ impl PySequenceLedger {
         }
     }
 
-    /// Insert into the index exactly the whole blocks that are final and computed and that it does not
-    /// have of this request yet.
+    /// Insert into the index exactly the whole blocks that are final, computed and not yet
+    /// committed.
     ///
-    /// The table has `blocks` of the result from here on. Its `duplicates` and `freed` are the
-    /// caller's; `surplus` is empty, since what was not taken stays in the table.
+    /// The table has `blocks` of the result from then on. Its `duplicates` and `freed` belong to
+    /// the caller; `surplus` is empty, because blocks that were not taken stay in the table.
     ///
     /// Args:
     ///     request: A live request.
-    ///     index: Its block size is the ledger's; with a plan, it is the plan's index.
+    ///     index: An index of the ledger's block size; with a plan as source, the plan's index.
     ///
     /// Raises:
     ///     BlockInUseError: As for `RadixIndex.insert`.
@@ -885,17 +902,18 @@ impl PySequenceLedger {
         Ok(PyInsertResult { core })
     }
 
-    /// `commit` for the last time and end the request: its plan is released and its sequence is free
-    /// again.
+    /// `commit` a last time and end the request: its plan is released, and its sequence may be
+    /// changed again.
     ///
-    /// It raises as `commit` does; the request stays live then.
+    /// It raises as `commit` does; then the request stays live.
     ///
     /// Args:
     ///     request: A live request.
     ///     index: As for `commit`.
     ///
     /// Returns:
-    ///     The result; `duplicates`, `surplus` (the rest of the table) and `freed` are the caller's.
+    ///     The result. Its `duplicates`, `surplus` (the rest of the table) and `freed` belong to
+    ///     the caller.
     ///
     /// Example:
     ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
@@ -934,13 +952,13 @@ impl PySequenceLedger {
         Ok(PyInsertResult { core })
     }
 
-    /// End a request without an index: its plan is released and its sequence is free again.
+    /// End a request without an index: its plan is released, and its sequence may be changed again.
     ///
     /// Args:
     ///     request: A live request.
     ///
     /// Returns:
-    ///     The blocks of its table that no commit has taken (int32); they are the caller's.
+    ///     The blocks of its table that were not committed (int32). They belong to the caller.
     ///
     /// Example:
     ///     >>> ledger = kvtrie.SequenceLedger()
@@ -998,7 +1016,7 @@ impl PySequenceLedger {
         find_in(self.requests.bind(py), request)
     }
 
-    /// Takes a request out of the dictionary: of two who end it, one finds it.
+    /// Removes a request from the dictionary. If two threads end it, only one finds it.
     fn take<'py>(
         &self,
         py: Python<'py>,
@@ -1021,7 +1039,7 @@ impl PySequenceLedger {
         entry: &Bound<'_, PyLiveRequest>,
     ) {
         if let Err(error) = self.requests.bind(py).set_item(request, entry) {
-            // The request's own methods fail: nobody can name it any longer.
+            // The name's own methods fail, so no call can name the request any more.
             error.write_unraisable(py, Some(request));
         }
     }
@@ -1044,7 +1062,7 @@ impl PySequenceLedger {
         }
     }
 
-    /// Does something on one request that needs neither its sequence nor an index.
+    /// Runs work on one request that needs neither its sequence nor an index.
     fn on<R: Send>(
         &self,
         py: Python<'_>,
@@ -1060,7 +1078,7 @@ impl PySequenceLedger {
     }
 }
 
-/// An upper bound of the steps of a commit and of ending the plans.
+/// An upper bound of the steps of a commit and of releasing the plans.
 fn commit_steps(
     ledger: &SequenceLedger,
     live: &PyLiveRequest,
@@ -1072,7 +1090,7 @@ fn commit_steps(
         .new_range(live.id)
         .map_or(0, |(start, end)| end - start);
     let insert = index.insert_steps(seq, new / ledger.block_size());
-    // What was committed is pinned again.
+    // The committed blocks are pinned again.
     let pins = index.known_edges(seq) / 4;
     let ends = plans
         .iter()
@@ -1100,13 +1118,13 @@ fn find_in<'py>(
     request: &Bound<'py, PyAny>,
 ) -> PyResult<Option<Bound<'py, PyLiveRequest>>> {
     match requests.get_item(request)? {
-        // Nothing else is put there.
+        // The dictionary has no values of other classes.
         Some(live) => Ok(live.cast_into::<PyLiveRequest>().ok()),
         None => Ok(None),
     }
 }
 
-/// An error with the name of the request that it is about.
+/// Appends the name of a request to an error about it.
 fn of_request(request: &Bound<'_, PyAny>) -> impl FnOnce(PyErr) -> PyErr {
     move |error| {
         let py = request.py();
@@ -1115,7 +1133,7 @@ fn of_request(request: &Bound<'_, PyAny>) -> impl FnOnce(PyErr) -> PyErr {
             .map(|name| format!("{} (request {name})", error.value(py)));
         match named {
             Ok(message) => PyErr::from_type(error.get_type(py), (message,)),
-            // A request that cannot say its name.
+            // The name's `repr` fails, so the error stays as it is.
             Err(_) => error,
         }
     }
@@ -1161,7 +1179,7 @@ fn read_source(
     }
 }
 
-/// What `SequenceLedger.rollback` undid.
+/// The result of `SequenceLedger.rollback`.
 ///
 /// Example:
 ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
@@ -1182,7 +1200,7 @@ impl PyRolledBack {
         output::ranges(py, &self.core.ranges)
     }
 
-    /// Blocks that were cut off the table, in order of position (int32). They are the caller's.
+    /// Blocks that were cut off the table, in order of position (int32). They belong to the caller.
     #[getter]
     fn blocks<'py>(&self, py: Python<'py>) -> Ids<'py> {
         ids(py, &self.core.blocks)

@@ -1,8 +1,8 @@
-//! The compiled module `kvtrie._core`: what Python sees of `kvtrie-core`.
+//! The compiled module `kvtrie._core`: the Python classes of `kvtrie-core` and `kvtrie-transfer`.
 //!
-//! Every class is frozen; what changes is under a lock. Locks are taken in one order: ledger, sequence, block
-//! allocator, index, the names that it has warned of. While one is held no Python object is made: a collection of
-//! garbage may drop a plan, which takes the index's lock.
+//! Every class is frozen; state that changes is under a lock. Locks are taken in one order: ledger, sequence, block
+//! allocator, index, the names that the index has warned of. While a lock is held, no Python object is made: a garbage
+//! collection may drop a plan, and dropping a plan takes the index's lock.
 #![expect(
     clippy::doc_markdown,
     clippy::doc_link_with_quotes,
@@ -26,6 +26,7 @@ mod namespace;
 mod output;
 mod plan;
 mod policy;
+mod ranges;
 mod results;
 mod sequence;
 mod shared;
@@ -79,15 +80,15 @@ mod _core {
     #[pymodule_export]
     use crate::transfer_plan::{PyTransferPlan, plan_transfer};
 
-    /// The salt of namespaces that share KV with everybody who uses it too.
+    /// The salt of namespaces whose KV is shared with everybody who uses it.
     #[pymodule_export]
     const SHARED: PySharedSalt = PySharedSalt;
 
-    /// The source of KV that was computed from scratch.
+    /// The source of KV that the engine computed.
     #[pymodule_export]
     const COMPUTED: PyComputedSource = PyComputedSource;
 
-    /// The policy that reuses exact KV alone: the default everywhere.
+    /// The policy that reuses exact KV only. It is the default everywhere.
     #[pymodule_export]
     const EXACT_ONLY: PyReusePolicy = PyReusePolicy::EXACT_ONLY;
 

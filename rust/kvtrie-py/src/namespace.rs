@@ -12,7 +12,7 @@ use crate::fields::{Value, new_arguments, singleton, value_methods};
 use crate::hints::{NewArguments, SaltValue};
 use crate::output::quoted;
 
-/// The type of `kvtrie.SHARED`, its one value.
+/// The type of `kvtrie.SHARED`, its only value.
 ///
 /// Example:
 ///     >>> kvtrie.SHARED
@@ -23,17 +23,17 @@ pub(crate) struct PySharedSalt;
 singleton!(PySharedSalt, shared, "SHARED");
 
 /// Everything besides tokens that KV depends on. Namespaces with equal fields share their KV; no
-/// query sees another one.
+/// query returns KV of another namespace.
 ///
 /// Args:
 ///     model: Model and revision, for instance `"qwen3-8b@1a2b"`.
 ///     kv_dtype: Element type and scales of the KV.
-///     rope: How positions rotate K, for instance `"yarn:4"`.
+///     rope: How K is rotated by position, for instance `"yarn:4"`.
 ///     adapter: Content id of the adapter (LoRA), or None.
-///     salt: Who may share: one salt per tenant, or `kvtrie.SHARED` to share on purpose. There is
-///         no default, because tenants who share can learn each other's prompts. A tenant's salt is
-///         a secret: no `repr`, message or log shows it; the attribute, pickles and snapshots have
-///         it.
+///     salt: Who may share the KV: one salt per tenant, or `kvtrie.SHARED` to share it on purpose.
+///         There is no default, because tenants who share can learn each other's prompts. A
+///         tenant's salt is a secret: no `repr`, message or log shows it, but the attribute,
+///         pickles and snapshots contain it.
 ///
 /// Raises:
 ///     TypeError: A field is not a str, or the salt is neither a str nor `SHARED`.
@@ -98,7 +98,7 @@ value_methods! {
             self.core.kv_dtype()
         }
 
-        /// How positions rotate K.
+        /// How K is rotated by position.
         #[getter]
         fn rope(&self) -> &str {
             self.core.rope()
@@ -110,7 +110,7 @@ value_methods! {
             self.core.adapter()
         }
 
-        /// Who may share: a tenant's str, or `SHARED`.
+        /// Who may share the KV: a tenant's str, or `SHARED`.
         #[getter]
         fn salt<'py>(&self, py: Python<'py>) -> PyResult<SaltValue<'py>> {
             Ok(self.salt_object(py)?.into())

@@ -1,4 +1,4 @@
-//! Results: fresh numpy arrays that belong to the caller.
+//! Makes results for Python: new numpy arrays that belong to the caller.
 
 use kvtrie_core::{BlockId, Class, Move, Segment};
 use kvtrie_transfer::{BlockPair, LabelRun};
@@ -10,7 +10,7 @@ use pyo3::types::PyString;
 use crate::hints::{Counts, Ids, Records};
 
 pub(crate) fn ids<'py>(py: Python<'py>, ids: &[BlockId]) -> Ids<'py> {
-    /// For fewer ids, a copy costs less than the object that owns a list.
+    /// Below this number of ids, a copy costs less than the object that owns a list.
     const FEW: usize = 128;
     let mut few = [0; FEW];
     if let Some(few) = few.get_mut(..ids.len()) {
@@ -22,7 +22,7 @@ pub(crate) fn ids<'py>(py: Python<'py>, ids: &[BlockId]) -> Ids<'py> {
     PyArray1::from_vec(py, ids.iter().map(|&id| raw(id)).collect()).into()
 }
 
-/// A block id as arrays hold it: it is below 2³¹.
+/// A block id as an element of an array. It is below 2³¹.
 pub(crate) fn raw(id: BlockId) -> i32 {
     id.0.cast_signed()
 }
@@ -169,7 +169,7 @@ pub(crate) fn quoted(py: Python<'_>, text: &str) -> PyResult<String> {
     Ok(PyString::new(py, text).repr()?.to_string())
 }
 
-/// A string that somebody else chose, for a `repr`: cut after 80 characters.
+/// A string of untrusted origin for a `repr`, cut after 80 characters.
 pub(crate) fn quoted_in_short(py: Python<'_>, text: &str) -> PyResult<String> {
     const SHOWN: usize = 80;
     match text.char_indices().nth(SHOWN) {

@@ -1,4 +1,4 @@
-//! `ReusePlan`: the one handle.
+//! The class `ReusePlan`, the only handle that must be released.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,16 +14,16 @@ use crate::detach::{Cost, Enter, inherited};
 use crate::errors::released;
 use crate::hints::{Counts, Flags, Ids, Records};
 use crate::output::{self, ids, listed, truth};
-use crate::shared::{INDEX, OFFERS_A_VISIT, SharedIndex};
+use crate::shared::{INDEX, OFFERS_PER_VISIT, SharedIndex};
 
-/// How to build the KV of one prompt. What it uses stays until it is released.
+/// How to build the KV of one prompt. The blocks that it uses are pinned until it is released.
 ///
 /// Release every plan, or use it in a `with` statement. A plan that is collected unreleased
-/// releases itself and emits a `ResourceWarning`. A released plan names no block, because these may
-/// be others' by then: `blocks`, `source_blocks`, `moves` and whatever needs its pins raise
-/// `StaleHandleError`. Counts, `gaps`, `segments` and `validate` still work.
+/// releases itself and emits a `ResourceWarning`. A released plan names no block, because its
+/// blocks may belong to others by then: `blocks`, `source_blocks`, `moves` and every call that
+/// needs its pins raise `StaleHandleError`. Counts, `gaps`, `segments` and `validate` still work.
 ///
-/// Array attributes are fresh arrays at every access: take them once and keep them.
+/// Array attributes are new arrays at every access: read them once and keep them.
 ///
 /// Example:
 ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
@@ -35,10 +35,10 @@ pub(crate) struct PyReusePlan {
     core: Arc<ReusePlan>,
     index: Arc<SharedIndex>,
     num_tokens: usize,
-    /// Of each class: exact, approximate, computed.
+    /// Number of tokens of each class: exact, approximate, compute.
     counts: [usize; 3],
     released: AtomicBool,
-    /// Whether a caller has it, and is warned if it is collected unreleased.
+    /// Whether a caller has the plan, and is warned if it is collected unreleased.
     is_callers: bool,
 }
 
@@ -47,7 +47,7 @@ impl PyReusePlan {
         Self::around(Arc::new(core), index, true)
     }
 
-    /// A plan that only a ledger has.
+    /// A plan that only a ledger has, without a warning.
     pub(crate) fn internal(core: Arc<ReusePlan>, index: Arc<SharedIndex>) -> Self {
         Self::around(core, index, false)
     }
@@ -99,7 +99,7 @@ impl PyReusePlan {
         self.released.load(Ordering::Relaxed)
     }
 
-    /// The plan, unless it was released or this is a forked child.
+    /// The plan; an error if it was released or if this is a forked child.
     fn live(&self, call: &str) -> PyResult<&ReusePlan> {
         if self.index.core.is_inherited() {
             return Err(inherited("the plan"));
@@ -111,37 +111,38 @@ impl PyReusePlan {
     }
 
     fn cost(&self) -> Cost {
-        Cost::blocks(self.core.num_entries() / OFFERS_A_VISIT)
+        Cost::blocks(self.core.num_entries() / OFFERS_PER_VISIT)
     }
 }
 
 #[pymethods]
 impl PyReusePlan {
-    /// Ids used in place for the first whole blocks of the prompt (int32). Nobody writes to them.
+    /// Ids used in place for the first whole blocks of the prompt (int32). They must not be written
+    /// to.
     #[getter]
     fn blocks<'py>(&self, py: Python<'py>) -> PyResult<Ids<'py>> {
         Ok(ids(py, self.live("ReusePlan.blocks")?.blocks()))
     }
 
-    /// Blocks that the caller brings for the rest of the prompt.
+    /// Number of blocks that the caller must provide for the rest of the prompt.
     #[getter]
     fn num_new_blocks(&self) -> usize {
         self.core.num_new_blocks()
     }
 
-    /// Tokens that are reused exactly, in place or by a copy.
+    /// Number of tokens that are reused exactly, in place or by a copy.
     #[getter]
     fn num_exact(&self) -> usize {
         self.counts[0]
     }
 
-    /// Tokens that are reused approximately.
+    /// Number of tokens that are reused approximately.
     #[getter]
     fn num_approximate(&self) -> usize {
         self.counts[1]
     }
 
-    /// Tokens that must be computed.
+    /// Number of tokens that must be computed.
     #[getter]
     fn num_compute(&self) -> usize {
         self.counts[2]
@@ -160,18 +161,20 @@ impl PyReusePlan {
         output::ranges(py, &gaps)
     }
 
-    /// Where each token of the prompt comes from: a structured array that covers it once, ascending.
+    /// Where each token of the prompt comes from: a structured array of ranges that covers the
+    /// prompt once, ascending.
     ///
-    /// Fields, aligned as C aligns them: `start`, `end`, `old_start` (position of the source's first
-    /// token) and `delta` (`start - old_start`), int64 in tokens; `class`, uint8: 0 exact, 1
-    /// approximate, 2 compute; `hops`, uint16, of the KV once in place; `kinds`, uint64, the source's
-    /// tags: bit i is `RadixIndex.kinds[i]`.
+    /// Fields, aligned as C aligns them: `start`, `end`, `old_start` (position of the source's
+    /// first token) and `delta` (`start - old_start`), int64 in tokens; `class`, uint8: 0 exact, 1
+    /// approximate, 2 compute; `hops`, uint16, of the KV in the prompt; `kinds`, uint64, the
+    /// source's tags: bit i is `RadixIndex.kinds[i]`.
     #[getter]
     fn segments<'py>(&self, py: Python<'py>) -> PyResult<Records<'py>> {
         output::segments(py, self.core.segments())
     }
 
-    /// Ids that are copied from, ascending, each once (int32). A block in place may be among them.
+    /// Ids that are copied from (int32), ascending and each once. A block in place may be among
+    /// them.
     #[getter]
     fn source_blocks<'py>(&self, py: Python<'py>) -> PyResult<Ids<'py>> {
         Ok(ids(
@@ -180,8 +183,9 @@ impl PyReusePlan {
         ))
     }
 
-    /// Places that the search for moved runs did not try because of the index's `max_candidates`. While
-    /// it is 0 the plan does not depend on the index's seed.
+    /// Number of places that the search for moved runs did not try, because a window has more than
+    /// the index's `max_candidates` or because the search's budget was used up. While it is 0, the
+    /// plan does not depend on the index's seed.
     #[getter]
     fn candidates_dropped(&self) -> u64 {
         self.core.candidates_dropped()
@@ -199,19 +203,19 @@ impl PyReusePlan {
         self.core.is_pinned()
     }
 
-    /// The copies that fill a block table, as plain data for the owner of the memory.
+    /// Return the copies that fill a block table, as plain data for the owner of the memory.
     ///
-    /// A slot is block id · block size + offset. Pieces end at block edges on both sides. The whole
-    /// table is checked, about 10 ns per block.
+    /// A slot is block id * block size + offset. Each copy is inside one source and one destination
+    /// block. The whole table is checked, at about 10 ns per block.
     ///
     /// Args:
-    ///     table: Block ids of the prompt from position 0: `blocks`, then the new ones, each id once.
+    ///     table: Block ids of the prompt from position 0: `blocks`, then new ones, each id once.
     ///     start: Only copies to positions from here on, in tokens.
-    ///     end: Only copies to positions before this one; None is the end of the prompt.
+    ///     end: Only copies to positions before this one; None means the end of the prompt.
     ///
     /// Returns:
     ///     A structured array with the int64 fields `source_slot`, `dest_slot`, `num_tokens` and
-    ///     `delta` (by how many positions K is rotated).
+    ///     `delta` (the number of positions by which K is rotated).
     ///
     /// Raises:
     ///     StaleHandleError: The plan was released.
@@ -247,15 +251,15 @@ impl PyReusePlan {
         let table = block_ids(table, self.index.num_blocks, Arg::new(CALL, "table"))?;
         let plan = self.live(CALL)?;
         let entries = plan.num_entries() + table.len();
-        let cost = Cost::blocks(entries / OFFERS_A_VISIT);
+        let cost = Cost::blocks(entries / OFFERS_PER_VISIT);
         let moves = py.enter(cost, |_| Ok(plan.moves(&table, start, end)?))?;
         output::moves(py, &moves)
     }
 
-    /// One bool per segment: whether what the plan uses is still there as it was planned.
+    /// Return one bool per segment: whether its blocks still hold what the plan says.
     ///
-    /// True for computed and pinned segments; without pins, true until one of the blocks leaves the
-    /// index. `release_sources` unpins the copied segments, `release` all.
+    /// It is True for computed and pinned segments. Without pins, it is True until one of the
+    /// blocks leaves the index. `release_sources` unpins the copied segments, `release` all.
     ///
     /// Example:
     ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
@@ -272,7 +276,7 @@ impl PyReusePlan {
         Ok(PyArray1::from_vec(py, answers).into())
     }
 
-    /// Unpin the blocks that are copied from; a second call does nothing.
+    /// Unpin the blocks that are copied from. A second call does nothing.
     ///
     /// Call it once every later write to the pool is ordered after the copies: on one CUDA stream,
     /// right after their launch.
@@ -281,10 +285,14 @@ impl PyReusePlan {
     ///     StaleHandleError: The plan was released.
     ///
     /// Example:
-    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
-    ///     >>> index = kvtrie.RadixIndex(num_blocks=8)
-    ///     >>> with index.plan(seq) as plan:
+    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=4)
+    ///     >>> seq = kvtrie.TokenSequence(range(1, 5), space)
+    ///     >>> done = index.insert(seq, [5], num_computed=4, source=kvtrie.COMPUTED)
+    ///     >>> with index.plan(kvtrie.TokenSequence([1, 2, 9], space)) as plan:
     ///     ...     plan.release_sources()
+    ///     ...     index.num_evictable
+    ///     1
     fn release_sources(&self, py: Python<'_>) -> PyResult<()> {
         py.enter_briefly(|keys, effort| {
             let mut index = keys.lock(&self.index.core, INDEX)?;
@@ -295,12 +303,13 @@ impl PyReusePlan {
         })
     }
 
-    /// End the plan: it pins nothing any more.
+    /// Release the plan: it pins nothing afterwards.
     ///
-    /// Blocks that left the index while only this plan pinned them wait for `RadixIndex.take_freed`.
+    /// Blocks that left the index while only this plan pinned them wait for
+    /// `RadixIndex.take_freed`.
     ///
     /// Raises:
-    ///     StaleHandleError: The plan was released before.
+    ///     StaleHandleError: The plan was released already.
     ///
     /// Example:
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
@@ -357,7 +366,7 @@ impl PyReusePlan {
 }
 
 impl PyReusePlan {
-    /// Releases the plan unless it was; returns whether it was live.
+    /// Releases the plan if it is live; returns whether it was.
     pub(crate) fn release_once(&self, py: Python<'_>) -> PyResult<bool> {
         if self.is_released() {
             return Ok(false);
@@ -367,7 +376,7 @@ impl PyReusePlan {
             if index.release_steps(&self.core) > effort.nodes {
                 return Ok(None);
             }
-            // Another thread may have been faster.
+            // Another thread may have released it meanwhile.
             let live = !self.is_released();
             if live {
                 self.release_in(&mut index)?;
@@ -377,7 +386,7 @@ impl PyReusePlan {
     }
 
     fn release_late(&self, py: Python<'_>) {
-        // If the index is unusable, every other call on it raises.
+        // If the index is unusable, nothing is reported here: every other call on it raises.
         let Ok(true) = self.release_once(py) else {
             return;
         };
@@ -395,12 +404,12 @@ impl PyReusePlan {
 
 impl Drop for PyReusePlan {
     fn drop(&mut self) {
-        // What a forked child inherited is its parent's to release.
+        // A plan that a forked child inherited is released by its parent.
         if self.is_released() || self.index.core.is_inherited() {
             return;
         }
         Python::try_attach(|py| {
-            // A plan may be collected while an exception is on its way.
+            // A plan may be collected while an exception propagates. It is put aside meanwhile.
             let pending = PyErr::take(py);
             if !is_finalizing(py) {
                 self.release_late(py);
@@ -418,6 +427,6 @@ fn is_finalizing(py: Python<'_>) -> bool {
             .call_method0("is_finalizing")?
             .extract::<bool>()
     };
-    // A module that is half removed no longer works.
+    // A module that is partly torn down does not work any more.
     asked().unwrap_or(true)
 }

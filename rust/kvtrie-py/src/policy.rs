@@ -1,3 +1,5 @@
+//! The class `ReusePolicy`.
+
 use std::hash::{Hash, Hasher};
 
 use kvtrie_core::ReusePolicy;
@@ -17,21 +19,21 @@ pub(crate) const MIN_RUN: i64 = 8;
 
 /// What a plan may reuse.
 ///
-/// Exact KV may always be reused. The other fields limit approximate reuse, of KV from another
-/// context or position; what they forbid counts as not cached. `kvtrie.EXACT_ONLY` is
+/// Exact KV is always allowed. The other fields limit approximate reuse, of KV from another context
+/// or position. KV that they forbid is treated as not cached. `kvtrie.EXACT_ONLY` is
 /// `ReusePolicy(approximate=False)` and the default everywhere.
 ///
 /// Args:
 ///     approximate: Whether KV of another context or position may be used at all.
-///     min_run: Shortest moved run in tokens, at least the index's; None takes that.
-///     max_hops: Most hops of approximate KV once it is in place, 0 to 32767. A moved run has one
-///         more than its source.
-///     max_approximate_share: Share of the prompt's tokens, 0 to 1, that may be approximate. A plan
-///         with more is made exact only.
-///     recompute_first: Tokens at the front of every moved run that are computed anyway.
+///     min_run: Shortest moved run in tokens, at least the index's `min_run`, which None means.
+///     max_hops: Most hops of approximate KV in the prompt, 0 to 32767. A moved run has one more
+///         than its source.
+///     max_approximate_share: Largest approximate share of the prompt's tokens, 0 to 1. If a plan
+///         would exceed it, the plan uses exact KV only.
+///     recompute_first: Tokens at the start of every moved run that are computed anyway.
 ///     recompute_last: Tokens at the end of every moved run that are computed anyway.
-///     forbid_kinds: Kinds of spans that are not reused approximately. A kind that no tag of an
-///         index has is a `UserWarning`, once, with the nearest kind.
+///     forbid_kinds: Kinds of spans that are not reused approximately. A kind that no tag of the
+///         index has raises a `UserWarning`, once, with the nearest kind.
 ///     partial_blocks: Whether the exact tokens of the block in which the match ends are copied. An
 ///         engine that copies nothing needs False, and `approximate=False`.
 ///
@@ -48,7 +50,7 @@ pub(crate) struct PyReusePolicy {
     core: ReusePolicy,
 }
 
-// The share is never NaN.
+// Equality is total because the share is never NaN.
 impl Eq for PyReusePolicy {}
 
 impl Hash for PyReusePolicy {
@@ -128,7 +130,7 @@ value_methods! {
                     approximate,
                     min_run,
                     max_hops: Arg::new(CALL, "max_hops").within(max_hops, 0, MAX_HOPS)?,
-                    // Without the sign of a negative zero, so that equal policies hash alike.
+                    // The sign of a negative zero is removed, so that equal policies have equal hashes.
                     max_approximate_share: max_approximate_share.abs(),
                     recompute_first: Arg::new(CALL, "recompute_first").count(recompute_first)?,
                     recompute_last: Arg::new(CALL, "recompute_last").count(recompute_last)?,
@@ -144,7 +146,7 @@ value_methods! {
             self.core.approximate
         }
 
-        /// Shortest moved run in tokens, or None.
+        /// Shortest moved run in tokens, or None for the index's.
         #[getter]
         fn min_run(&self) -> Option<usize> {
             self.core.min_run
@@ -156,13 +158,13 @@ value_methods! {
             self.core.max_hops
         }
 
-        /// Largest share of approximate tokens.
+        /// Largest approximate share of the prompt's tokens.
         #[getter]
         fn max_approximate_share(&self) -> f64 {
             self.core.max_approximate_share
         }
 
-        /// Tokens computed at the front of every moved run.
+        /// Tokens computed at the start of every moved run.
         #[getter]
         fn recompute_first(&self) -> usize {
             self.core.recompute_first
@@ -174,13 +176,13 @@ value_methods! {
             self.core.recompute_last
         }
 
-        /// Kinds not reused approximately.
+        /// Kinds that are not reused approximately.
         #[getter]
         fn forbid_kinds<'py>(&self, py: Python<'py>) -> PyResult<Names<'py>> {
             Ok(PyTuple::new(py, &self.core.forbid_kinds)?.into())
         }
 
-        /// Whether a block is copied in part.
+        /// Whether the exact tokens of the block in which the match ends are copied.
         #[getter]
         fn partial_blocks(&self) -> bool {
             self.core.partial_blocks

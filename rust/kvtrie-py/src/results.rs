@@ -1,4 +1,4 @@
-//! `Match`, `InsertResult` and `Removed`.
+//! The results of calls on an index: `Match`, `InsertResult` and `Removed`.
 
 use kvtrie_core::{BlockId, Inserted, Removed};
 use pyo3::prelude::*;
@@ -6,12 +6,14 @@ use pyo3::prelude::*;
 use crate::hints::Ids;
 use crate::output::{ids, listed};
 
-/// What `RadixIndex.lookup` found.
+/// The result of `RadixIndex.lookup`.
 ///
 /// Example:
+///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
 ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
-///     >>> kvtrie.RadixIndex(num_blocks=8).lookup(seq)
-///     Match(num_tokens=0, blocks=[])
+///     >>> done = index.insert(seq, [6], num_computed=2, source=kvtrie.COMPUTED)
+///     >>> index.lookup(seq)
+///     Match(num_tokens=2, blocks=[6])
 #[pyclass(frozen, module = "kvtrie", name = "Match")]
 pub(crate) struct PyMatch {
     num_tokens: usize,
@@ -32,7 +34,7 @@ impl PyMatch {
         self.num_tokens
     }
 
-    /// Ids that back the tokens from `start` on (int32), empty where the match is shorter.
+    /// Ids that back the tokens from `start` on (int32). Empty if the match ends before `start`.
     #[getter]
     fn blocks<'py>(&self, py: Python<'py>) -> Ids<'py> {
         ids(py, &self.blocks)
@@ -47,10 +49,11 @@ impl PyMatch {
     }
 }
 
-/// What became of the ids that were offered to `RadixIndex.insert`.
+/// What happened to the ids that were offered to `RadixIndex.insert`.
 ///
-/// An offered id is in `blocks`, where it backs the sequence; in `duplicates` or `surplus`, and
-/// still the caller's; or in none of them, if the index held it already and keeps it.
+/// An offered id is in `blocks` and backs the sequence; or it is in `duplicates` or `surplus` and
+/// still belongs to the caller; or it is in none of them, because the index held it already and
+/// keeps it.
 ///
 /// Example:
 ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
@@ -72,26 +75,26 @@ impl PyInsertResult {
         ids(py, &self.core.blocks)
     }
 
-    /// Position in tokens up to which what backs the sequence is exact.
+    /// Position in tokens up to which these blocks are exact.
     #[getter]
     fn num_exact(&self) -> usize {
         self.core.num_exact
     }
 
-    /// Ids that were not taken because another id holds their place, in call order (int32).
+    /// Ids that were not taken because another block has their place, in call order (int32).
     #[getter]
     fn duplicates<'py>(&self, py: Python<'py>) -> Ids<'py> {
         ids(py, &self.core.duplicates)
     }
 
-    /// Ids after the last full block, in call order (int32). They were not taken.
+    /// Ids after the last whole block, in call order (int32). They were not taken.
     #[getter]
     fn surplus<'py>(&self, py: Python<'py>) -> Ids<'py> {
         ids(py, &self.core.surplus)
     }
 
-    /// Approximate blocks that were replaced and are not pinned, in order of position (int32). They are
-    /// the caller's from here on.
+    /// Approximate blocks that were replaced and are not pinned, in order of position (int32). They
+    /// belong to the caller from then on.
     #[getter]
     fn freed<'py>(&self, py: Python<'py>) -> Ids<'py> {
         ids(py, &self.core.freed)
@@ -109,13 +112,17 @@ impl PyInsertResult {
     }
 }
 
-/// What became of the blocks inside the ranges given to `RadixIndex.remove_spans`, each in order of
+/// What happened to the blocks inside the ranges given to `RadixIndex.remove_spans`, in order of
 /// position.
 ///
 /// Example:
-///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
-///     >>> kvtrie.RadixIndex(num_blocks=8).remove_spans(seq, [(0, 2)])
-///     Removed(freed=[], kept=[], condemned=[])
+///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
+///     >>> seq = kvtrie.TokenSequence(range(1, 7), space)
+///     >>> done = index.insert(seq, [6, 0, 3], num_computed=6, source=kvtrie.COMPUTED)
+///     >>> with index.plan(kvtrie.TokenSequence([1, 2, 9], space)):
+///     ...     index.remove_spans(seq, [(0, 4)])
+///     Removed(freed=[0], kept=[], condemned=[6])
 #[pyclass(frozen, module = "kvtrie", name = "Removed")]
 pub(crate) struct PyRemoved {
     pub(crate) core: Removed,
@@ -123,19 +130,19 @@ pub(crate) struct PyRemoved {
 
 #[pymethods]
 impl PyRemoved {
-    /// Ids that left the index and are free now (int32). They are the caller's from here on.
+    /// Ids that left the index and are free now (int32). They belong to the caller from then on.
     #[getter]
     fn freed<'py>(&self, py: Python<'py>) -> Ids<'py> {
         ids(py, &self.core.freed)
     }
 
-    /// Ids that stay, because a present block below them is not on the path of the sequence (int32).
+    /// Ids that stay because a present block below them is not on the path of the sequence (int32).
     #[getter]
     fn kept<'py>(&self, py: Python<'py>) -> Ids<'py> {
         ids(py, &self.core.kept)
     }
 
-    /// Ids that left the index while a plan pins them (int32). They come later, by `take_freed`.
+    /// Ids that left the index while a plan pins them (int32). `take_freed` returns them later.
     #[getter]
     fn condemned<'py>(&self, py: Python<'py>) -> Ids<'py> {
         ids(py, &self.core.condemned)

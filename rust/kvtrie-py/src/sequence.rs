@@ -1,3 +1,5 @@
+//! The class `TokenSequence`.
+
 use std::sync::Arc;
 
 use kvtrie_core::{Error, ErrorKind, Item, TokenSequence};
@@ -18,23 +20,23 @@ pub(crate) const SEQUENCE: &str = "the sequence";
 
 /// Token ids from position 0, in a namespace.
 ///
-/// Make one sequence per request and extend it: it remembers how far it matched in the index that
-/// last used it, so a call costs its new tokens only.
+/// Make one sequence per request and extend it. It remembers how far it matched in the index that
+/// last used it, so a call costs only its new tokens.
 ///
-/// `len(seq)` is the number of tokens, `seq[i]` the id at a position (an int), `seq[a:b]` a copy as
-/// a numpy array of uint32; iteration covers the ids of that moment. Sequences compare by identity;
-/// compare slices for equal ids.
+/// `len(seq)` is the number of tokens, `seq[i]` the id at a position (an int), and `seq[a:b]` a
+/// copy as a numpy array of uint32. Iteration covers the ids at its start. Sequences compare by
+/// identity; compare slices to compare ids.
 ///
 /// Args:
 ///     ids: Token ids, each in 0..2**32: a list or tuple of int, an `array.array`, a memoryview, a
 ///         one-dimensional numpy array of any integer dtype, or a CPU tensor. They are copied.
-///     namespace: What the KV depends on besides the tokens.
-///     items: Ranges that stand for something else, ascending, disjoint and inside the ids.
+///     namespace: Everything besides tokens that the KV depends on.
+///     items: Ranges that represent something else, ascending, disjoint and inside the ids.
 ///
 /// Raises:
-///     TypeError: The ids hold bools, floats or anything else that is not an integer.
-///     ValueError: An id is negative or too large (it is never wrapped), the array is not
-///         one-dimensional, or an item is elsewhere.
+///     TypeError: An id is a bool, a float or anything else that is not an integer.
+///     ValueError: An id is negative or too large (none is wrapped), the array is not
+///         one-dimensional, or an item is outside the ids, overlaps or does not ascend.
 ///
 /// Example:
 ///     >>> import numpy as np
@@ -82,7 +84,7 @@ impl PyTokenSequence {
     /// Append token ids.
     ///
     /// Args:
-    ///     ids: More token ids, as for the class. They are copied.
+    ///     ids: Token ids, as for the class. They are copied.
     ///     items: Items over the new tokens; positions count from the start of the sequence.
     ///
     /// Raises:
@@ -103,11 +105,11 @@ impl PyTokenSequence {
         const CALL: &str = "TokenSequence.extend";
         let ids = integers(ids, TOKEN_IDS, Arg::new(CALL, "ids"))?;
         let items = read_items(items, Arg::new(CALL, "items"))?;
-        // A plan may hold the old ids, which are copied then.
+        // A plan may share the old ids, which are then copied.
         let cost = Cost::copy(self.len(py)? + ids.len());
         py.enter(cost, move |keys| {
             let mut seq = keys.lock(&self.core, SEQUENCE)?;
-            check_free(&seq, CALL)?;
+            check_free(&seq, "TokenSequence::extend")?;
             Ok(seq.extend(&ids, items)?)
         })
     }
@@ -135,7 +137,7 @@ impl PyTokenSequence {
         let n = Arg::new(CALL, "n").count(n)?;
         py.enter(Cost::copy(n), |keys| {
             let mut seq = keys.lock(&self.core, SEQUENCE)?;
-            check_free(&seq, CALL)?;
+            check_free(&seq, "TokenSequence::truncate")?;
             Ok(seq.truncate(n)?)
         })
     }
@@ -215,7 +217,7 @@ impl PyTokenSequence {
         let ids: Vec<u32> = py.enter(Cost::copy(count), |keys| {
             let seq = keys.lock(&self.core, SEQUENCE)?;
             let tokens = seq.tokens();
-            // Another thread may have cut the sequence meanwhile.
+            // Another thread may have truncated the sequence meanwhile.
             if step == 1 {
                 let start = start.unsigned_abs().min(tokens.len());
                 return Ok(tokens[start..(start + count).min(tokens.len())].to_vec());
@@ -255,16 +257,16 @@ fn signed(len: usize) -> i128 {
 }
 
 /// Refuses a change of a sequence that a request of a ledger has.
-fn check_free(seq: &TokenSequence, call: &str) -> kvtrie_core::Result<()> {
+fn check_free(seq: &TokenSequence, call: &'static str) -> kvtrie_core::Result<()> {
     if !seq.is_owned() {
         return Ok(());
     }
     let message = format!(
-        "{call}: a request of a SequenceLedger has this sequence of {} tokens; append through the ledger, or finish or \
+        "a request of a SequenceLedger has this sequence of {} tokens; append through the ledger, or finish or \
          forget the request first",
         seq.len()
     );
-    Err(Error::new(ErrorKind::InvalidArgument, message))
+    Err(Error::new(ErrorKind::InvalidArgument, call, message))
 }
 
 fn read_items(value: Option<&Bound<'_, PyAny>>, arg: Arg) -> PyResult<Vec<Item>> {

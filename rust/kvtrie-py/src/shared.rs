@@ -1,3 +1,5 @@
+//! An index with what plans and ledgers need of it besides the core.
+
 use kvtrie_core::{RadixIndex, ReusePolicy};
 use pyo3::exceptions::PyUserWarning;
 use pyo3::prelude::*;
@@ -5,8 +7,8 @@ use pyo3::prelude::*;
 use crate::detach::{Cost, Enter, Lock};
 use crate::output::quoted;
 
-/// Blocks that are offered in the time of one lookup.
-pub(crate) const OFFERS_A_VISIT: usize = 4;
+/// Number of blocks that an insert takes in the time of one visit of an edge.
+pub(crate) const OFFERS_PER_VISIT: usize = 4;
 pub(crate) const INDEX: &str = "the index";
 
 const MOST_WARNED_OF: usize = 64;
@@ -21,7 +23,8 @@ pub(crate) struct SharedIndex {
 }
 
 impl SharedIndex {
-    /// Warns of each name in a policy's `forbid_kinds` that is no kind of the index (P12): once, with the nearest kind.
+    /// Warns of each name in a policy's `forbid_kinds` that no tag of the index has (P12), once per
+    /// name, with the nearest kind.
     pub(crate) fn warn_of_unknown_kinds(
         &self,
         py: Python<'_>,
@@ -41,7 +44,7 @@ impl SharedIndex {
                 return Ok((unknown, Vec::new()));
             }
             warned_of.extend_from_slice(&unknown);
-            // Clients may choose the names, so their number is bounded.
+            // Clients may choose the names, so the number of remembered ones is bounded.
             let many = warned_of.len().saturating_sub(MOST_WARNED_OF);
             warned_of.drain(..many);
             Ok((unknown, kinds.to_vec()))

@@ -1,3 +1,5 @@
+//! Snapshots of an index from and to Python bytes.
+
 use kvtrie_core::{RadixIndex, RestoreLimits, RestoredPool};
 use pyo3::buffer::PyBuffer;
 use pyo3::prelude::*;
@@ -33,7 +35,8 @@ pub(crate) fn pool_of(py: Python<'_>, blob: &Bound<'_, PyAny>) -> PyResult<Vec<u
     with_bytes(py, blob, call, RadixIndex::pool_of_snapshot)
 }
 
-/// Reads a buffer without the interpreter. `bytes` cannot change; anything else is copied first.
+/// Reads a buffer with the interpreter released. `bytes` cannot change; anything else is copied
+/// first.
 fn with_bytes<T: Send>(
     py: Python<'_>,
     blob: &Bound<'_, PyAny>,

@@ -1,4 +1,4 @@
-//! Where offered KV came from: `COMPUTED`, `Imported`, or a plan.
+//! The sources of offered KV: `COMPUTED` and `Imported`. A plan is the third.
 
 use kvtrie_core::{Imported, Source};
 use pyo3::prelude::*;
@@ -8,7 +8,7 @@ use crate::buffers::Arg;
 use crate::fields::{Value, shown, singleton, value_methods};
 use crate::plan::PyReusePlan;
 
-/// The type of `kvtrie.COMPUTED`, its one value.
+/// The type of `kvtrie.COMPUTED`, its only value.
 ///
 /// Example:
 ///     >>> kvtrie.COMPUTED
@@ -18,15 +18,15 @@ pub(crate) struct PyComputedSource;
 
 singleton!(PyComputedSource, computed, "COMPUTED");
 
-/// The source of KV from elsewhere: another worker, a disk, an older process.
+/// The source of KV that was imported: from another worker, a disk or an older process.
 ///
 /// Args:
-///     exact_until: A position in tokens: a block is exact iff it ends there or before.
-///     hops: How often the approximate rest was moved already, 0 to 32767.
+///     exact_until: A position in tokens. A block is exact if it ends at or before it.
+///     hops: Hops of the approximate rest, 0 to 32767: how often it was moved already.
 ///
 /// Raises:
 ///     TypeError: An argument is not an int.
-///     ValueError: An argument is negative, or `hops` too large.
+///     ValueError: An argument is negative, or `hops` is too large.
 ///
 /// Example:
 ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
@@ -38,7 +38,7 @@ singleton!(PyComputedSource, computed, "COMPUTED");
 #[pyclass(frozen, eq, hash, module = "kvtrie", name = "Imported")]
 #[derive(PartialEq, Eq, Hash)]
 pub(crate) struct PyImported {
-    /// A block is exact iff it ends at or before this position.
+    /// A block is exact if it ends at or before this position.
     #[pyo3(get)]
     exact_until: usize,
     /// Hops of the approximate rest.

@@ -1,3 +1,5 @@
+//! The class `Span`.
+
 use kvtrie_core::Span;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -19,7 +21,7 @@ use crate::output::quoted;
 ///     kind: What the tokens are.
 ///
 /// Raises:
-///     TypeError: A position is not an int, or the kind not a str.
+///     TypeError: A position is not an int, or the kind is not a str.
 ///     ValueError: The range is reversed or negative, or the kind is empty.
 ///
 /// Example:

@@ -1,3 +1,5 @@
+//! The class `IndexStats`.
+
 use kvtrie_core::Stats;
 use pyo3::prelude::*;
 
@@ -27,9 +29,10 @@ macro_rules! counters {
 }
 
 counters! {
-    /// Counters of an index at one moment, all of them int. `RadixIndex.stats` makes them.
+    /// Counters of an index at one moment, all of them int. `RadixIndex.stats` returns them.
     ///
-    /// A block id that an index knows is indexed or condemned; all others are the caller's, free or held.
+    /// A block id that an index knows is indexed, condemned or quarantined; all others belong to
+    /// the caller, free or held.
     ///
     /// Example:
     ///     >>> index = kvtrie.RadixIndex(num_blocks=8)
@@ -40,38 +43,38 @@ counters! {
     indexed,
     /// Blocks that left the index while a plan pinned them, until `take_freed()` returns them.
     condemned,
-    /// Condemned blocks without a pin: they wait for `take_freed()`.
+    /// Condemned blocks without a pin, which wait for `take_freed()`.
     waiting,
-    /// Blocks in quarantine; those still pinned are counted as condemned.
+    /// Quarantined blocks. Those still pinned are counted as condemned.
     quarantined,
     /// Pinned blocks, indexed or condemned.
     pinned,
     /// Indexed blocks that `evict` can remove now.
     evictable,
-    /// Indexed blocks that `mark_dead` marked and nobody has used since.
+    /// Indexed blocks that `mark_dead` marked and that no call has used since.
     dead,
-    /// Indexed blocks that are not exact.
+    /// Indexed blocks whose KV is approximate.
     approximate,
     /// Evicted blocks with cached blocks below.
     holes,
-    /// Nodes of the radix trees.
+    /// Nodes of the radix trees, one per edge.
     nodes,
-    /// Windows of eight tokens, by which moved runs are found.
+    /// Windows of eight tokens, through which moved runs are found.
     windows,
-    /// Namespaces that hold something.
+    /// Namespaces that hold a block.
     namespaces,
-    /// Plans that were not released.
+    /// Plans that are not released.
     live_plans,
-    /// Ticks of the logical clock.
+    /// Time of the logical clock.
     clock,
     /// Ids given to `discard` or `quarantine` that were not indexed.
     unknown_discards,
     /// Nodes that lookups, plans and inserts have visited since the index was made.
     nodes_visited,
-    /// Bytes of token ids that they have compared.
+    /// Bytes of token ids that those calls have compared.
     bytes_compared,
-    /// Steps of searches for moved runs since the index was made or restored: places tried, children
-    /// and cache lines of tokens compared.
+    /// Looks of the searches for moved runs since the index was made or restored: places tried,
+    /// children compared, and cache lines of tokens compared.
     search_looks,
     /// Bytes of memory that the index holds.
     bytes,

@@ -1,4 +1,4 @@
-//! `TransferManifest`, `BlockRun` and `TransferLimits`.
+//! The classes of manifests: `TransferManifest`, `BlockRun` and `TransferLimits`.
 
 use kvtrie_core::{BlockId, Class, Error, ErrorKind, Imported, TokenSequence};
 use kvtrie_transfer::{LabelRun, Offer, SentGroup, TransferKey, TransferLimits, TransferManifest};
@@ -18,7 +18,7 @@ use crate::output::{self, listed, quoted_in_short, truth};
 use crate::sequence::{PyTokenSequence, SEQUENCE};
 use crate::source::SourceArg;
 
-/// Tokens that are hashed in about 50 µs.
+/// Number of tokens that are hashed in about 50 µs.
 const TOKENS: usize = 1 << 12;
 
 pub(crate) fn hashing(tokens: usize) -> Cost {
@@ -29,8 +29,8 @@ pub(crate) fn hashing(tokens: usize) -> Cost {
     }
 }
 
-/// The largest manifest that `TransferManifest.from_bytes` reads. Counts are those of all groups
-/// together.
+/// The largest manifest that `TransferManifest.from_bytes` reads. Counts are totals over all groups
+/// of blocks.
 ///
 /// Args:
 ///     max_bytes: Bytes of the manifest, 64 MiB.
@@ -160,10 +160,10 @@ pub(crate) struct PyBlockRun {
     /// Position of the first token, a multiple of `block_size`.
     #[pyo3(get)]
     start: usize,
-    /// Tokens; the last block may hold fewer than `block_size`.
+    /// Number of tokens. The last block may hold fewer than `block_size`.
     #[pyo3(get)]
     num_tokens: usize,
-    /// 0 exact, 1 approximate, 2 look-ahead: nothing to load.
+    /// 0 exact, 1 approximate, 2 look-ahead, which is not loaded.
     #[pyo3(get)]
     class_: u8,
     /// Hops of the KV.
@@ -177,7 +177,7 @@ pub(crate) struct PyBlockRun {
 
 #[pymethods]
 impl PyBlockRun {
-    /// The ids in the order of their tokens, int32[n].
+    /// The ids in the order of their tokens (int32).
     #[getter]
     fn blocks<'py>(&self, py: Python<'py>) -> Ids<'py> {
         output::ids(py, &self.blocks)
@@ -200,8 +200,8 @@ impl PyBlockRun {
 /// What a sender offers of one request: runs of blocks with their positions, token digests and
 /// labels.
 ///
-/// It travels with the KV. The engines agree on which bytes of a block belong to which layer, head
-/// and rank. `plan_transfer` checks it with the key.
+/// It travels with the KV. The engines must agree on which bytes of a block belong to which layer,
+/// head and rank. `plan_transfer` checks the manifest with the key.
 ///
 /// Example:
 ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt="tenant-a"))
@@ -228,27 +228,29 @@ impl PyTransferManifest {
 
 #[pymethods]
 impl PyTransferManifest {
-    /// The manifest of a request whose blocks the caller knows.
+    /// Make the manifest of a request whose blocks the caller knows.
     ///
     /// Args:
-    ///     seq: The request's tokens.
-    ///     blocks: Its block table from position 0: ids, or a dict from group number to ids if groups
-    ///         of layers have their own tables. Ids after the last position named below are ignored.
+    ///     seq: The tokens of the request.
+    ///     blocks: Its block table from position 0: ids, or a dict from group number to ids if
+    ///         groups of layers have tables of their own. Ids after the last position named below
+    ///         are ignored.
     ///     key: The deployment's key, 16 to 64 bytes.
-    ///     num_computed: Tokens of `seq`, from 0, that have KV. The token sampled last and drafts have
-    ///         none.
-    ///     block_size: Tokens per block, or a dict from group number to them.
-    ///     source: Where the KV came from: `kvtrie.COMPUTED`, which None is, or a `kvtrie.Imported`.
-    ///     num_lookahead: Positions issued after `num_computed`. Blocks that hold nothing else are
-    ///         look-ahead.
-    ///     context: What the manifest is about, up to 1,024 bytes, such as engine, request and a count
-    ///         of its transfers. A reader with another context is refused. Without one, runs of another
-    ///         engine or of an ended request verify.
+    ///     num_computed: Tokens of `seq`, from position 0, that have KV. The token sampled last and
+    ///         drafts have none.
+    ///     block_size: Tokens per block, or a dict from group number to tokens per block.
+    ///     source: Where the KV came from: `kvtrie.COMPUTED`, which None means, or a
+    ///         `kvtrie.Imported`.
+    ///     num_lookahead: Positions issued after `num_computed`. Blocks that hold only such
+    ///         positions are look-ahead.
+    ///     context: What the manifest is about, up to 1,024 bytes, such as the engine, the request
+    ///         and a count of its transfers. A reader with another context is refused. Without a
+    ///         context, runs of another engine or of a request that has ended verify too.
     ///
     /// Raises:
-    ///     ValueError: `num_computed` is beyond the sequence, there are too few blocks (both numbers
-    ///         are named), a block comes twice, groups of blocks and of block sizes differ, or the key
-    ///         has another length.
+    ///     ValueError: `num_computed` is beyond the sequence, there are too few blocks (the message
+    ///         has both numbers), a block occurs twice, groups of blocks and of block sizes differ,
+    ///         or the key is too short or too long.
     ///
     /// Example:
     ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
@@ -301,31 +303,31 @@ impl PyTransferManifest {
                     blocks,
                 })
                 .collect();
-            // The lock is free while the copy is hashed.
+            // The lock is released before the copy is hashed.
             let seq = keys.lock(&seq.core, SEQUENCE)?.clone();
-            let end = check_counts(&seq, num_computed, num_lookahead, CALL)?;
+            let end = check_counts(&seq, num_computed, num_lookahead)?;
             Ok(TransferManifest::new(&seq, &groups, &labels, end, &key)?)
         })?;
         Ok(Self { core })
     }
 
-    /// The manifest of a live request: its final and computed tokens with their labels, and its
-    /// look-ahead blocks.
+    /// Make the manifest of a live request: its final and computed tokens with their labels, and
+    /// its look-ahead blocks.
     ///
-    /// Blocks after a missing range are offered too. If a range ends inside a block, the tokens of that
-    /// block are offered only if nothing computed comes after. See `SequenceLedger.confirm` for claims
-    /// that include steps under way.
+    /// Blocks after a missing range are offered too. If a range ends inside a block, the tokens of
+    /// that block are offered only if no computed token follows. See `SequenceLedger.confirm` for
+    /// claims that include steps under way.
     ///
     /// Args:
     ///     ledger: The ledger of the engine.
-    ///     request: A live request of it.
+    ///     request: A live request of the ledger.
     ///     key: The deployment's key, 16 to 64 bytes.
     ///     group: The group number of the ledger's blocks.
     ///     context: As for `from_blocks`.
     ///
     /// Raises:
     ///     StaleHandleError: The request is not live, or its plan was released.
-    ///     ValueError: `group` is negative, or the key has another length.
+    ///     ValueError: `group` is negative, or the key is too short or too long.
     ///
     /// Example:
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
@@ -362,7 +364,7 @@ impl PyTransferManifest {
             let known = keys.lock(&ledger.core, LEDGER)?;
             let seq = keys.lock(&seq.core, SEQUENCE)?;
             let offer = Offer::of(&known, id, &seq)?;
-            // The tokens of that moment; both locks are free while they are hashed.
+            // These are the tokens at this moment. Both locks are released before they are hashed.
             let tokens = seq.clone();
             drop((seq, known));
             Ok(offer.manifest(&tokens, group, &key)?)
@@ -370,11 +372,11 @@ impl PyTransferManifest {
         Ok(Self { core })
     }
 
-    /// Read a manifest. Its form is checked here, its truth by `plan_transfer`.
+    /// Read a manifest. This checks its form; `plan_transfer` checks its digests.
     ///
     /// Args:
-    ///     raw: Bytes, from anybody.
-    ///     limits: The largest manifest to read; None takes the defaults of `TransferLimits`.
+    ///     raw: Bytes from an untrusted source.
+    ///     limits: The largest manifest to read; None means the defaults of `TransferLimits`.
     ///
     /// Returns:
     ///     The manifest whose `to_bytes()` is `raw`. Reading takes at most four times the memory of
@@ -398,7 +400,7 @@ impl PyTransferManifest {
         #[pyo3(from_py_with = optional_of::<call::TransferManifestFromBytes, arg::Limits, PyTransferLimits>)]
         limits: Option<&Bound<'_, PyTransferLimits>>,
     ) -> PyResult<Self> {
-        /// Bytes that are read in about 50 µs.
+        /// Number of bytes that are read in about 50 µs.
         const BYTES: usize = 1 << 16;
         let limits = limits.map_or_else(TransferLimits::default, |limits| limits.get().core);
         let cost = |len| {
@@ -426,7 +428,8 @@ impl PyTransferManifest {
         Ok(Self { core })
     }
 
-    /// The manifest for `from_bytes`: MessagePack, version 1. Equal manifests have equal bytes.
+    /// Return the manifest as bytes for `from_bytes`: MessagePack, version 1. Equal manifests have
+    /// equal bytes.
     ///
     /// The bytes contain block ids, positions and digests, no token ids and no salt.
     ///
@@ -462,7 +465,7 @@ impl PyTransferManifest {
         self.core.groups().collect()
     }
 
-    /// The highest end of a run with KV.
+    /// The highest end of a run with KV, in tokens.
     #[getter]
     fn num_tokens(&self) -> usize {
         self.core.num_tokens()
@@ -480,7 +483,7 @@ impl PyTransferManifest {
         self.core.kv_dtype()
     }
 
-    /// How positions rotate K.
+    /// How K is rotated by position.
     #[getter]
     fn rope(&self) -> &str {
         self.core.rope()
@@ -492,7 +495,8 @@ impl PyTransferManifest {
         self.core.adapter()
     }
 
-    /// Whether the KV is shared with everybody. A manifest has no salt of a tenant, only its digest.
+    /// Whether the KV is shared with everybody. A manifest contains no tenant's salt, only its
+    /// digest.
     #[getter]
     fn is_shared(&self) -> bool {
         self.core.is_shared()
@@ -509,10 +513,10 @@ impl PyTransferManifest {
     }
 
     fn __reduce__<'py>(&self, py: Python<'py>) -> PyResult<ReducedManifest<'py>> {
-        /// As far as Python's own containers count.
+        /// The largest length of Python's own containers.
         const MOST: usize = isize::MAX.unsigned_abs();
         let reader = py.get_type::<Self>().getattr("from_bytes")?;
-        // What could be made can be unpickled, whatever the limits of readers are.
+        // A manifest that could be made can be unpickled, whatever the limits of readers are.
         let limits = PyTransferLimits {
             core: TransferLimits {
                 max_bytes: MOST,
@@ -566,27 +570,27 @@ fn check_counts(
     seq: &TokenSequence,
     num_computed: usize,
     num_lookahead: usize,
-    call: &str,
 ) -> kvtrie_core::Result<usize> {
     const MOST: usize = u32::MAX as usize;
     let end = num_computed.saturating_add(num_lookahead);
     let message = if num_computed > seq.len() {
         format!(
-            "{call}: num_computed is {num_computed}; it must be in [0, {}], the tokens of the sequence",
+            "num_computed is {num_computed}; it must be in [0, {}], the tokens of the sequence",
             seq.len()
         )
     } else if end > MOST {
         format!(
-            "{call}: num_lookahead is {num_lookahead}; after {num_computed} computed tokens it must be in [0, {}]",
+            "num_lookahead is {num_lookahead}; after {num_computed} computed tokens it must be in [0, {}]",
             MOST.saturating_sub(num_computed)
         )
     } else {
         return Ok(end);
     };
-    Err(Error::new(ErrorKind::InvalidArgument, message))
+    let call = "TransferManifest::new";
+    Err(Error::new(ErrorKind::InvalidArgument, call, message))
 }
 
-/// The key of a call, bound to the context of a manifest.
+/// The key of a call, bound to the context of the manifest.
 pub(crate) fn transfer_key(
     key: &Bound<'_, PyBytes>,
     context: Option<&Bound<'_, PyBytes>>,
@@ -598,7 +602,7 @@ pub(crate) fn transfer_key(
         .map_err(|error| exception_in(call, &error))
 }
 
-/// Block tables by group, ascending: a list of ids is group 0.
+/// Reads block tables by group, ascending. A list of ids is group 0.
 pub(crate) fn tables(value: &Bound<'_, PyAny>, arg: Arg) -> PyResult<Vec<(u32, Vec<BlockId>)>> {
     let Ok(groups) = value.cast::<PyDict>() else {
         return Ok(vec![(0, block_ids(value, BlockId::MAX_BLOCKS, arg)?)]);
@@ -614,7 +618,7 @@ pub(crate) fn tables(value: &Bound<'_, PyAny>, arg: Arg) -> PyResult<Vec<(u32, V
     Ok(tables)
 }
 
-/// The block size of each group, or none for all if there is no value.
+/// Reads the block size of each group; `None` for all groups if there is no value.
 pub(crate) fn block_sizes(
     value: Option<&Bound<'_, PyAny>>,
     groups: &[u32],
@@ -646,7 +650,7 @@ pub(crate) fn block_sizes(
     Ok(sizes.into_iter().map(|size| Some(size.1)).collect())
 }
 
-/// The groups of a dict of block sizes; `None` for a value for all groups.
+/// The groups in a dict of block sizes; `None` if one value is for all groups.
 pub(crate) fn groups_of(
     value: Option<&Bound<'_, PyAny>>,
     call: &'static str,

@@ -1,4 +1,4 @@
-//! `plan_transfer` and `TransferPlan`.
+//! The function `plan_transfer` and its result, `TransferPlan`.
 
 use kvtrie_core::BlockId;
 use kvtrie_transfer::{LocalGroup, TransferOptions, TransferPlan};
@@ -7,17 +7,18 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 use crate::arguments::{arg, call, int, of, optional_of};
-use crate::buffers::{Arg, no_bytes, nothing, ranges};
+use crate::buffers::{Arg, no_bytes, nothing};
 use crate::detach::Enter;
 use crate::hints::{Counts, Records, SourceValue};
 use crate::output;
 use crate::policy::{EXACT_ONLY, PyReusePolicy};
+use crate::ranges::ranges;
 use crate::sequence::{PyTokenSequence, SEQUENCE};
 use crate::source::{PyImported, computed};
 use crate::transfer::{PyTransferManifest, block_sizes, groups_of, hashing, tables, transfer_key};
 
-/// What to load of a manifest, and what to compute: the result of `plan_transfer`. It holds no
-/// blocks and needs no release.
+/// What to load from a manifest, and what to compute: the result of `plan_transfer`. It pins
+/// nothing and needs no release.
 ///
 /// Example:
 ///     >>> space, key = kvtrie.Namespace(model="m", salt=kvtrie.SHARED), b"k" * 32
@@ -35,58 +36,58 @@ pub(crate) struct PyTransferPlan {
 
 #[pymethods]
 impl PyTransferPlan {
-    /// What to load, a structured array by group and position: `group`, `remote` and `local` (block
-    /// ids, int32; `local` is -1 if the plan was made without `local_blocks`), `start` and `end`
-    /// (positions in the local sequence, int64), `delta` (position here minus position there, int64:
-    /// by how many positions K is rotated), `class` (0 exact, 1 approximate, uint8), `hops` (of the KV
-    /// once loaded, uint16). Each pair is inside one remote and one local block, number
-    /// `start // block_size` of the local table; the first of its tokens is at
-    /// `(start - delta) % remote_block_size` in the remote one.
+    /// The pairs of blocks to load, by group and position. A structured array with the fields
+    /// `group`, `remote` and `local` (block ids, int32; `local` is -1 if the plan was made without
+    /// `local_blocks`), `start` and `end` (positions in the local sequence, int64), `delta`
+    /// (position here minus position there, by which K is rotated, int64), `class` (0 exact, 1
+    /// approximate, uint8) and `hops` (of the loaded KV, uint16). Each pair is inside one remote
+    /// and one local block, number `start // block_size` of the local table. Its first token is at
+    /// `(start - delta) % remote_block_size` in the remote block.
     #[getter]
     fn pairs<'py>(&self, py: Python<'py>) -> PyResult<Records<'py>> {
         output::pairs(py, self.core.pairs())
     }
 
-    /// Ranges to compute, int64[n, 2], ascending: neither cached nor loaded, and what `keep_last`
-    /// keeps.
+    /// Ranges to compute, int64 of shape (n, 2), ascending: tokens neither cached nor loaded, and
+    /// the last `keep_last` tokens.
     #[getter]
     fn compute<'py>(&self, py: Python<'py>) -> PyResult<Counts<'py>> {
         output::ranges(py, self.core.compute())
     }
 
-    /// `compute`, under the name that `SequenceLedger.begin` has for it.
+    /// Same as `compute`, under the name that `SequenceLedger.begin` uses.
     #[getter]
     fn missing<'py>(&self, py: Python<'py>) -> PyResult<Counts<'py>> {
         self.compute(py)
     }
 
-    /// Position of the first token that is loaded and approximate, or the length of the sequence.
+    /// Position of the first approximate token that is loaded, or the length of the sequence.
     #[getter]
     fn exact_until(&self) -> usize {
         self.core.first_approximate().unwrap_or(self.core.len())
     }
 
-    /// The most hops of loaded KV, 0 if all of it is exact.
+    /// The most hops of loaded KV; 0 if all of it is exact.
     #[getter]
     fn hops(&self) -> u16 {
         self.core.hops()
     }
 
-    /// Tokens that are loaded and exact in every group.
+    /// Number of tokens that are loaded and exact in every group.
     #[getter]
     fn num_exact(&self) -> usize {
         self.core.num_exact()
     }
 
-    /// Tokens that are loaded and approximate in some group.
+    /// Number of tokens that are loaded and approximate in some group.
     #[getter]
     fn num_approximate(&self) -> usize {
         self.core.num_approximate()
     }
 
-    /// The source for `insert` and `begin` after loading: `Imported(exact_until, hops)`, or `COMPUTED`
-    /// if all loaded KV is exact, so that tokens decoded after it count as exact too. Both assume that
-    /// `cached` is exact.
+    /// The source for `insert` and `begin` after loading: `Imported(exact_until, hops)`, or
+    /// `COMPUTED` if all loaded KV is exact, so that tokens decoded after it are exact too. Both
+    /// assume that the `cached` tokens are exact.
     #[getter]
     fn source<'py>(&self, py: Python<'py>) -> PyResult<SourceValue<'py>> {
         match self.core.first_approximate() {
@@ -118,31 +119,32 @@ impl PyTransferPlan {
 /// Plan which blocks of a sender to load for a sequence, and what to compute. Nothing is pinned.
 ///
 /// A token is loaded only if a digest proves that the local sequence has it there. It is exact if
-/// its run is and all tokens before it are those of the local sequence; such KV stays in place,
-/// `delta` is 0. An approximate policy also allows, in place, KV that the sender calls approximate,
-/// and moved runs: whole blocks (and the last one) whose tokens are elsewhere in the local
-/// sequence, at least `policy.min_run` (16) tokens with one delta, at one hop more.
+/// its run is exact and all tokens before it equal those of the local sequence. Such KV keeps its
+/// position: `delta` is 0. A policy that allows approximate KV also allows KV at its position that
+/// the sender labels approximate, and moved runs: whole blocks (and the last one) whose tokens are
+/// elsewhere in the local sequence, at least `policy.min_run` (16) tokens with one delta, at one
+/// hop more.
 ///
 /// Digests are per block: if a block differs, none of its tokens is loaded. Each group is planned
-/// separately, and a token is loaded if all groups have it; a pair has the label of its own group,
-/// `exact_until` and `hops` are the worst of all groups.
+/// separately, and a token is loaded only if all groups have it. A pair has the label of its own
+/// group; `exact_until` and `hops` are the worst of all groups.
 ///
 /// The plan uses a copy of `local_seq`, so other threads may use the sequence meanwhile. A search
-/// for moved runs hashes one block per token that nothing else covers: its time grows with the
+/// for moved runs hashes one block per token that no other KV covers, so its time grows with the
 /// sender's block size.
 ///
 /// Args:
-///     manifest: What the sender offers.
-///     local_seq: The prompt here.
-///     local_blocks: Its block table from position 0: ids (group 0), or a dict from group number to
-///         ids. It must cover the sequence; further ids are ignored. None: no block is allocated yet,
-///         and the pairs name none.
+///     manifest: The manifest of the sender.
+///     local_seq: The prompt of the receiver.
+///     local_blocks: The prompt's block table from position 0: ids (group 0), or a dict from group
+///         number to ids. It must cover the sequence; further ids are ignored. None: no block is
+///         allocated yet, and the pairs name no local block.
 ///     cached: Half-open range of positions whose KV is present here and exact. It is not loaded.
 ///     key: The deployment's key, 16 to 64 bytes.
-///     policy: What may be loaded; None is `kvtrie.EXACT_ONLY`. A manifest has no kinds: with any
-///         `forbid_kinds`, or beyond `max_approximate_share` of the local sequence, nothing
+///     policy: What may be loaded; None means `kvtrie.EXACT_ONLY`. A manifest has no kinds: with
+///         any `forbid_kinds`, or beyond `max_approximate_share` of the local sequence, nothing
 ///         approximate is loaded. `partial_blocks` has no effect.
-///     block_size: Tokens per local block, or a dict by group; None takes the sender's.
+///     block_size: Tokens per local block, or a dict by group; None means the sender's.
 ///     keep_last: Tokens at the end that are computed in any case, cached or not.
 ///     context: As the sender gave it to `TransferManifest.from_blocks`.
 ///
@@ -150,8 +152,8 @@ impl PyTransferPlan {
 ///     TransferRefused: With the reason `"digest"` (a run was changed, or written with another key
 ///         or context), `"namespace"` (the message names the field), or `"groups"` (the sender has
 ///         other groups).
-///     ValueError: There are too few local blocks (both numbers are named), one comes twice,
-///         `cached` is not a range inside the sequence, or the key has another length.
+///     ValueError: There are too few local blocks (the message has both numbers), one occurs twice,
+///         `cached` is not a range inside the sequence, or the key is too short or too long.
 ///
 /// Example:
 ///     >>> space, key = kvtrie.Namespace(model="m", salt=kvtrie.SHARED), b"k" * 32
@@ -190,7 +192,7 @@ pub(crate) fn plan_transfer(
     context: Option<&Bound<'_, PyBytes>>,
 ) -> PyResult<PyTransferPlan> {
     const CALL: &str = "plan_transfer";
-    /// Tokens that are hashed in the time of one compression.
+    /// Number of tokens that are hashed in the time of one compression.
     const LEAST_WINDOW: usize = 16;
     let key = transfer_key(key, context, CALL)?;
     let keep_last = Arg::new(CALL, "keep_last").count(keep_last)?;
@@ -223,11 +225,11 @@ pub(crate) fn plan_transfer(
     let (manifest, seq) = (manifest.get().core(), local_seq.get());
     let mut tokens = seq.len(py)?.saturating_mul(groups.len());
     if policy.approximate {
-        // A window of one block is hashed for each token.
+        // The search hashes a window of one block for each token.
         let largest = manifest.groups().map(|(_, block_size)| block_size).max();
         tokens = tokens.saturating_mul(largest.unwrap_or(1).max(LEAST_WINDOW));
     }
-    // All of the manifest is hashed, however short the prompt is.
+    // The whole manifest is hashed, however short the prompt is.
     tokens = tokens.saturating_add(manifest.to_bytes().len() / size_of::<u32>());
     let core = py.enter(hashing(tokens), move |keys| {
         let local: Vec<LocalGroup<'_>> = groups
@@ -245,7 +247,8 @@ pub(crate) fn plan_transfer(
             keep_last,
             policy,
         };
-        // The lock is free meanwhile: a step of the ledger that has the sequence does not wait for the plan.
+        // The lock is released before planning, so that a step of the ledger that owns the sequence does not wait for
+        // it.
         let seq = keys.lock(&seq.core, SEQUENCE)?.clone();
         Ok(TransferPlan::new(manifest, &seq, &local, &key, &options)?)
     })?;

@@ -1,4 +1,4 @@
-//! Why a call fails.
+//! The errors of transfers, with the reason why a manifest is refused.
 
 use std::fmt;
 
@@ -10,7 +10,7 @@ use kvtrie_core::{Error, ErrorKind};
 pub enum Refusal {
     /// The bytes are not a manifest, or contradict themselves.
     Malformed,
-    /// The bytes are of another version of the format.
+    /// The bytes have another version of the format.
     Version,
     /// The manifest exceeds a limit of its reader.
     Limits,
@@ -37,7 +37,7 @@ impl Refusal {
     }
 }
 
-/// Why a manifest cannot be read or planned with.
+/// An error of reading a manifest, or of planning with one.
 ///
 /// # Examples
 /// ```
@@ -47,8 +47,15 @@ impl Refusal {
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum TransferError {
-    /// The manifest is refused. The message names the call, the value and the limit.
-    Refused(Refusal, String),
+    /// The manifest is refused.
+    Refused {
+        /// Why.
+        refusal: Refusal,
+        /// The call that failed.
+        call: &'static str,
+        /// The value and the limit.
+        message: String,
+    },
     /// The receiver's own arguments are wrong.
     Argument(Error),
 }
@@ -58,8 +65,17 @@ impl TransferError {
     #[must_use]
     pub fn refusal(&self) -> Option<Refusal> {
         match self {
-            Self::Refused(refusal, _) => Some(*refusal),
+            Self::Refused { refusal, .. } => Some(*refusal),
             Self::Argument(_) => None,
+        }
+    }
+
+    /// What was wrong, without the name of the call.
+    #[must_use]
+    pub fn message(&self) -> &str {
+        match self {
+            Self::Refused { message, .. } => message,
+            Self::Argument(error) => error.message(),
         }
     }
 }
@@ -67,7 +83,7 @@ impl TransferError {
 impl fmt::Display for TransferError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Refused(_, message) => f.write_str(message),
+            Self::Refused { call, message, .. } => write!(f, "{call}: {message}"),
             Self::Argument(error) => error.fmt(f),
         }
     }
@@ -81,18 +97,30 @@ impl From<Error> for TransferError {
     }
 }
 
-pub(crate) fn invalid(message: impl Into<String>) -> Error {
-    Error::new(ErrorKind::InvalidArgument, message)
+pub(crate) fn block_in_use(call: &'static str, message: impl Into<String>) -> Error {
+    Error::new(ErrorKind::BlockInUse, call, message)
 }
 
-pub(crate) fn block_in_use(message: impl Into<String>) -> Error {
-    Error::new(ErrorKind::BlockInUse, message)
+pub(crate) fn stale(call: &'static str, message: impl Into<String>) -> Error {
+    Error::new(ErrorKind::StaleHandle, call, message)
 }
 
-pub(crate) fn stale(message: impl Into<String>) -> Error {
-    Error::new(ErrorKind::StaleHandle, message)
+pub(crate) fn refused(
+    refusal: Refusal,
+    call: &'static str,
+    message: impl Into<String>,
+) -> TransferError {
+    TransferError::Refused {
+        refusal,
+        call,
+        message: message.into(),
+    }
 }
 
-pub(crate) fn refused(refusal: Refusal, message: impl Into<String>) -> TransferError {
-    TransferError::Refused(refusal, message.into())
+/// An invalid argument of a call: its message as for `format!`.
+macro_rules! invalid {
+    ($call:expr, $($message:tt)+) => {
+        kvtrie_core::Error::new(kvtrie_core::ErrorKind::InvalidArgument, $call, format!($($message)+))
+    };
 }
+pub(crate) use invalid;

@@ -1,6 +1,7 @@
-//! Hostile manifests: typed errors, memory of at most four times the bytes, and no load of wrong tokens.
+//! Tests hostile manifests: they give typed errors, take at most four times their bytes, and never load a wrong token.
 //!
-//! One test, because the counter of bytes is the process's. `KVTRIE_HOSTILE` sets the number of manifests (20,000).
+//! There is one test only, because the counter counts the bytes of the whole process. `KVTRIE_HOSTILE` sets the number
+//! of manifests (20,000).
 
 #![expect(clippy::unwrap_used, reason = "helpers of a test")]
 
@@ -17,7 +18,7 @@ use stats_alloc::{INSTRUMENTED_SYSTEM, Region, StatsAlloc};
 #[global_allocator]
 static ALLOCATOR: &StatsAlloc<System> = &INSTRUMENTED_SYSTEM;
 
-/// Bytes of a message, in addition to those of the manifest.
+/// Number of bytes of a message, in addition to those of the manifest.
 const MESSAGE: usize = 1024;
 const GROUPS: [(u32, usize); 2] = [(0, 4), (7, 6)];
 
@@ -45,7 +46,7 @@ impl Choices {
         (0..len).map(|_| self.byte()).collect()
     }
 
-    /// A number at a limit of an encoding or of the format.
+    /// A number at a limit of the encoding or of the format.
     fn edge(&mut self) -> u64 {
         let edges = [
             0,
@@ -68,6 +69,15 @@ impl Choices {
             u64::MAX,
         ];
         edges[self.below(edges.len())]
+    }
+
+    /// Such a number once in `times` calls, otherwise the usual one.
+    fn edge_or(&mut self, times: usize, usual: u64) -> u64 {
+        if self.below(times) == 0 {
+            self.edge()
+        } else {
+            usual
+        }
     }
 }
 
@@ -112,6 +122,15 @@ fn bin(out: &mut Vec<u8>, bytes: &[u8]) {
     out.extend(bytes);
 }
 
+fn label(start: usize, end: usize, class: Class, hops: u16) -> LabelRun {
+    LabelRun {
+        start,
+        end,
+        class,
+        hops,
+    }
+}
+
 /// What sender and receiver share.
 struct World {
     tokens: Vec<u32>,
@@ -141,12 +160,6 @@ impl World {
                 blocks,
             })
             .collect();
-        let label = |start, end, class, hops| LabelRun {
-            start,
-            end,
-            class,
-            hops,
-        };
         let labels = [
             label(0, 24, Class::Exact, 0),
             label(30, 48, Class::Approximate, 1),
@@ -169,7 +182,7 @@ impl World {
         }
     }
 
-    /// Reads bytes and measures the memory, then plans. Returns the reason of a refusal.
+    /// Reads bytes, measures the memory, and plans. Returns the reason of a refusal.
     fn receive(&self, raw: &[u8]) -> Option<Refusal> {
         let region = Region::new(ALLOCATOR);
         let read = TransferManifest::from_bytes(raw, &TransferLimits::default());
@@ -195,7 +208,7 @@ impl World {
                 self.check(&plan);
                 None
             }
-            Err(TransferError::Refused(reason, _)) => Some(reason),
+            Err(TransferError::Refused { refusal, .. }) => Some(refusal),
             Err(TransferError::Argument(error)) => panic!("{:?}: {error}", error.kind()),
         }
     }
@@ -235,7 +248,7 @@ fn sequence(tokens: &[u32]) -> TokenSequence {
     TokenSequence::new(Arc::new(namespace), tokens.to_vec(), Vec::new()).unwrap()
 }
 
-/// The true bytes, changed.
+/// The valid bytes with some changes.
 fn mutated(world: &World, choices: &mut Choices) -> Vec<u8> {
     let mut raw = world.manifest.to_bytes().to_vec();
     for _ in 0..=choices.below(3) {
@@ -257,7 +270,7 @@ fn mutated(world: &World, choices: &mut Choices) -> Vec<u8> {
                 raw.splice(at..at, piece);
             }
             5 => {
-                // A count that is too large.
+                // This count is too large.
                 let marker = [0xdd, 0xc6, 0xdb, 0xdf, 0xce][choices.below(5)];
                 let huge = [marker, 0xff, choices.byte(), 0xff, choices.byte()];
                 let end = (at + choices.below(6)).min(raw.len());
@@ -279,20 +292,13 @@ fn mutated(world: &World, choices: &mut Choices) -> Vec<u8> {
     raw
 }
 
-/// Values of the right types with any numbers: overlapping ranges, forged digests, ids that come twice.
+/// Values of the right types with any numbers: overlapping ranges, forged digests, repeated ids.
 fn forged(choices: &mut Choices) -> Vec<u8> {
     let mut raw = Vec::new();
     array(&mut raw, 4);
     raw.push(0xaf);
     raw.extend(b"kvtrie.manifest");
-    uint(
-        &mut raw,
-        if choices.below(30) == 0 {
-            choices.edge()
-        } else {
-            1
-        },
-    );
+    uint(&mut raw, choices.edge_or(30, 1));
     array(&mut raw, 5);
     for name in ["m", "auto", "default"] {
         raw.push(0xa0 | u8::try_from(name.len()).unwrap());
@@ -309,14 +315,7 @@ fn forged(choices: &mut Choices) -> Vec<u8> {
     for group in 0..groups {
         array(&mut raw, 3);
         let number = [0, 7, 9, 11][group];
-        uint(
-            &mut raw,
-            if choices.below(20) == 0 {
-                choices.edge()
-            } else {
-                number
-            },
-        );
+        uint(&mut raw, choices.edge_or(20, number));
         let size = if choices.below(30) == 0 {
             choices.edge()
         } else {
@@ -333,32 +332,10 @@ fn forged(choices: &mut Choices) -> Vec<u8> {
                 .saturating_mul(blocks)
                 .saturating_sub(choices.next() % 2);
             array(&mut raw, 8);
-            let odd = choices.below(12) == 0;
-            uint(&mut raw, if odd { choices.edge() } else { start });
-            uint(
-                &mut raw,
-                if choices.below(30) == 0 {
-                    choices.edge()
-                } else {
-                    tokens
-                },
-            );
-            uint(
-                &mut raw,
-                if choices.below(30) == 0 {
-                    choices.edge()
-                } else {
-                    flags
-                },
-            );
-            uint(
-                &mut raw,
-                if choices.below(30) == 0 {
-                    choices.edge()
-                } else {
-                    flags % 2
-                },
-            );
+            uint(&mut raw, choices.edge_or(12, start));
+            uint(&mut raw, choices.edge_or(30, tokens));
+            uint(&mut raw, choices.edge_or(30, flags));
+            uint(&mut raw, choices.edge_or(30, flags % 2));
             let count = usize::try_from(blocks).unwrap();
             let ids: Vec<u8> = (0..count)
                 .flat_map(|_| {
@@ -377,7 +354,7 @@ fn forged(choices: &mut Choices) -> Vec<u8> {
     raw
 }
 
-/// Arrays in arrays, or groups and runs that promise more than is there.
+/// Arrays in arrays, or groups and runs that announce more than follows.
 fn nested(choices: &mut Choices) -> Vec<u8> {
     let mut raw = vec![0x94, 0xaf];
     raw.extend(b"kvtrie.manifest");
@@ -389,25 +366,18 @@ fn nested(choices: &mut Choices) -> Vec<u8> {
     raw
 }
 
-/// As many runs as there can be, of one token each; and one run of many blocks, in no order.
+/// The manifests have as many runs as possible, of one token each, or one run of many unordered blocks.
 fn large_ones_take_less_than_four_times_their_size(key: &TransferKey) {
     let tokens = vec![1; 60_000];
     let seq = sequence(&tokens);
     let shuffled: Vec<BlockId> = (0..60_000).map(|id| BlockId(id * 7_919 % 60_013)).collect();
     let alternating: Vec<LabelRun> = (0..60_000)
-        .map(|at| LabelRun {
-            start: at,
-            end: at + 1,
-            class: Class::Approximate,
-            hops: u16::try_from(at % 2).unwrap(),
+        .map(|at| {
+            let hops = u16::try_from(at % 2).unwrap();
+            label(at, at + 1, Class::Approximate, hops)
         })
         .collect();
-    let one = LabelRun {
-        start: 0,
-        end: 60_000,
-        class: Class::Exact,
-        hops: 0,
-    };
+    let one = label(0, 60_000, Class::Exact, 0);
     for labels in [&alternating[..], &[one]] {
         let group = SentGroup {
             group: 0,
@@ -424,7 +394,8 @@ fn large_ones_take_less_than_four_times_their_size(key: &TransferKey) {
     }
 }
 
-/// Names as long as the bytes allow, of characters that take most room in quotes, and no run whose digest could be wrong.
+/// The names are as long as the bytes allow, of characters that take most room in quotes. There is no run whose digest
+/// could be wrong.
 fn long_names_are_cut_where_they_are_shown(world: &World) {
     const LEN: usize = 3 << 20;
     for (field, name) in ["model", "kv_dtype", "rope", "the adapter"]

@@ -47,7 +47,7 @@ class Copies:
         self._failed: set[int] = set()
 
     def apply(self, loads: Sequence[Load]) -> None:
-        """Ordered before the forward pass by the current stream. vLLM computes failed blocks."""
+        """Copy on the current stream, before the forward pass. vLLM computes failed blocks."""
         for load in loads:
             if load.moves is None:
                 self._failed.update(load.blocks)

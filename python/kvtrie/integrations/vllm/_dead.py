@@ -1,6 +1,6 @@
-"""Dead reasoning: when vLLM needs blocks, it takes those of finished turns' reasoning first.
+"""Dead reasoning: vLLM evicts the blocks of finished turns' reasoning first.
 
-Without this it would evict them after older prompts and answers.
+Without this it would evict older prompts and answers before them.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 _MAX_LOOKS: Final = 8
 
 
-class DeadThinking:
+class DeadReasoning:
     """Moves blocks of dead reasoning to the head of vLLM's free queue.
 
-    Until vLLM hands a block out, it keeps its hash and can be found. Blocks in use and blocks that
+    A block keeps its hash and can be found until vLLM hands it out. Blocks in use and blocks that
     other conversations continue from stay where they are.
     """
 

@@ -29,8 +29,8 @@ _PLAIN_FORMATS: Final = (
     *("fastsafetensors", "instanttensor", "runai_streamer"),
 )
 _FIX: Final = (
-    'run `kvtrie calibrate` on the served directory, or set "gate": "unchecked" and vouch for the '
-    "quality yourself"
+    'run `kvtrie calibrate` on the served directory, or set "gate": "unchecked" and be responsible '
+    "for the quality"
 )
 
 
@@ -78,7 +78,7 @@ def read(settings: Settings) -> gates.Gate | None:
 
 
 def covers(settings: Settings, adapter: str | None) -> bool:
-    """A gate was measured without an adapter."""
+    """Whether a request may use the gate, which was measured without an adapter."""
     return adapter is None or settings.gate in (None, "unchecked")
 
 

@@ -92,7 +92,7 @@ def _cpu_pages(
 
 
 def _cpu_isa(dtype: torch.dtype, block_size: int, head_dim: int) -> str | None:
-    """None if this vLLM does not say."""
+    """The instruction set of vLLM's CPU attention; None if this vLLM does not say."""
     from vllm.v1.attention.backends import cpu_attn  # noqa: PLC0415 - of the CPU build alone
 
     ask = getattr(cpu_attn, "_get_attn_isa", None)

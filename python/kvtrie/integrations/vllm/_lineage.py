@@ -33,7 +33,7 @@ def start(request: Request, block: int) -> None:
 
 
 def covers(request: Request, block: int) -> bool:
-    """Only full blocks have a hash to replace."""
+    """Whether a block is full: only full blocks have a hash to replace."""
     return block < len(request.block_hashes)
 
 

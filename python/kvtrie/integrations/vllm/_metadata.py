@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class Load:
     """The copies into one request, and the blocks that they write.
 
-    Without ``moves``, which could not be made, the workers report the blocks as failed.
+    ``moves`` is None if they could not be made: the workers then report the blocks as failed.
     """
 
     moves: NDArray[Any] | None

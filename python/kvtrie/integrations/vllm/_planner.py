@@ -10,7 +10,7 @@ from vllm.v1.request import RequestStatus
 
 from kvtrie._core import EXACT_ONLY, SHARED, Namespace, TokenSequence
 from kvtrie.integrations.vllm import _gate, _lineage, _ranges
-from kvtrie.integrations.vllm._dead import DeadThinking
+from kvtrie.integrations.vllm._dead import DeadReasoning
 from kvtrie.integrations.vllm._metadata import Load, StepMetadata
 from kvtrie.integrations.vllm._ranges import APPROXIMATE
 from kvtrie.integrations.vllm._requests import LiveRequest, Pending, Range, adapter_of
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from kvtrie.tags import Tagger
 
 _LOG = logging.getLogger("vllm.kvtrie")
-_Answer = TypeVar("_Answer")
+_Result = TypeVar("_Result")
 
 # Failed admissions with pinned sources, after which a request gets no reuse.
 _MAX_REFUSALS: Final = 2
@@ -73,29 +73,29 @@ class Planner:
         self._cleared = cleared
         self._counts = counts
         self._space_of = lru_cache(maxsize=_MAX_NAMESPACES)(self._new_namespace)
-        # Also those without kvtrie: they may read what it copied.
+        # Includes requests without kvtrie: they may read what it copied.
         self._requests: dict[str, Request] = {}
         self._live: dict[str, LiveRequest] = {}
-        # With work in the current step, so that a decode step skips the others.
+        # Requests with work in the current step, so that a decode step skips the others.
         self._pending: dict[str, Request] = {}
         self._prefilling: dict[str, Request] = {}
         self._loads: list[Load] = []
-        # Those that continue at another position than their workers have.
+        # Requests that continue at another position than their workers have.
         self._moved: dict[str, Request] = {}
         self._counts_itself = vllm_config.use_v2_model_runner
         self._has_steps_in_flight = vllm_config.scheduler_config.async_scheduling
         self._tagger = tagger_of(settings, vllm_config)
         self.sources = Sources(self._pool, block_size, cleared, seed=settings.seed)
-        self._dead: DeadThinking | None = None
+        self._dead: DeadReasoning | None = None
         if self._tagger is not None and settings.dead_thinking:
-            self._dead = DeadThinking(self._pool, self.sources, block_size, counts)
-        self.resumes_behind_gaps = False
+            self._dead = DeadReasoning(self._pool, self.sources, block_size, counts)
+        self.resumes_after_gaps = False
         _LOG.info("kvtrie: %s", summary(settings, cleared, self._tagger))
 
     # --- arrival -----------------------------------------------------------------------------
 
     def arrive(self, request: Request) -> None:
-        """Called before vLLM looks the request up."""
+        """Register a request before vLLM looks it up."""
         self._settle()
         self._requests[request.request_id] = request
         # vLLM truncates and extends a resumable request's tokens without notice.
@@ -167,7 +167,7 @@ class Planner:
         promised, after_gaps = _ranges.usable(
             plan,
             num_local,
-            behind_gaps=self.resumes_behind_gaps,
+            resumes=self.resumes_after_gaps,
             # KV must not become approximate in a block that vLLM hashes by tokens alone.
             may_begin=None
             if live.exact_until is not None
@@ -214,7 +214,7 @@ class Planner:
         pending.allocated = True
         start, end = pending.promised
         if num_external:
-            # vLLM relies on this number, whatever was promised.
+            # vLLM relies on this number, not on the promised one.
             self._load(request, live, pending.plan, start, start + num_external, most=end)
 
     def _load(
@@ -229,7 +229,7 @@ class Planner:
     ) -> None:
         """Copy the tokens of a range, on which vLLM relies from now on.
 
-        Those that cannot be copied, such as those after ``most``, are reported as a failed copy.
+        Tokens that cannot be copied, such as those after ``most``, are reported as a failed copy.
         """
         ids = self._manager.get_block_ids(request.request_id)[0]
         blocks = tuple(ids[start // self._block_size : -(-end // self._block_size)])
@@ -474,8 +474,8 @@ class Planner:
         if self._dead is not None:
             self._dead.settle()
 
-    def guarded(self, call: Callable[..., _Answer], *args: object) -> _Answer | None:
-        """If the call raises, the error is counted and the result is None."""
+    def guarded(self, call: Callable[..., _Result], *args: object) -> _Result | None:
+        """Call; count an error and return None if it raises."""
         try:
             return call(*args)
         except Exception:

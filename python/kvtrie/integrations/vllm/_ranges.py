@@ -26,7 +26,7 @@ def usable(
     plan: ReusePlan,
     num_local: int,
     *,
-    behind_gaps: bool,
+    resumes: bool,
     may_begin: Callable[[int], bool] | None,
 ) -> tuple[Range, list[Range]]:
     """The tokens that are worth a copy: those after vLLM's hit, and segments after gaps, ascending.
@@ -34,7 +34,7 @@ def usable(
     Args:
         plan: The plan.
         num_local: Tokens of vLLM's own hit, whole blocks.
-        behind_gaps: Whether reuse continues after a gap.
+        resumes: Whether reuse continues after a gap.
         may_begin: Whether KV may become approximate at a token; None: it already is.
     """
     reusable = [
@@ -46,7 +46,7 @@ def usable(
     for start, end, _ in reusable:
         if start == ranges[-1][1]:
             ranges[-1] = (ranges[-1][0], end)
-        elif behind_gaps:
+        elif resumes:
             ranges.append((start, end))
         else:
             break

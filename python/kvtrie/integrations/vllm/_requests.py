@@ -70,7 +70,7 @@ class LiveRequest:
     is_counted: bool = False
 
     def stretches(self, num_blocks: int, block_size: int) -> list[Stretch]:
-        """The exactness of its blocks, the first one first.
+        """The exactness of its blocks, in order.
 
         A block has the most hops of any KV moved into it. KV that the request computed after moved
         KV is approximate with 0 hops.
@@ -91,14 +91,14 @@ class LiveRequest:
             self.seq.extend(request.all_token_ids[len(self.seq) :])
 
     def begins_with(self, num_local: int) -> None:
-        """Called at every admission."""
+        """Record vLLM's own hit, at every admission."""
         exact = num_local if self.exact_until is None else min(num_local, self.exact_until)
         self.used = [(0, exact, False), (exact, num_local, True)]
         # Blocks that vLLM found may have left the index since, with their hops: assume the most.
         self.moved = [(exact, num_local, self.policy.max_hops)] if exact < num_local else []
 
     def new_spans(self) -> list[Span]:
-        """Those that have ended since the last call."""
+        """The spans that have ended since the last call."""
         return [] if self.reading is None else self.reading.new_spans(self.seq)
 
     def becomes_approximate(self, position: int) -> None:

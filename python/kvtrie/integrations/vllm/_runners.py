@@ -1,4 +1,4 @@
-"""Tells a worker's model runner that a request continues at another position."""
+"""Makes a worker's model runner continue a request at another position."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     )
     from kvtrie.integrations.vllm._requests import Stretch
 
-# Each round forgets all stale blocks that it met; another finds more only if they were after these.
+# Each round forgets all stale blocks that it met; another round finds more only after these.
 _MAX_ROUNDS: Final = 4
 
 
@@ -59,7 +59,7 @@ class Sources:
 
     @property
     def index(self) -> RadixIndex:
-        """Without the blocks that the pool has handed out."""
+        """The index, without the blocks that the pool has handed out."""
         if self._gone:
             self._settle()
         return self._index
@@ -81,7 +81,7 @@ class Sources:
         ``block_ids`` is vLLM's table from position 0; ``stretches`` covers the written blocks.
         """
         ids = block_ids[: sum(count for count, _ in stretches)]
-        # Those that the index already has need no work.
+        # Blocks that the index already has need no work.
         known = self.index.lookup(seq, touch=False).blocks.tolist()
         start = _num_equal(known, ids)
         blocks = []
@@ -134,7 +134,7 @@ class Sources:
         self._pool.unpin_blocks(blocks, on_reuse=self._on_reuse)
 
     def plan(self, seq: TokenSequence, policy: ReusePolicy) -> ReusePlan | None:
-        """All its blocks may be read now; None if they keep leaving."""
+        """A plan whose blocks may all be read now; None if blocks keep leaving."""
         for _ in range(_MAX_ROUNDS):
             plan = self.index.plan(seq, policy, keep_last=1, pin=False)
             stale = [number for number in used_by(plan) if self.is_stale(number)]
@@ -156,7 +156,7 @@ class Sources:
         """Forget the blocks wholly inside ranges of a sequence.
 
         Returns:
-            The number of forgotten blocks, and of those that other sequences continue from.
+            The ids of forgotten blocks, and of blocks that other sequences continue from.
         """
         done = self.index.remove_spans(seq, ranges)
         gone = [*done.freed.tolist(), *done.condemned.tolist()]
@@ -191,7 +191,7 @@ class Sources:
 
 
 def used_by(plan: ReusePlan) -> list[int]:
-    """In place or copied from, each once."""
+    """The blocks that a plan uses in place or copies from, each once."""
     return sorted({*plan.blocks.tolist(), *plan.source_blocks.tolist()})
 
 

@@ -45,7 +45,7 @@ class Counts:
         self.add(f"{_PROMPT}/{reuse}/{kind}", count)
 
     def take(self) -> Stats | None:
-        """None if nothing was counted since the last call."""
+        """The counters since the last call; None if nothing was counted."""
         if not self._counts:
             return None
         counts, self._counts = self._counts, Counter()

@@ -47,7 +47,7 @@ def _check_groups(kv_cache_config: KVCacheConfig) -> None:
     if len(groups) != 1:
         _refuse(
             f"the model keeps {len(groups)} groups of KV blocks (sliding windows, state spaces, "
-            "or draft layers besides full attention), and one group of full attention is supported"
+            "or draft layers next to full attention), and one group of full attention is supported"
         )
     spec = groups[0].kv_cache_spec
     if not isinstance(spec, FullAttentionSpec):
@@ -101,7 +101,7 @@ def _check_settings(vllm_config: VllmConfig) -> None:
 
 
 def check_alone(vllm_config: VllmConfig) -> None:
-    """Only a worker sees others around this one in its configuration."""
+    """Refuse a connector around this one, which only a worker's configuration shows."""
     current = get_current_vllm_config_or_none()
     around = current.kv_transfer_config if current is not None else None
     mine = vllm_config.kv_transfer_config

@@ -120,7 +120,7 @@ class Reading:
             self.stream.feed(np.asarray(seq[len(self.stream) :]))
 
     def new_spans(self, seq: TokenSequence) -> list[Span]:
-        """Those that have ended since the last call."""
+        """The spans that have ended since the last call."""
         self.follow(seq)
         spans = self.stream.spans
         # The last one may have grown since: reasoning includes the newlines after it.
@@ -134,7 +134,7 @@ class Reading:
         return self.new_spans(seq)
 
     def spans(self) -> list[Span]:
-        """Includes the open one."""
+        """All spans, with the open one."""
         spans, under_way = self.stream.spans, self.stream.open
         return spans if under_way is None else [*spans, under_way]
 

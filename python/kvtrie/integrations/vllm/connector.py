@@ -128,7 +128,7 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             self.planner.allocated(request, num_external_tokens)
         except Exception:
-            # vLLM relies on these tokens: better no answer than one after KV that nobody wrote.
+            # vLLM relies on these tokens: an error is better than an answer from unwritten KV.
             if num_external_tokens:
                 raise
             self._surprise(request)
@@ -152,7 +152,7 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """As above; vLLM frees its blocks as usual."""
+        """Index what a request leaves in the cache; vLLM frees its blocks as usual."""
         try:
             self.planner.finish(request, block_ids[0])
         except Exception:

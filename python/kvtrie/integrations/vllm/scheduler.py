@@ -25,8 +25,8 @@ class KvtrieScheduler(AsyncScheduler):
     * A chunk of a prompt ends where copyable KV begins.
     * There the request's computed tokens skip the copied range. The copies are part of the step
       that computes the tokens after it.
-    * A preempted request releases its planned copies, and nobody finds the blocks that its step was
-      to write.
+    * A preempted request releases its planned copies, and the blocks that its step was to write
+      cannot be found.
     * Blocks are freed at once. vLLM keeps them while steps are in flight.
 
     Raises:
@@ -40,7 +40,7 @@ class KvtrieScheduler(AsyncScheduler):
             msg += "omit --scheduler-cls"
             raise UnsupportedError(msg)
         self._planner: Planner = self.connector.planner
-        self._planner.resumes_behind_gaps = True
+        self._planner.resumes_after_gaps = True
         # Copies come after a step in flight that writes them.
         self.defer_block_free = False
         _LOG.info("kvtrie: reuse continues after gaps")

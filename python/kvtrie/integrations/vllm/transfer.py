@@ -84,9 +84,9 @@ class CheckedTransfer:
     ) -> tuple[bool, dict[str, Any] | None]:
         """Add the manifest of the blocks that wait to be fetched."""
         self._promised.pop(request.request_id, None)
-        answer: tuple[bool, dict[str, Any] | None]
-        answer = super().request_finished_all_groups(request, block_ids)  # type: ignore[misc]
-        delay, params = answer
+        result: tuple[bool, dict[str, Any] | None]
+        result = super().request_finished_all_groups(request, block_ids)  # type: ignore[misc]
+        delay, params = result
         if params and params.get(_BLOCKS):
             try:
                 params[MANIFEST] = self._manifest(request, block_ids[0])

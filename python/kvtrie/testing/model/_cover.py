@@ -122,7 +122,7 @@ class Slots:
         return np.fromiter(values, dtype=np.int64)
 
     def _lengths(self, pairs: npt.NDArray[np.bool_]) -> Grid:
-        """Of the chain that ends in each pair; 0 without a pair."""
+        """The length of the chain that ends in each pair; 0 without a pair."""
         count, width = pairs.shape
         lengths = np.zeros((count + 1, width + 1), dtype=np.int64)
         for i in range(count):
@@ -139,7 +139,7 @@ class Slots:
             return None
         end = int(reached[-1])
         last = np.flatnonzero(self.lengths[end - 1] >= max(end - start, min_run))
-        # Of siblings that continue one source: the one with fewer hops, then the lower id.
+        # Of siblings that continue one source, keep the one with fewer hops, then the lower id.
         last = last[np.lexsort((self.rank[last], self.hops[last]))]
         parts = self._back(last, end - start)
         firsts = np.unique(parts[:, 0], return_index=True)[1]

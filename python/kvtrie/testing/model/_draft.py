@@ -80,7 +80,7 @@ def draft(cached: Cached, tokens: Tokens, keep_last: int, policy: ReusePolicy) -
 
 
 def _in_place(cached: Cached, limited: Tokens, allowed: Allowed) -> Piece:
-    """Exact ones, then allowed approximate ones."""
+    """Whole blocks under the same prefix: exact ones, then allowed approximate ones."""
     size = cached.block_size
     sources: list[Source] = []
     for end in range(size, len(limited) + 1, size):
@@ -112,7 +112,7 @@ def _block(entry: Entry, start: int, count: int) -> list[Source]:
 
 
 def _origins(number: int, piece: Piece) -> Draft:
-    """Another prefix or position adds a hop to a token's KV."""
+    """The origins of a piece; another prefix or position adds a hop."""
     moved = not piece.same_prefix
     return [
         Origin(number, source, source.entry.exact and not moved, source.entry.hops + moved)
@@ -121,7 +121,7 @@ def _origins(number: int, piece: Piece) -> Draft:
 
 
 def _recomputed(origins: Draft, policy: ReusePolicy) -> Draft:
-    """Without the ends of the approximate part that the policy recomputes."""
+    """The origins without the ends of the approximate part that the policy recomputes."""
     part = [i for i, origin in enumerate(origins) if origin is not None and not origin.exact]
     first, last = policy.recompute_first, policy.recompute_last
     again = {*part[:first], *part[max(0, len(part) - last) :]}

@@ -105,7 +105,7 @@ class ModelIndex(Removal):
         path = self._path(namespace, tokens[: max(0, len(tokens) - keep_last)])
         found = exact_run(map(self._entries.get, path))
         if touch:
-            self._stamp(found)
+            self._touch(found)
         self._settle()
         blocks = [entry.block for entry in found[start // self.block_size :]]
         return ModelMatch(len(found) * self.block_size, int32(blocks))
@@ -146,7 +146,7 @@ class ModelIndex(Removal):
         )
         origins = draft(cached, tokens, keep_last, policy)
         used = [origin.source.entry for origin in origins if origin is not None]
-        self._stamp(used)
+        self._touch(used)
         approximate = [i for i, origin in enumerate(origins) if origin and not origin.exact]
         state = PlanState(
             namespace,
@@ -210,7 +210,7 @@ class ModelIndex(Removal):
                     break
                 self._stays += entry is offer
                 backing.append(entry)
-        self._stamp(backing)
+        self._touch(backing)
         num_exact = len(exact_run(backing)) * size
         if plan is not None:
             if plan.pinned:
@@ -274,23 +274,23 @@ class ModelIndex(Removal):
     def _decide(
         self, key: Key, offer: Entry, duplicates: list[int], freed: list[int]
     ) -> Entry | None:
-        """None ends the insert."""
-        standing = self._entries.get(key)
+        """The entry that a key has after an offer; None ends the insert."""
+        present = self._entries.get(key)
         out_of_reach = offer.block in self._out_of_reach()
-        if standing is None:
+        if present is None:
             if out_of_reach:
                 return None
             self._entries[key] = offer
             return offer
-        if standing.block == offer.block or out_of_reach:
-            return standing
-        better = not standing.exact and (offer.exact or offer.hops < standing.hops)
+        if present.block == offer.block or out_of_reach:
+            return present
+        better = not present.exact and (offer.exact or offer.hops < present.hops)
         if not better:
             duplicates.append(offer.block)
-            return standing
-        offer.tags = standing.tags
+            return present
+        offer.tags = present.tags
         self._entries[key] = offer
-        old = self._left(standing.block)
+        old = self._left(present.block)
         if old is not None:
             freed.append(old)
         return offer
@@ -325,8 +325,8 @@ class ModelIndex(Removal):
 
     def digest(self) -> int:
         entries = sorted(
-            (repr(ns), sort_key(tokens), e.block, e.exact, e.hops, e.stamp, e.mark, tuple(e.tags))
-            for (ns, tokens), e in self._entries.items()
+            (repr(ns), sort_key(key), e.block, e.exact, e.hops, e.last_use, e.mark, tuple(e.tags))
+            for (ns, key), e in self._entries.items()
         )
         state = (
             entries,
@@ -358,7 +358,7 @@ class ModelIndex(Removal):
                 entry.hops == 0 for entry in self._entries.values() if entry.exact
             ),
             "last uses are in the past": all(
-                0 < entry.stamp <= self._clock for entry in self._entries.values()
+                0 < entry.last_use <= self._clock for entry in self._entries.values()
             ),
             "marks are in the past": all(
                 entry.mark is None or 0 < entry.mark <= self._marks

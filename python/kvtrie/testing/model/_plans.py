@@ -39,7 +39,7 @@ MOVE_DTYPE = np.dtype(
 
 
 def _stretches(draft: Draft) -> list[tuple[int, list[Origin | None]]]:
-    """Starts, with origins of equal piece, class and hops."""
+    """Runs of equal piece, class and hops: the start of each, and its origins."""
     stretches = []
     start = 0
     for _, group in itertools.groupby(draft, _likeness):

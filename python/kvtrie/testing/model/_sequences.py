@@ -21,7 +21,7 @@ Tokens: TypeAlias = tuple[Token, ...]
 
 
 def effective(ids: Sequence[int], items: Sequence[Item]) -> Tokens:
-    """In an item, the id with the item's digest and the offset."""
+    """Comparable tokens: in an item, the id with the item's digest and the offset."""
     tokens: list[Token] = list(ids)
     for item in items:
         for position in range(item.start, item.end):
@@ -30,7 +30,7 @@ def effective(ids: Sequence[int], items: Sequence[Item]) -> Tokens:
 
 
 def sort_key(tokens: Tokens) -> list[tuple[int, int, bytes, int]]:
-    """By (id, item or none), none first."""
+    """Sorts tokens by id, then by item; tokens without an item come first."""
     return [(t, 0, b"", 0) if isinstance(t, int) else (t[0], 1, t[1], t[2]) for t in tokens]
 
 
@@ -112,7 +112,7 @@ AnySequence: TypeAlias = ModelSequence | TokenSequence
 
 
 def read(seq: AnySequence) -> tuple[Namespace, Tokens]:
-    """Read again at every call."""
+    """Namespace and tokens of a sequence, read again at every call."""
     if isinstance(seq, ModelSequence):
         return seq.namespace, seq.tokens
     expect(seq, TokenSequence, "seq")

@@ -22,7 +22,7 @@ class Entry:
     block: int
     exact: bool
     hops: int
-    stamp: int
+    last_use: int
     tags: list[int]
     """One bit set per token of the block."""
     stay: int
@@ -83,7 +83,7 @@ class ModelStore:
         return [(namespace, tokens[:end]) for end in ends]
 
     def _above(self, keys: Iterable[Key]) -> set[Key]:
-        """Present or not."""
+        """All keys above some, present or not."""
         above: set[Key] = set()
         for namespace, tokens in keys:
             for end in range(len(tokens) - self.block_size, 0, -self.block_size):
@@ -97,7 +97,7 @@ class ModelStore:
         return {entry.block: key for key, entry in self._entries.items()}
 
     def _holes(self) -> set[Key]:
-        """Absent blocks with a present block below."""
+        """Keys of absent blocks with a present block below."""
         return self._above(self._entries) - self._entries.keys()
 
     def _is_here(self, block: int, stay: int) -> bool:
@@ -109,12 +109,12 @@ class ModelStore:
         return {block for plan in self._plans for block in plan.pins | plan.source_pins}
 
     def _holding(self) -> set[Key]:
-        """Pinned together with everything above them."""
+        """Keys that are pinned together with everything above them."""
         blocks = {block for plan in self._plans for block in plan.pins}
         return {key for key, entry in self._entries.items() if entry.block in blocks}
 
     def _evictable(self) -> list[Key]:
-        """Neither pinned nor above a pinned one; dead blocks may be above a source."""
+        """Keys neither pinned nor above a pinned one; dead blocks may be above a source."""
         pinned = self._pinned()
         anchors = {key for key, entry in self._entries.items() if entry.block in pinned}
         above, held = self._above(anchors), self._above(self._holding())
@@ -126,23 +126,23 @@ class ModelStore:
 
     # --- using ------------------------------------------------------------------------------------
 
-    def _stamp(self, entries: Iterable[Entry]) -> None:
-        """One time of the clock; dead ones lose their mark."""
+    def _touch(self, entries: Iterable[Entry]) -> None:
+        """Give entries one last use; dead ones lose their mark."""
         self._clock += 1
         for entry in entries:
-            entry.stamp, entry.mark = self._clock, None
+            entry.last_use, entry.mark = self._clock, None
 
     # --- leaving ----------------------------------------------------------------------------------
 
     def _next_victim(self) -> Key | None:
-        """A dead one, else the least recently used end."""
+        """The next key to evict: a dead one, else the least recently used end."""
         dead = [key for key in self._evictable() if self._entries[key].mark is not None]
         if dead:
             return min(dead, key=lambda key: (self._entries[key].mark, -len(key[1])))
         return self._oldest_end()
 
     def _oldest_end(self, *, cut_off: bool = False) -> Key | None:
-        """Unpinned, nothing present below; by last use, deepest, lowest id."""
+        """The first unpinned key without a present one below, by last use, depth and id."""
         pinned = self._pinned()
         above = self._above(self._entries)
         holes = above - self._entries.keys()
@@ -155,7 +155,7 @@ class ModelStore:
                 and not (cut_off and holes.isdisjoint(self._above([key])))
             ),
             key=lambda key: (
-                self._entries[key].stamp,
+                self._entries[key].last_use,
                 -len(key[1]),
                 self._entries[key].block,
             ),
@@ -163,14 +163,14 @@ class ModelStore:
         )
 
     def _left(self, block: int) -> int | None:
-        """None if it is pinned and so condemned."""
+        """A block that left; None if it is pinned, and so condemned."""
         if block in self._pinned():
             self._condemned.add(block)
             return None
         return block
 
     def _out_of_reach(self) -> set[int]:
-        """Neither indexed nor held by the caller: no insert takes them."""
+        """Blocks neither indexed nor held by the caller: no insert takes them."""
         return self._condemned | set(self._waiting) | self._quarantined
 
     def _forget(self, keys: Iterable[Key]) -> Int32:

@@ -1,7 +1,8 @@
-//! Dead blocks: marks, skipped while pinned, removed by a use (D8, D11).
+//! Dead blocks: `mark_dead` marks them, a use removes the mark, and an eviction skips them while they are pinned (D8,
+//! D11).
 //!
-//! An edge stores the marks of its own blocks. Those that may be evicted are also in [`DeadOrder`], and an edge updates
-//! its runs there when its pins or blocks change. So an eviction visits no pinned block.
+//! An edge stores the marks of its own blocks. [`DeadOrder`] holds those that may be evicted, and an edge updates its
+//! runs there when its pins or blocks change. So an eviction visits no pinned block.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -28,7 +29,7 @@ impl DeadBlocks {
         self.num_blocks
     }
 
-    /// Protected dead blocks that may be evicted: above sources only.
+    /// Number of dead blocks that are protected, but only by sources below, and so may be evicted.
     pub(crate) fn num_loose(&self) -> u64 {
         self.num_loose
     }
@@ -41,14 +42,14 @@ impl DeadBlocks {
         self.last_mark = mark;
     }
 
-    /// [`Self::requeue`] follows.
+    /// Counts restored marks; [`Self::requeue`] must follow.
     pub(crate) fn restore(&mut self, forest: &mut Forest, tree: u32, marks: u64) {
         self.num_blocks += marks;
         *forest.trees_mut().num_dead_mut(tree) += marks;
     }
 
-    /// Marks parts of edges that are not extended; returns how many blocks are new. A call that marks nothing does not
-    /// count as a mark.
+    /// Marks the parts that are not extended and returns how many blocks are newly marked. A call that marks no block
+    /// does not count as a mark.
     pub(crate) fn mark(
         &mut self,
         forest: &mut Forest,
@@ -139,7 +140,6 @@ impl DeadBlocks {
         }
     }
 
-    /// The rank of each mark among those that still mark a block.
     pub(crate) fn mark_ranks(&self, forest: &Forest) -> BTreeMap<u64, usize> {
         let mut marks = BTreeSet::new();
         if self.num_blocks > 0 {
@@ -150,7 +150,6 @@ impl DeadBlocks {
     }
 }
 
-/// Dead blocks that may be evicted: unpinned, and above nothing pinned except sources.
 fn free_runs(forest: &Forest, node: NodeIndex) -> Vec<DeadRun> {
     let (mut free, edge) = (Vec::new(), forest.node(node));
     let Some(dead) = edge.extras().and_then(|extras| extras.dead.as_ref()) else {
@@ -181,7 +180,7 @@ fn free_runs(forest: &Forest, node: NodeIndex) -> Vec<DeadRun> {
     free
 }
 
-/// One step per edge and per dead run down to `at`.
+/// Takes the steps of reviving the path to `at`: one per edge and per dead run.
 #[cold]
 pub(crate) fn count_revival(forest: &Forest, at: Position, steps: &mut Steps) -> Option<()> {
     if forest.trees()[forest.node(at.node).tree].num_dead == 0 {

@@ -15,8 +15,8 @@ pub(crate) struct DeadRun {
     pub(crate) to: Depth,
 }
 
-/// The dead blocks that may be evicted: the oldest mark first, then the deepest block. The blocks of a mark are on one
-/// path, so a mark and a depth identify one block.
+/// The dead blocks that may be evicted: the oldest mark first, then the deepest block. All blocks of a mark are on one
+/// path, so a mark and a depth identify a block.
 #[derive(Debug, Default)]
 pub(crate) struct DeadOrder {
     runs: BTreeMap<(u64, Reverse<Depth>), (NodeIndex, Depth)>,
@@ -48,7 +48,6 @@ impl DeadOrder {
         self.runs.insert((mark, Reverse(to)), (node, from));
     }
 
-    /// Removes and returns the blocks of a mark between two depths.
     pub(crate) fn cut(&mut self, mark: u64, from: Depth, to: Depth) -> SmallVec<[DeadRun; 2]> {
         let after = (mark, Reverse(Depth::MAX))..(mark, Reverse(from));
         let mut gone: SmallVec<[DeadRun; 2]> = SmallVec::new();

@@ -1,21 +1,21 @@
-//! The order of eviction by last use: an addressable heap of the leaves that may be evicted.
+//! The eviction order by last use: an addressable heap of the evictable leaves.
 //!
-//! The key of a leaf is the last use of its last block, which is unpinned. Ties are rare; the deepest block, then the
-//! lowest id goes first. An entry is 12 bytes, without the tie, so that many fit into a cache line. Each operation
-//! costs O(log leaves). A list would make a touch cheaper, but a new leaf or a released one can have a last use of any
-//! age.
+//! The key of a leaf is the last use of its last block, which is unpinned. Of equal last uses, which are rare, the
+//! deepest block goes first, then the lowest id. An entry has 12 bytes, without the tie-break, so that many fit into a
+//! cache line. Each operation costs O(log leaves). In a linked list a touch would be cheaper, but a new or released
+//! leaf can have a last use of any age.
 
 use std::cmp::{Ordering, Reverse};
 
 use crate::ids::{Depth, NodeIndex};
 use crate::storage::paged::Paged;
 
-/// Children of a heap entry: four fit into one or two cache lines.
+/// Number of children of a heap entry: four fit into one or two cache lines.
 pub(crate) const ARITY: usize = 4;
 
 #[derive(Clone, Copy, Debug)]
 struct Entry {
-    /// In two halves, so that an entry needs no padding.
+    /// The time in two halves, so that an entry needs no padding.
     time: [u32; 2],
     node: NodeIndex,
 }
@@ -35,9 +35,9 @@ impl Entry {
 }
 
 pub(crate) trait Leaves {
-    /// Among equal last uses, the smallest is first.
+    /// Orders leaves of equal last use: the smallest comes first.
     fn tie(&self, node: NodeIndex) -> (Reverse<Depth>, u32);
-    /// The leaf's entry is now at `position`, or removed.
+    /// Reports that the leaf's entry is now at `position`, or removed.
     fn moved(&mut self, node: NodeIndex, position: Option<u32>);
 }
 

@@ -1,4 +1,4 @@
-//! What is evicted (D6, D8): dead blocks, then leaves by last use.
+//! Chooses what is evicted: dead blocks first, then leaves by last use (D6, D8).
 
 mod dead;
 mod dead_order;
@@ -57,7 +57,7 @@ impl Eviction {
         forest.num_indexed() - forest.num_protected() + self.dead.num_loose()
     }
 
-    /// Touches and revives the path to `at`. `time` is the newest.
+    /// Touches the path to `at` and removes its dead marks. `time` is later than all others.
     #[inline]
     pub(crate) fn touch(&mut self, forest: &mut Forest, at: Position, time: u64) {
         if at.depth == 0 {
@@ -72,7 +72,8 @@ impl Eviction {
         }
     }
 
-    /// Touches and revives source blocks, not those above: O(log uses as a source in the node) per run.
+    /// Touches source blocks, without those above, and removes their dead marks. O(log uses as a source in the node)
+    /// per run.
     pub(crate) fn touch_sources(&mut self, forest: &mut Forest, runs: &[SourceRun], time: u64) {
         for run in runs.iter().filter(|run| run.from < run.to) {
             self.dead.unmark(forest, run.node, run.from, run.to);
@@ -104,7 +105,7 @@ impl Eviction {
     }
 }
 
-/// Last use of the last block of an evictable leaf: it is protected iff it is pinned.
+/// The last use of an evictable leaf's last block. That block is protected only if it is pinned; then this is `None`.
 pub(crate) fn last_use_of_leaf(forest: &Forest, node: NodeIndex) -> Option<u64> {
     let leaf = forest.node(node);
     let end = leaf.end();

@@ -1,4 +1,4 @@
-//! Marks of dead blocks (D8, D11).
+//! Marks blocks as dead: they are evicted before all others (D8, D11).
 
 use crate::effort::Effort;
 use crate::error::Result;
@@ -13,9 +13,9 @@ impl RadixIndex {
     /// Marks the blocks wholly inside `ranges` as dead and returns how many are newly marked. Dead blocks are evicted
     /// before all others: the oldest mark first, then the deepest block. A use of a block removes its mark.
     ///
-    /// Ranges are those of [`remove_spans`](Self::remove_spans); a block that stays there without `force` is skipped.
-    /// Pinned blocks are marked, but leave only after their pins have ended. A call that marks nothing does not count
-    /// as a mark.
+    /// The ranges are as in [`remove_spans`](Self::remove_spans), and a block that it keeps without `force` is not
+    /// marked. Pinned blocks are marked, but leave only after their pins have ended. A call that marks no block does
+    /// not count as a mark.
     ///
     /// # Errors
     /// As [`remove_spans`](Self::remove_spans); nothing is marked then.
@@ -37,7 +37,9 @@ impl RadixIndex {
     /// # Ok::<(), kvtrie_core::Error>(())
     /// ```
     pub fn mark_dead(&mut self, seq: &TokenSequence, ranges: &[(usize, usize)]) -> Result<u64> {
-        let marked = self.mark_dead_within(seq, ranges, Effort::ANY)?;
+        let marked = self
+            .mark_dead_within(seq, ranges, Effort::ANY)
+            .map_err(|error| error.in_call("RadixIndex::mark_dead"))?;
         Ok(marked.unwrap_or_default())
     }
 
@@ -52,8 +54,13 @@ impl RadixIndex {
         ranges: &[(usize, usize)],
         effort: Effort,
     ) -> Result<Option<u64>> {
-        let ranges = block_ranges(seq, ranges, self.block_size(), "RadixIndex.mark_dead")?;
-        crate::failpoints::before("RadixIndex.mark_dead")?;
+        let ranges = block_ranges(
+            seq,
+            ranges,
+            self.block_size(),
+            "RadixIndex::mark_dead_within",
+        )?;
+        crate::failpoints::before("RadixIndex::mark_dead_within")?;
         let Some(parts) = self.parts_to_mark(seq, &ranges, effort) else {
             return Ok(None);
         };
@@ -70,7 +77,7 @@ impl RadixIndex {
         let found = self.forest.parts_inside(seq, ranges, false, effort)?;
         let mut steps = effort.steps();
         for (node, parts) in &found {
-            // All dead runs of the edge are queued again.
+            // Every dead run of the edge is removed from the eviction order and queued again.
             let known = self.forest.node(*node).dead_marks().len() + parts.len();
             steps.take(known as u64)?;
         }

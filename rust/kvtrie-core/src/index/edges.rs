@@ -1,4 +1,4 @@
-//! Creation, growth, splits and removal of edges.
+//! Creates, grows, splits and removes edges.
 
 use crate::ids::{Depth, NO_NODE, NodeHandle, NodeIndex};
 use crate::index::RadixIndex;
@@ -42,7 +42,7 @@ impl RadixIndex {
         front
     }
 
-    /// The blocks from `end` on have left.
+    /// Cuts an edge at `end`, after the blocks from there on have left.
     pub(super) fn cut_end(&mut self, node: NodeIndex, end: Depth) {
         let block_size = self.block_size();
         let edge = self.forest.node(node);
@@ -52,7 +52,7 @@ impl RadixIndex {
         self.gone.add(Note::new(before, end, digest));
     }
 
-    /// The blocks of the leaf have left. Its parent takes over its latest use.
+    /// Removes a leaf whose blocks have left. Its parent inherits its latest use.
     pub(super) fn detach(&mut self, node: NodeIndex) {
         self.eviction.unqueue(&mut self.forest, node);
         let gone = self.forest.remove_leaf(node);

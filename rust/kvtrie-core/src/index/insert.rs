@@ -1,7 +1,7 @@
 //! Adds computed blocks (D1, D2, D3, D12, D14).
 
 use crate::effort::{Effort, Work};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, invalid};
 use crate::ids::{BlockId, Depth, NodeIndex, depth};
 use crate::index::RadixIndex;
 use crate::pins::Leaving;
@@ -13,7 +13,7 @@ use crate::storage::node::Node;
 use crate::storage::payload::{Label, Payload};
 use crate::tokens::TokenSequence;
 
-/// KV that came from elsewhere.
+/// Says that KV came from elsewhere, and how exact it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Imported {
     /// Only blocks that end at or before this position are exact.
@@ -25,11 +25,11 @@ pub struct Imported {
 /// The source of offered KV (D14).
 #[derive(Clone, Copy, Debug)]
 pub enum Source<'a> {
-    /// Built by this plan: all blocks from its first approximate token on are approximate.
+    /// The KV was built by this plan. All blocks from its first approximate token on are approximate.
     Plan(&'a ReusePlan),
-    /// Computed from scratch.
+    /// The engine computed all of it.
     Computed,
-    /// Imported from elsewhere.
+    /// The KV was imported from elsewhere.
     Imported(Imported),
 }
 
@@ -47,7 +47,7 @@ pub struct InsertOptions<'a> {
 }
 
 impl<'a> InsertOptions<'a> {
-    /// The first `num_computed` tokens, from position 0, without tags.
+    /// Inserts the first `num_computed` tokens, from position 0, without tags.
     #[must_use]
     pub fn new(num_computed: usize, source: Source<'a>) -> Self {
         Self {
@@ -76,13 +76,13 @@ pub struct Inserted {
 
 struct Path {
     at: Position,
-    /// Ends of the present blocks, and of the exact ones among them.
+    /// Depth up to which all blocks are present, and depth up to which they are exact as well.
     present: Depth,
     exact: Depth,
 }
 
 impl Path {
-    /// The path of `seq` through holes and approximate blocks, at most `limit` blocks.
+    /// Finds the path of `seq` through holes and approximate blocks, at most `limit` blocks deep.
     fn of(forest: &Forest, seq: &TokenSequence, limit: Depth) -> (Option<Self>, Work) {
         let (from, exact_before) = match forest.at_cursor(seq) {
             Some((at, exact)) if at.depth <= limit => (at, exact),
@@ -138,6 +138,20 @@ impl RadixIndex {
     /// # Complexity
     /// As [listed](crate#calls-and-costs); where an edge is split, also expected O(log siblings) comparisons of one
     /// block.
+    ///
+    /// # Examples
+    /// ```
+    /// # use std::sync::Arc;
+    /// # use kvtrie_core::*;
+    /// # let ns = Arc::new(Namespace::new("m", "bfloat16", "default", None, Salt::Shared)?);
+    /// # let mut index = RadixIndex::new(Config { num_blocks: 8, block_size: 2, ..Config::seeded(0) })?;
+    /// let mut seq = TokenSequence::new(ns, vec![1, 2, 3, 4, 5], vec![])?;
+    /// let done = index.insert(&mut seq, &[BlockId(6), BlockId(0), BlockId(3)], InsertOptions::new(5, Source::Computed))?;
+    /// assert_eq!((done.blocks, done.surplus), (vec![BlockId(6), BlockId(0)], vec![BlockId(3)]));
+    /// let again = index.insert(&mut seq, &[BlockId(4)], InsertOptions::new(2, Source::Computed))?;
+    /// assert_eq!((again.blocks, again.duplicates), (vec![BlockId(6)], vec![BlockId(4)]));
+    /// # Ok::<(), kvtrie_core::Error>(())
+    /// ```
     pub fn insert(
         &mut self,
         seq: &mut TokenSequence,
@@ -148,7 +162,7 @@ impl RadixIndex {
         let first = options.start / block_size;
         let need = (options.num_computed / block_size).saturating_sub(first);
         let lease = self.check_insert(seq, ids, &options, need)?;
-        crate::failpoints::before("RadixIndex.insert")?;
+        crate::failpoints::before("RadixIndex::insert")?;
         let (path, work) = Path::of(
             &self.forest,
             seq,
@@ -158,7 +172,7 @@ impl RadixIndex {
         if let Some(path) = &path {
             self.forest.path_ids(path.at, depth(first), &mut existing);
         }
-        // The usual start of a table: ids that are at their places already need no check.
+        // Most tables begin with ids that are at their places already. These need no check.
         let same = ids[..need.min(existing.len())]
             .iter()
             .zip(&existing)
@@ -196,7 +210,7 @@ impl RadixIndex {
                 };
                 let reached = self.take(seq, &offers, path, first, &labels, &mut done);
                 taken = done.blocks.len();
-                // Blocks that were taken lost their offer marks; duplicates did not.
+                // Ids that were taken are no longer marked as offered; duplicates still are.
                 self.forest
                     .blocks_mut()
                     .clear_offers(&ids[same..taken.min(existing.len()).max(same)]);
@@ -212,7 +226,7 @@ impl RadixIndex {
                     self.forest.set_cursor(seq, end, exact, walked + new);
                 }
                 if let Some(lease) = lease {
-                    self.credit(lease, end, exact);
+                    self.pin_inserted(lease, end, exact);
                 }
             }
         }
@@ -237,57 +251,61 @@ impl RadixIndex {
         options: &InsertOptions<'_>,
         need: usize,
     ) -> Result<Option<u32>> {
-        const CALL: &str = "RadixIndex.insert";
+        const CALL: &str = "RadixIndex::insert";
         self.check_start(options.start, seq.len(), CALL)?;
         if options.num_computed > seq.len() {
-            return Err(Error::invalid(format!(
-                "{CALL}: num_computed is {}; it must be in [0, {}], the tokens of the sequence",
+            return Err(invalid!(
+                CALL,
+                "num_computed is {}; it must be in [0, {}], the tokens of the sequence",
                 options.num_computed,
                 seq.len()
-            )));
+            ));
         }
         if ids.len() < need {
-            return Err(Error::invalid(format!(
-                "{CALL}: blocks has {} ids; it must have {need}, one for each whole computed block from position {} to {}",
+            return Err(invalid!(
+                CALL,
+                "ids has {} ids; it must have {need}, one for each whole computed block from position {} to {}",
                 ids.len(),
                 options.start,
                 options.num_computed
-            )));
+            ));
         }
-        self.check_ids(ids, CALL, "blocks")?;
+        self.check_ids(ids, CALL)?;
         self.tagging.kinds().check(options.spans, seq.len(), CALL)?;
         if let Source::Imported(imported) = options.source
             && imported.hops > Label::MAX_HOPS
         {
-            return Err(Error::invalid(format!(
-                "{CALL}: the hops of source are {}; they must be in [0, {}]",
+            return Err(invalid!(
+                CALL,
+                "the hops of source are {}; they must be in [0, {}]",
                 imported.hops,
                 Label::MAX_HOPS
-            )));
+            ));
         }
         let Source::Plan(plan) = options.source else {
             return Ok(None);
         };
         let lease = plan.lease_index(self, CALL)?;
         if !seq.starts_with(plan.snapshot()) {
-            return Err(Error::invalid(format!(
-                "{CALL}: seq of {} tokens does not start with the {} tokens of source, a plan, in its namespace",
+            return Err(invalid!(
+                CALL,
+                "seq of {} tokens does not start with the {} tokens of source, a plan, in its namespace",
                 seq.len(),
                 plan.snapshot().tokens.len()
-            )));
+            ));
         }
         Ok(Some(lease))
     }
 
-    /// D3: refuses ids that occur twice or back a place other than theirs on the path (`existing`). Marks unknown ids
-    /// as offered; returns the number of ids up to the last known one.
+    /// Refuses an id that occurs twice or backs a place other than its own on the path, which `existing` lists (D3).
+    /// Marks unknown ids as offered; returns the number of ids up to the last known one.
     fn check_offers(
         &mut self,
         ids: &[BlockId],
         existing: &[BlockId],
         first: usize,
     ) -> Result<usize> {
-        const CALL: &str = "RadixIndex.insert";
+        const CALL: &str = "RadixIndex::insert";
         let (mut known_until, mut at) = (0, 0);
         let (mut seen, mut refused) = (Vec::new(), None);
         loop {
@@ -310,9 +328,10 @@ impl RadixIndex {
             };
             at += 1;
             if let Some(why) = why {
-                refused = Some(Error::block_in_use(format!(
-                    "{CALL}: blocks has {id}, which {why}"
-                )));
+                refused = Some(Error::block_in_use(
+                    CALL,
+                    format!("ids has {id}, which {why}"),
+                ));
                 break;
             }
             known_until = at;
@@ -327,8 +346,8 @@ impl RadixIndex {
         }
     }
 
-    /// Takes offers from depth `first` on, before which all is present. Returns the ends of the present and the exact
-    /// blocks.
+    /// Inserts the offered ids from depth `first` on; all places before it are present. Returns the end of the present
+    /// blocks and the end of the exact ones.
     fn take(
         &mut self,
         seq: &TokenSequence,
@@ -406,7 +425,6 @@ impl RadixIndex {
         (Some(at), exact)
     }
 
-    /// The possibly pinned blocks that offers will replace.
     fn replaced(
         &self,
         edges: &[(NodeIndex, Depth, Depth)],
@@ -438,7 +456,8 @@ impl RadixIndex {
         leaving
     }
 
-    /// Returns the block at the place afterwards. A replaced block was already cut out of its pins.
+    /// Handles one offer and returns the block that is at the place afterwards. A block that it replaces has been cut
+    /// out of its pins before.
     fn settle_offer(
         &mut self,
         node: u32,
@@ -477,8 +496,7 @@ impl RadixIndex {
         self.moved.add(&mut self.forest, node, place, new.id);
     }
 
-    /// Pins the inserted path under the plan's lease.
-    fn credit(&mut self, lease: u32, end: Position, exact: Depth) {
+    fn pin_inserted(&mut self, lease: u32, end: Position, exact: Depth) {
         if exact < end.depth {
             let at = exact as usize * self.block_size();
             self.pins.lower_first_approximate(lease, at);
@@ -490,13 +508,11 @@ impl RadixIndex {
 
 #[derive(Clone, Copy)]
 enum Outcome {
-    /// The entry stays; the caller does not hold the offer.
+    /// The entry stays, and the offer is not returned because the caller does not hold it.
     Stays(Payload),
-    /// The entry stays; the offer is returned.
+    /// The entry stays, and the offer is returned as a duplicate.
     Duplicate(Payload),
-    /// The offer fills an empty place.
     Fills(Payload),
-    /// The offer replaces a worse entry.
     Replaces(Payload),
     /// The place is empty, and the offer cannot be taken.
     Refused,
@@ -536,17 +552,17 @@ impl Outcome {
 
 struct Offers<'a> {
     ids: &'a [BlockId],
-    /// Ids with a place on the path.
+    /// Number of ids with a place on the path.
     on_path: usize,
-    /// Ids that are at their places already.
+    /// Number of ids at the start that are at their places already.
     same: usize,
-    /// Ids from here on are unknown.
+    /// From this index on, all ids are unknown.
     known_until: usize,
 }
 
 struct Labels<'a> {
     block_size: usize,
-    /// A block that ends after this position is approximate.
+    /// A block that ends after this position is approximate, whatever is before it.
     exact_until: usize,
     source: Source<'a>,
 }
@@ -576,7 +592,7 @@ impl<'a> Labels<'a> {
         }
     }
 
-    /// The label of a block; `after_approximate`: below an approximate block.
+    /// The label of a new block. `after_approximate` says that a block above it is approximate.
     fn label(&self, place: Depth, after_approximate: bool) -> Label {
         if (place as usize + 1) * self.block_size > self.exact_until {
             Label::approximate(self.hops(place))

@@ -1,4 +1,4 @@
-//! The exact prefix of a sequence (D5).
+//! Finds the exact cached prefix of a sequence (D5).
 
 use crate::effort::Effort;
 use crate::error::Result;
@@ -30,7 +30,7 @@ impl Default for LookupOptions {
     }
 }
 
-/// Result of a lookup; the block ids are in the caller's buffer.
+/// The result of a lookup. The block ids are in the caller's buffer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Match {
     /// Tokens from position 0 whose exact KV is present: a whole number of blocks.
@@ -67,17 +67,34 @@ impl RadixIndex {
         options: LookupOptions,
         out: &mut Vec<BlockId>,
     ) -> Result<Match> {
-        let found = self.lookup_within(seq, options, Effort::ANY, out)?;
+        let found = self
+            .lookup_within(seq, options, Effort::ANY, out)
+            .map_err(|error| error.in_call("RadixIndex::lookup"))?;
         Ok(found.unwrap_or_default())
     }
 
-    /// As [`lookup`](Self::lookup), for callers that hold a lock. `None`, without a touch, if that takes more than
-    /// `effort`; the next call continues where this one ended. If reviving the dead blocks of the path alone exceeds
-    /// `effort`, every call returns `None`.
-    /// O(effort + ids written).
+    /// As [`lookup`](Self::lookup), for callers that hold a lock. Returns `None`, without a touch, if it takes more
+    /// than `effort`; the next call continues where this one ended. If reviving the dead blocks of the path alone
+    /// exceeds `effort`, every call returns `None`. O(effort + ids written).
     ///
     /// # Errors
     /// As [`lookup`](Self::lookup).
+    ///
+    /// # Examples
+    /// ```
+    /// # use std::sync::Arc;
+    /// # use kvtrie_core::*;
+    /// # let ns = Arc::new(Namespace::new("m", "bfloat16", "default", None, Salt::Shared)?);
+    /// # let mut index = RadixIndex::new(Config { num_blocks: 8, block_size: 2, ..Config::seeded(0) })?;
+    /// let mut seq = TokenSequence::new(ns.clone(), vec![1, 2, 3, 4, 5], vec![])?;
+    /// index.insert(&mut seq, &[BlockId(6), BlockId(0)], InsertOptions::new(4, Source::Computed))?;
+    /// let mut same = TokenSequence::new(ns, vec![1, 2, 3, 4], vec![])?;
+    /// let (options, effort) = (LookupOptions::default(), Effort { nodes: 9, bytes: 8 });
+    /// assert_eq!(index.lookup_within(&mut same, options, effort, &mut Vec::new())?, None);
+    /// let found = index.lookup_within(&mut same, options, effort, &mut Vec::new())?;
+    /// assert_eq!(found.map(|found| found.num_tokens), Some(4));
+    /// # Ok::<(), kvtrie_core::Error>(())
+    /// ```
     pub fn lookup_within(
         &mut self,
         seq: &mut TokenSequence,
@@ -85,12 +102,12 @@ impl RadixIndex {
         effort: Effort,
         out: &mut Vec<BlockId>,
     ) -> Result<Option<Match>> {
-        self.check_start(options.start, seq.len(), "RadixIndex.lookup")?;
-        crate::failpoints::before("RadixIndex.lookup")?;
+        self.check_start(options.start, seq.len(), "RadixIndex::lookup_within")?;
+        crate::failpoints::before("RadixIndex::lookup_within")?;
         let Some(found) = self.exact_prefix(seq, options.keep_last, effort) else {
             return Ok(None);
         };
-        // Reading an id takes a fraction of a step.
+        // Reading an id takes a quarter of a step or less.
         let is_deep = u64::from(found.depth) / 4 > effort.nodes;
         if is_deep && self.known_edges(seq) / 4 > effort.nodes {
             return Ok(None);
@@ -116,7 +133,8 @@ impl RadixIndex {
         }))
     }
 
-    /// The end of the exact prefix of `seq` without its last `keep_last` tokens; depth 0 and no node without a tree.
+    /// Finds the end of the exact prefix of `seq` without its last `keep_last` tokens. If the namespace has no tree,
+    /// the position has depth 0 and no node.
     pub(crate) fn exact_prefix(
         &mut self,
         seq: &mut TokenSequence,
@@ -134,7 +152,7 @@ impl RadixIndex {
         };
         let known: Depth = exact.min(limit);
         if at.depth > known {
-            // On the known path an approximate block or the limit follows.
+            // The path is known up to here: what follows is an approximate block, a hole or the limit.
             at.depth = known;
             return Some(self.forest.normal(at));
         }

@@ -1,4 +1,4 @@
-//! The index: its components, and its calls, one algorithm a file.
+//! The index and its calls, one algorithm per file. The calls combine components, each of which owns its fields.
 
 mod dead;
 mod edges;
@@ -16,7 +16,7 @@ use std::sync::Arc;
 
 use crate::config::Config;
 use crate::effort::Work;
-use crate::error::{Error, Result};
+use crate::error::{Result, invalid};
 use crate::eviction::Eviction;
 use crate::ids::BlockId;
 use crate::moved::{Moved, Windows};
@@ -60,7 +60,7 @@ pub(crate) struct PartsMut<'a> {
     pub(crate) unknown_discards: &'a mut u64,
 }
 
-/// Does not show the prompts and the seed.
+/// Hides the prompts and the seed.
 impl fmt::Debug for RadixIndex {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("RadixIndex")
@@ -71,7 +71,7 @@ impl fmt::Debug for RadixIndex {
 }
 
 impl RadixIndex {
-    /// An empty index.
+    /// Makes an empty index.
     ///
     /// # Errors
     /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if a field of `config` is outside its limits.
@@ -161,8 +161,8 @@ impl RadixIndex {
         &self.config
     }
 
-    /// Blocks that [`evict`](Self::evict) could take: those neither pinned nor above a pinned block, and dead blocks
-    /// above no pinned block except copy sources. O(1).
+    /// Number of blocks that [`evict`](Self::evict) can remove: blocks that are neither pinned nor above a pinned
+    /// block, and dead blocks that are above pinned copy sources only. O(1).
     #[must_use]
     pub fn num_evictable(&self) -> u64 {
         self.eviction.num_evictable(&self.forest)
@@ -199,26 +199,28 @@ impl RadixIndex {
         self.config.block_size
     }
 
-    fn check_ids(&self, ids: &[BlockId], call: &str, argument: &str) -> Result<()> {
+    fn check_ids(&self, ids: &[BlockId], call: &'static str) -> Result<()> {
         match ids
             .iter()
             .find(|id| u64::from(id.0) >= self.config.num_blocks)
         {
-            Some(id) => Err(Error::invalid(format!(
-                "{call}: {argument} holds {id}; it must be in [0, {}) (num_blocks)",
+            Some(id) => Err(invalid!(
+                call,
+                "ids holds {id}; it must be in [0, {}) (num_blocks)",
                 self.config.num_blocks
-            ))),
+            )),
             None => Ok(()),
         }
     }
 
-    fn check_start(&self, start: usize, len: usize, call: &str) -> Result<()> {
+    fn check_start(&self, start: usize, len: usize, call: &'static str) -> Result<()> {
         if start > len || !start.is_multiple_of(self.block_size()) {
-            return Err(Error::invalid(format!(
-                "{call}: start is {start}; it must be a multiple of the block size {} and at most the {len} tokens of \
+            return Err(invalid!(
+                call,
+                "start is {start}; it must be a multiple of the block size {} and at most the {len} tokens of \
                  the sequence",
                 self.block_size()
-            )));
+            ));
         }
         Ok(())
     }

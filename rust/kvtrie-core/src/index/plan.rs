@@ -1,7 +1,7 @@
 //! Makes and releases plans (D7, D13, D19).
 
 use crate::effort::Effort;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, invalid};
 use crate::eviction::count_revival;
 use crate::ids::NO_NODE;
 use crate::index::RadixIndex;
@@ -42,8 +42,8 @@ impl RadixIndex {
         policy: &ReusePolicy,
         options: PlanOptions,
     ) -> Result<ReusePlan> {
-        policy.check(self.config.min_run, "RadixIndex.plan")?;
-        crate::failpoints::before("RadixIndex.plan")?;
+        policy.check(self.config.min_run, "RadixIndex::plan")?;
+        crate::failpoints::before("RadixIndex::plan")?;
         Ok(self.plan_checked(seq, policy, options))
     }
 
@@ -56,7 +56,7 @@ impl RadixIndex {
         let policy = ReusePolicy {
             approximate,
             max_hops: ReusePolicy::MAX_HOPS,
-            // Longer than any run.
+            // A longer run than any prompt has, so none is searched for.
             min_run: Some(seq.len().max(self.config.min_run) + 1),
             partial_blocks: false,
             ..ReusePolicy::EXACT_ONLY
@@ -78,10 +78,10 @@ impl RadixIndex {
         self.settle_on(seq, options, draft.unwrap_or_default())
     }
 
-    /// As [`plan`](Self::plan), as if nothing were cached but the path of the sequence `path`: what one sequence could
-    /// give to another. Ties of runs at the same distance go to the earlier position. Places of a window on other paths
-    /// are passed over, a look each, and at most 16 per [candidate](crate::Config::max_candidates); those not looked at
-    /// count as [dropped](ReusePlan::candidates_dropped).
+    /// As [`plan`](Self::plan), but uses only KV on the path of the sequence `path`: what one sequence could give to
+    /// another. Ties of runs at the same distance go to the earlier position. Places of a window on other paths are
+    /// skipped. Each costs a look, and at most 16 per [candidate](crate::Config::max_candidates) are skipped; further
+    /// places count as [dropped](ReusePlan::candidates_dropped).
     ///
     /// # Errors
     /// As [`plan`](Self::plan); and [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if the sequences are of
@@ -89,6 +89,20 @@ impl RadixIndex {
     ///
     /// # Complexity
     /// As [`plan`](Self::plan), and a lookup of `path`.
+    ///
+    /// # Examples
+    /// ```
+    /// # use std::sync::Arc;
+    /// # use kvtrie_core::*;
+    /// # let ns = Arc::new(Namespace::new("m", "bfloat16", "default", None, Salt::Shared)?);
+    /// # let mut index = RadixIndex::new(Config { num_blocks: 8, block_size: 2, ..Config::seeded(0) })?;
+    /// let mut seq = TokenSequence::new(ns.clone(), vec![1, 2, 3, 4, 5], vec![])?;
+    /// index.insert(&mut seq, &[BlockId(6), BlockId(0)], InsertOptions::new(4, Source::Computed))?;
+    /// let other = TokenSequence::new(ns, vec![1, 2, 9, 9], vec![])?;
+    /// let plan = index.plan_from(&mut seq, &other, &ReusePolicy::EXACT_ONLY, PlanOptions::default())?;
+    /// assert_eq!(plan.blocks(), [BlockId(6)]);
+    /// # Ok::<(), kvtrie_core::Error>(())
+    /// ```
     pub fn plan_from(
         &mut self,
         seq: &mut TokenSequence,
@@ -96,20 +110,21 @@ impl RadixIndex {
         policy: &ReusePolicy,
         options: PlanOptions,
     ) -> Result<ReusePlan> {
-        policy.check(self.config.min_run, "RadixIndex.plan")?;
+        policy.check(self.config.min_run, "RadixIndex::plan_from")?;
         if seq.namespace() != path.namespace() {
-            return Err(Error::invalid(
-                "RadixIndex.plan: path is of another namespace than the prompt",
+            return Err(invalid!(
+                "RadixIndex::plan_from",
+                "path is of another namespace than the prompt"
             ));
         }
-        crate::failpoints::before("RadixIndex.plan")?;
+        crate::failpoints::before("RadixIndex::plan_from")?;
         let path = CachedPath::of(&self.forest, path);
         let draft = self.draft(seq, Some(&path), policy, options, Effort::ANY);
         Ok(self.settle_on(seq, options, draft.unwrap_or_default()))
     }
 
-    /// As [`plan`](Self::plan); `None`, and nothing is touched, if following the prompt's own path or searching for
-    /// moved runs takes more than `effort`. The next call continues where the match ended; a search starts again.
+    /// As [`plan`](Self::plan). Returns `None`, and touches nothing, if following the prompt's own path or searching
+    /// for moved runs takes more than `effort`. The next call continues where the match ended; a search starts again.
     /// O(effort), plus one step for each of [`known_edges`](Self::known_edges).
     ///
     /// # Errors
@@ -121,8 +136,8 @@ impl RadixIndex {
         options: PlanOptions,
         effort: Effort,
     ) -> Result<Option<ReusePlan>> {
-        policy.check(self.config.min_run, "RadixIndex.plan")?;
-        crate::failpoints::before("RadixIndex.plan")?;
+        policy.check(self.config.min_run, "RadixIndex::plan_within")?;
+        crate::failpoints::before("RadixIndex::plan_within")?;
         if effort != Effort::ANY && self.is_broken_path(seq, options, effort) {
             return Ok(None);
         }
@@ -130,8 +145,8 @@ impl RadixIndex {
         Ok(draft.map(|draft| self.settle_on(seq, options, draft)))
     }
 
-    /// Whether the prompt's own path takes more than `effort`: a plan checks its holes and approximate blocks one by
-    /// one, and revives its dead runs.
+    /// Whether the prompt's own path takes more than `effort`: holes and approximate blocks are checked one by one, and
+    /// dead runs are revived.
     fn is_broken_path(
         &mut self,
         seq: &mut TokenSequence,
@@ -196,21 +211,22 @@ impl RadixIndex {
         plan
     }
 
-    /// Ends the plan and its pins. Condemned blocks that nobody else pins wait for [`take_freed`](Self::take_freed).
+    /// Releases the plan and its pins. Condemned blocks that no other plan pins wait for
+    /// [`take_freed`](Self::take_freed).
     ///
     /// # Errors
     /// [`StaleHandle`](crate::ErrorKind::StaleHandle) if it was released before;
     /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) for a plan of another index.
     pub fn release(&mut self, plan: &ReusePlan) -> Result<()> {
-        let lease = plan.lease_index(self, "ReusePlan.release")?;
-        crate::failpoints::before("ReusePlan.release")?;
+        let lease = plan.lease_index(self, "RadixIndex::release")?;
+        crate::failpoints::before("RadixIndex::release")?;
         self.end_lease(lease);
         Ok(())
     }
 
     /// As [`release`](Self::release), but ignores a plan that was released before or is of another index.
     pub fn release_if_live(&mut self, plan: &ReusePlan) {
-        if let Ok(lease) = plan.lease_index(self, "ReusePlan.release") {
+        if let Ok(lease) = plan.lease_index(self, "RadixIndex::release_if_live") {
             self.end_lease(lease);
         }
     }
@@ -220,36 +236,36 @@ impl RadixIndex {
     /// # Errors
     /// As [`release`](Self::release).
     pub fn release_sources(&mut self, plan: &ReusePlan) -> Result<()> {
-        let lease = plan.lease_index(self, "ReusePlan.release_sources")?;
-        crate::failpoints::before("ReusePlan.release_sources")?;
+        let lease = plan.lease_index(self, "RadixIndex::release_sources")?;
+        crate::failpoints::before("RadixIndex::release_sources")?;
         self.pins
             .unpin_sources(&mut self.forest, &mut self.eviction, lease);
-        // The released blocks may have kept the holes above their bound.
+        // Pins may have kept the number of holes above its bound.
         self.bound_holes();
         Ok(())
     }
 
-    /// Steps to end the plan, each about as long as a look at an edge. O(1).
+    /// Steps that a release takes, each about as long as a visit of an edge. O(1).
     #[must_use]
     pub fn release_steps(&self, plan: &ReusePlan) -> u64 {
         let lease = self.pins.leases().get(plan.lease());
         let entries = lease.map_or(0, Lease::num_entries) as u64;
-        // A step up an edge takes a fraction of a look at it.
+        // A step up to the next edge takes about a quarter of a visit.
         entries + plan.num_edges() / 4 + self.bound_steps(0)
     }
 
     /// Whether the plan was released.
     #[must_use]
     pub fn is_released(&self, plan: &ReusePlan) -> bool {
-        plan.lease_index(self, "").is_err()
+        plan.lease_index(self, "RadixIndex::is_released").is_err()
     }
 
-    /// Whether the blocks of each segment are still there as planned: pinned, or not gone since.
+    /// For each segment, whether its blocks still hold what the plan says: they are pinned, or have not left since.
     ///
     /// # Errors
     /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) for a plan of another index.
     pub fn validate(&self, plan: &ReusePlan) -> Result<Vec<bool>> {
-        plan.check_index(self, "ReusePlan.validate")?;
+        plan.check_index(self, "RadixIndex::validate")?;
         let lease = self.pins.leases().get(plan.lease());
         let lease = lease.filter(|lease| lease.pinned);
         let blocks = self.forest.blocks();
@@ -274,7 +290,7 @@ impl RadixIndex {
         self.bound_holes();
     }
 
-    /// The draft of a plan, from `path` alone if there is one; `None` if this takes more than `effort`.
+    /// Drafts a plan, from the blocks of `path` alone if one is given. Returns `None` if this takes more than `effort`.
     pub(crate) fn draft(
         &mut self,
         seq: &mut TokenSequence,
@@ -313,22 +329,18 @@ impl ReusePlan {
         self.index() == index.forest.uid()
     }
 
-    pub(crate) fn lease_index(&self, index: &RadixIndex, call: &str) -> Result<u32> {
+    pub(crate) fn lease_index(&self, index: &RadixIndex, call: &'static str) -> Result<u32> {
         self.check_index(index, call)?;
         match index.pins.leases().get(self.lease()) {
             Some(_) => Ok(self.lease().index),
-            None => Err(Error::stale(format!(
-                "{call}: the plan was released already"
-            ))),
+            None => Err(Error::stale(call, "the plan was released already")),
         }
     }
 
-    fn check_index(&self, index: &RadixIndex, call: &str) -> Result<()> {
+    fn check_index(&self, index: &RadixIndex, call: &'static str) -> Result<()> {
         if self.is_of(index) {
             return Ok(());
         }
-        Err(Error::invalid(format!(
-            "{call}: the plan belongs to another index"
-        )))
+        Err(invalid!(call, "the plan belongs to another index"))
     }
 }

@@ -1,4 +1,4 @@
-//! Blocks that are permanently out of use because their KV is not finite (R7).
+//! Puts blocks out of use permanently because their KV is not finite (R7).
 
 use crate::error::Result;
 use crate::ids::BlockId;
@@ -6,22 +6,34 @@ use crate::index::RadixIndex;
 use crate::storage::blocks::BlockState;
 
 impl RadixIndex {
-    /// Removes ids from use permanently, wherever they are, and returns how many were not quarantined before. They
-    /// leave the index or stop waiting; pinned and condemned ones follow when their last pin ends. No call returns
-    /// them, and no insert takes them. An id that was unknown now belongs to the index: its holder must not free it.
+    /// Puts ids out of use permanently and returns how many were not quarantined before. Indexed ids leave the index
+    /// and waiting ones stop waiting; pinned and condemned ids follow when their last pin ends. No call returns them,
+    /// and no insert takes them. An unknown id belongs to the index from then on: its holder must not free it.
     ///
     /// Ids that are not indexed are counted as by [`discard`](Self::discard).
     ///
     /// # Errors
     /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if an id is outside the pool; nothing is changed then.
+    ///
+    /// # Examples
+    /// ```
+    /// # use std::sync::Arc;
+    /// # use kvtrie_core::*;
+    /// # let ns = Arc::new(Namespace::new("m", "bfloat16", "default", None, Salt::Shared)?);
+    /// # let mut index = RadixIndex::new(Config { num_blocks: 8, block_size: 2, ..Config::seeded(0) })?;
+    /// let mut seq = TokenSequence::new(ns, vec![1, 2, 3, 4, 5], vec![])?;
+    /// index.insert(&mut seq, &[BlockId(6), BlockId(0)], InsertOptions::new(4, Source::Computed))?;
+    /// assert_eq!(index.quarantine(&[BlockId(0)])?, 1);
+    /// assert_eq!(index.evict(9), [BlockId(6)]);
+    /// # Ok::<(), kvtrie_core::Error>(())
+    /// ```
     pub fn quarantine(&mut self, ids: &[BlockId]) -> Result<u64> {
-        self.check_ids(ids, "RadixIndex.quarantine", "block_ids")?;
-        crate::failpoints::before("RadixIndex.quarantine")?;
+        self.check_ids(ids, "RadixIndex::quarantine")?;
+        crate::failpoints::before("RadixIndex::quarantine")?;
         self.cut_out_all(&self.pinned_of(ids));
         let (mut count, mut any_waited) = (0, false);
         for &BlockId(id) in ids {
             let place = self.forest.blocks().state(id);
-            // A repeated id counts once.
             if self.forest.blocks_mut().see(id) {
                 continue;
             }
@@ -51,7 +63,7 @@ impl RadixIndex {
         Ok(count)
     }
 
-    /// The ids in quarantine, and those that follow when their last pin ends, ascending.
+    /// The quarantined ids, ascending, including those whose last pin has not ended.
     ///
     /// # Complexity
     /// O(ids that the index knows).

@@ -17,13 +17,15 @@ use crate::pins::{Cuts, Leaving};
 use crate::storage::blocks::BlockState;
 
 impl RadixIndex {
-    /// Removes ids wherever they are. Returns the unpinned ones in call order, condemns the pinned ones, and counts
-    /// those that are not indexed.
+    /// Removes ids from the index, wherever they are. Returns the unpinned ones in call order and condemns the pinned
+    /// ones. Ids that are not indexed are only counted.
     ///
     /// # Errors
     /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if an id is outside the pool; nothing is discarded then.
     pub fn discard(&mut self, ids: &[BlockId]) -> Result<Vec<BlockId>> {
-        let freed = self.discard_within(ids, Effort::ANY)?;
+        let freed = self
+            .discard_within(ids, Effort::ANY)
+            .map_err(|error| error.in_call("RadixIndex::discard"))?;
         Ok(freed.unwrap_or_default())
     }
 
@@ -37,8 +39,8 @@ impl RadixIndex {
         ids: &[BlockId],
         effort: Effort,
     ) -> Result<Option<Vec<BlockId>>> {
-        self.check_ids(ids, "RadixIndex.discard", "block_ids")?;
-        crate::failpoints::before("RadixIndex.discard")?;
+        self.check_ids(ids, "RadixIndex::discard_within")?;
+        crate::failpoints::before("RadixIndex::discard_within")?;
         let mut steps = effort.steps();
         let cuts = self
             .count_removal(ids.len() as u64, &mut steps)
@@ -54,7 +56,6 @@ impl RadixIndex {
         let mut freed = Vec::new();
         for &id in ids {
             let place = self.forest.blocks().state(id.0);
-            // A repeated id counts once.
             if self.forest.blocks_mut().see(id.0) {
                 continue;
             }
@@ -91,13 +92,13 @@ impl RadixIndex {
         leaving
     }
 
-    /// One step per block, and [`Self::bound_steps`].
+    /// Takes one step per block and those of [`Self::bound_steps`]; `None` if fewer are left.
     pub(super) fn count_removal(&self, blocks: u64, steps: &mut Steps) -> Option<()> {
         steps.take(blocks)?;
         steps.take(self.bound_steps(blocks))
     }
 
-    /// Most steps of [`Self::bound_holes`] after so many more.
+    /// The most steps that [`Self::bound_holes`] takes once there are `holes` more.
     pub(crate) fn bound_steps(&self, holes: u64) -> u64 {
         if self.forest.num_holes() + holes > self.config.num_blocks {
             self.eviction.leaves().entries().len() as u64
@@ -106,7 +107,6 @@ impl RadixIndex {
         }
     }
 
-    /// The block was cut out of its pins; returns whether it is condemned.
     pub(super) fn remove_block(&mut self, node: NodeIndex, depth: Depth) -> bool {
         let edge = self.forest.node(node);
         if edge.has_children() || depth + 1 < edge.end() {
@@ -121,6 +121,19 @@ impl RadixIndex {
     /// Removes and returns at most `n` blocks: waiting ones ([`take_freed`](Self::take_freed)), then dead ones
     /// ([`mark_dead`](Self::mark_dead)), then unpinned blocks without a present block below, by (last use, deepest
     /// first, lowest id).
+    ///
+    /// # Examples
+    /// ```
+    /// # use std::sync::Arc;
+    /// # use kvtrie_core::*;
+    /// # let ns = Arc::new(Namespace::new("m", "bfloat16", "default", None, Salt::Shared)?);
+    /// # let mut index = RadixIndex::new(Config { num_blocks: 8, block_size: 2, ..Config::seeded(0) })?;
+    /// let mut seq = TokenSequence::new(ns, vec![1, 2, 3, 4, 5], vec![])?;
+    /// index.insert(&mut seq, &[BlockId(6), BlockId(0)], InsertOptions::new(4, Source::Computed))?;
+    /// assert_eq!(index.evict(1), [BlockId(0)]);
+    /// assert_eq!(index.evict(9), [BlockId(6)]);
+    /// # Ok::<(), kvtrie_core::Error>(())
+    /// ```
     pub fn evict(&mut self, n: usize) -> Vec<BlockId> {
         let evicted = self.evict_within(n, Effort::ANY);
         evicted.unwrap_or_default()
@@ -169,7 +182,7 @@ impl RadixIndex {
         Some(out)
     }
 
-    /// Until `out` has `n` or another leaf is first.
+    /// Evicts blocks from the end of a leaf, until `out` has `n` or another leaf comes first.
     fn evict_from(&mut self, leaf: NodeIndex, n: usize, out: &mut Vec<BlockId>) {
         let edge = self.forest.node(leaf);
         if !edge.is_plain() {
@@ -178,7 +191,7 @@ impl RadixIndex {
             self.settle(leaf);
             return;
         }
-        // With one last use for all its blocks, it stays first unless another leaf has the same.
+        // All blocks of the leaf have one last use, so it stays first unless another leaf has the same.
         let alone = self
             .eviction
             .leaves()
@@ -214,8 +227,8 @@ impl RadixIndex {
         taken.into_iter().map(BlockId).collect()
     }
 
-    /// Removes a namespace: returns its unpinned blocks, ascending, and condemns the pinned ones. Plans made before
-    /// insert nothing.
+    /// Removes a namespace. Returns its unpinned blocks, ascending, and condemns the pinned ones. Plans made before
+    /// insert no blocks.
     pub fn drop_namespace(&mut self, namespace: &Arc<Namespace>) -> Vec<BlockId> {
         self.pins.finish(|lease| lease.namespace == *namespace);
         let mut freed = Vec::new();
@@ -246,7 +259,7 @@ impl RadixIndex {
         while let Some(&at) = all.get(next) {
             all.extend(self.forest.children(at));
             next += 1;
-            // Windows may include tokens of the nodes above, which are still there.
+            // A window may include tokens of the edges above, which are still stored.
             let node = self.forest.node(at);
             let (start, end) = (node.depth, node.end());
             self.moved.remove(&mut self.forest, at, start, end);
@@ -290,13 +303,13 @@ impl RadixIndex {
         }
     }
 
-    /// Makes a hole; the caller settles the edge. Returns the id.
+    /// Replaces a block with a hole and returns its id. The caller settles the edge.
     fn leave(&mut self, node: NodeIndex, place: Depth) -> u32 {
         self.unpin(node, place);
         self.remove_entry(node, place).0
     }
 
-    /// As [`Self::leave`], after the block was cut out of its pins.
+    /// As [`Self::leave`], for a block that was cut out of its pins. Also returns whether it is condemned.
     pub(super) fn remove_entry(&mut self, node: NodeIndex, place: Depth) -> (u32, bool) {
         let id = self.forest.node(node).id(place, self.block_size());
         self.unmark(node, place, place + 1);
@@ -312,8 +325,8 @@ impl RadixIndex {
         dead.unmark(&mut self.forest, node, from, to);
     }
 
-    /// Makes holes of blocks, unmarked and cut out of their pins; the caller settles the edge. Calls `report` with each
-    /// id and whether it is condemned.
+    /// Replaces blocks with holes. They have no marks and were cut out of their pins; the caller settles the edge.
+    /// Calls `report` with each id and whether it is condemned.
     pub(super) fn vacate(
         &mut self,
         node: NodeIndex,
@@ -326,7 +339,7 @@ impl RadixIndex {
         self.forest.vacate(node, from, to, is_pinned, report);
     }
 
-    /// Drops trailing holes, empty edges and an empty tree. Returns the remaining edge.
+    /// Drops trailing holes, then empty edges upwards, then an empty tree. Returns the edge that remains.
     pub(super) fn settle(&mut self, mut at: NodeIndex) -> Option<NodeIndex> {
         loop {
             let edge = self.forest.node(at);
@@ -346,13 +359,14 @@ impl RadixIndex {
                 self.eviction.requeue(&mut self.forest, at);
                 return Some(at);
             }
-            // Until here, the tokens of an edge without blocks find it.
+            // The edge is found by its tokens up to this moment.
             self.detach(at);
             at = parent;
         }
     }
 
-    /// D10: above the bound on holes, unpinned blocks after holes leave in eviction order and wait.
+    /// Keeps the number of holes at its bound (D10): above it, unpinned blocks after holes leave in eviction order and
+    /// wait.
     #[inline]
     pub(super) fn bound_holes(&mut self) {
         if self.forest.num_holes() > self.config.num_blocks {

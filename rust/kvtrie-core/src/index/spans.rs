@@ -1,7 +1,7 @@
-//! Removal of parts of a sequence (D10, D11).
+//! Removes parts of a sequence (D10, D11).
 
 use crate::effort::Effort;
-use crate::error::{Error, Result};
+use crate::error::{Result, invalid};
 use crate::ids::{BlockId, Depth, NodeIndex, depth};
 use crate::index::RadixIndex;
 use crate::pins::{Cuts, Leaving};
@@ -12,15 +12,15 @@ use crate::tokens::TokenSequence;
 pub struct Removed {
     /// Ids that left the index unpinned; they now belong to the caller.
     pub freed: Vec<BlockId>,
-    /// Ids that stay because a present block below them is not on the path.
+    /// Ids that stay because a present block below them belongs to another path.
     pub kept: Vec<BlockId>,
-    /// Ids that left the index pinned; they come later from [`RadixIndex::take_freed`].
+    /// Ids that left the index pinned. [`RadixIndex::take_freed`] returns them later.
     pub condemned: Vec<BlockId>,
 }
 
 #[derive(Default)]
 struct Removal {
-    /// By node, both ascending.
+    /// Parts to remove, by node. Nodes and the parts of each ascend.
     gone: Vec<(NodeIndex, Vec<(Depth, Depth)>)>,
     cuts: Cuts,
     removed: Removed,
@@ -60,7 +60,9 @@ impl RadixIndex {
         ranges: &[(usize, usize)],
         force: bool,
     ) -> Result<Removed> {
-        let removed = self.remove_spans_within(seq, ranges, force, Effort::ANY)?;
+        let removed = self
+            .remove_spans_within(seq, ranges, force, Effort::ANY)
+            .map_err(|error| error.in_call("RadixIndex::remove_spans"))?;
         Ok(removed.unwrap_or_default())
     }
 
@@ -76,8 +78,13 @@ impl RadixIndex {
         force: bool,
         effort: Effort,
     ) -> Result<Option<Removed>> {
-        let ranges = block_ranges(seq, ranges, self.block_size(), "RadixIndex.remove_spans")?;
-        crate::failpoints::before("RadixIndex.remove_spans")?;
+        let ranges = block_ranges(
+            seq,
+            ranges,
+            self.block_size(),
+            "RadixIndex::remove_spans_within",
+        )?;
+        crate::failpoints::before("RadixIndex::remove_spans_within")?;
         let Some(Removal {
             gone,
             cuts,
@@ -137,7 +144,7 @@ impl RadixIndex {
         Some(removal)
     }
 
-    /// The blocks, of one path, were cut out of their pins.
+    /// Removes blocks of one path that were cut out of their pins.
     fn remove_parts(&mut self, gone: &[(NodeIndex, Vec<(Depth, Depth)>)], removed: &mut Removed) {
         let block_size = self.block_size();
         for (node, parts) in gone {
@@ -151,7 +158,7 @@ impl RadixIndex {
                 }
             }
         }
-        // The deepest edge first: an empty edge is removed with the holes above it.
+        // The deepest edge is first, because an empty edge is removed together with the holes above it.
         for (node, parts) in gone.iter().rev() {
             for &(from, to) in parts.iter().rev() {
                 self.unmark(*node, from, to);
@@ -162,26 +169,28 @@ impl RadixIndex {
     }
 }
 
-/// Touching ranges are merged first.
+/// The blocks wholly inside token ranges. Touching ranges are merged before.
 pub(super) fn block_ranges(
     seq: &TokenSequence,
     ranges: &[(usize, usize)],
     block_size: usize,
-    call: &str,
+    call: &'static str,
 ) -> Result<Vec<(Depth, Depth)>> {
     let mut merged: Vec<(usize, usize)> = Vec::new();
     let mut last_end = 0;
     for &(start, end) in ranges {
         if start > end || end > seq.len() {
-            return Err(Error::invalid(format!(
-                "{call}: ranges has [{start}, {end}); it must ascend and lie in [0, {}], the sequence",
+            return Err(invalid!(
+                call,
+                "ranges has [{start}, {end}); it must ascend and lie in [0, {}], the sequence",
                 seq.len()
-            )));
+            ));
         }
         if start < last_end {
-            return Err(Error::invalid(format!(
-                "{call}: ranges has [{start}, {end}) after a range that ends at {last_end}; ranges must ascend and be disjoint"
-            )));
+            return Err(invalid!(
+                call,
+                "ranges has [{start}, {end}) after a range that ends at {last_end}; ranges must ascend and be disjoint"
+            ));
         }
         last_end = end;
         match merged.last_mut() {

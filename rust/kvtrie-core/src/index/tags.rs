@@ -1,4 +1,4 @@
-//! Tags: span kinds of the tokens of present blocks (D17).
+//! Tags tokens of present blocks with span kinds, and reads the tags (D17).
 
 use std::collections::BTreeMap;
 
@@ -14,8 +14,24 @@ impl RadixIndex {
     /// # Errors
     /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if a span is reversed, ends beyond the sequence, has an
     /// empty kind, or would be a 65th kind; nothing is tagged then.
+    ///
+    /// # Examples
+    /// ```
+    /// # use std::sync::Arc;
+    /// # use kvtrie_core::*;
+    /// # let ns = Arc::new(Namespace::new("m", "bfloat16", "default", None, Salt::Shared)?);
+    /// # let mut index = RadixIndex::new(Config { num_blocks: 8, block_size: 2, ..Config::seeded(0) })?;
+    /// let mut seq = TokenSequence::new(ns, vec![1, 2, 3, 4, 5], vec![])?;
+    /// index.insert(&mut seq, &[BlockId(6), BlockId(0)], InsertOptions::new(4, Source::Computed))?;
+    /// let span = Span { start: 1, end: 3, kind: "reasoning".into() };
+    /// index.tag(&seq, &[span.clone()])?;
+    /// assert_eq!(index.tags(&seq), [span]);
+    /// # Ok::<(), kvtrie_core::Error>(())
+    /// ```
     pub fn tag(&mut self, seq: &TokenSequence, spans: &[Span]) -> Result<()> {
-        self.tag_within(seq, spans, Effort::ANY).map(|_| ())
+        self.tag_within(seq, spans, Effort::ANY)
+            .map(|_| ())
+            .map_err(|error| error.in_call("RadixIndex::tag"))
     }
 
     /// As [`tag`](Self::tag); `None`, and nothing is tagged, if that takes more than `effort`.
@@ -31,8 +47,8 @@ impl RadixIndex {
     ) -> Result<Option<()>> {
         self.tagging
             .kinds()
-            .check(spans, seq.len(), "RadixIndex.tag")?;
-        crate::failpoints::before("RadixIndex.tag")?;
+            .check(spans, seq.len(), "RadixIndex::tag_within")?;
+        crate::failpoints::before("RadixIndex::tag_within")?;
         Ok(self.tagging.add(&mut self.forest, seq, spans, effort))
     }
 

@@ -1,4 +1,4 @@
-//! Checks of every invariant, for tests, fuzzers and engines.
+//! Checks every invariant of an index, for tests, fuzzers and engines.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -18,14 +18,11 @@ fn must(condition: bool, what: impl FnOnce() -> String) -> Result<()> {
     if condition {
         Ok(())
     } else {
-        Err(Error::broken_invariant(format!(
-            "RadixIndex.check: {}",
-            what()
-        )))
+        Err(Error::broken_invariant("RadixIndex::check", what()))
     }
 }
 
-/// By node: ends of paths and runs of sources, with their counts.
+/// What pins should protect: by node, the ends of pinned paths and the pinned runs, with their numbers of pins.
 #[derive(Default)]
 struct Pinned {
     ends: BTreeMap<NodeIndex, BTreeMap<Depth, u32>>,
@@ -41,18 +38,17 @@ struct Totals {
     approximate: u64,
     protected: u64,
     dead: u64,
-    /// By (mark, depth).
     queued: BTreeMap<(u64, Depth), NodeIndex>,
-    /// Dead blocks that may be evicted, and of those the protected ones.
+    /// Number of dead blocks that may be evicted, and of the protected ones among them.
     free: u64,
     loose: u64,
 }
 
 impl RadixIndex {
-    /// Checks every invariant of the index.
+    /// Checks every invariant of the index and reports the first broken one.
     ///
     /// # Errors
-    /// [`BrokenInvariant`](crate::ErrorKind::BrokenInvariant) with the first broken invariant: a bug in this crate.
+    /// [`BrokenInvariant`](crate::ErrorKind::BrokenInvariant) if an invariant is broken, which is a bug in this crate.
     ///
     /// # Complexity
     /// O(tokens held · log blocks + blocks pinned, once per plan).
@@ -249,7 +245,7 @@ impl Checker<'_> {
         Ok(pins)
     }
 
-    /// `kept` are the blocks that leases keep, `counts` the pins of each block.
+    /// Checks the block table. `kept` counts the leases that keep each block by id, `counts` the plans that pin it.
     fn check_places(&self, kept: &BTreeMap<u32, u32>, counts: &BTreeMap<u32, u32>) -> Result<()> {
         let (mut condemned, mut quarantined, mut waiting) = (0, 0, BTreeSet::new());
         for (id, place) in self.forest.blocks().known() {

@@ -1,4 +1,4 @@
-//! A digest that ranks must agree on after the same calls.
+//! A digest of an index, which ranks must agree on after the same calls.
 
 use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -30,7 +30,7 @@ impl RadixIndex {
                 (id, std::mem::discriminant(&place), pins).hash(&mut all);
             }
         }
-        // A sum, because siblings have no order in the logical state.
+        // Entries are summed, because siblings have no order in the logical state.
         let marks = self.eviction().dead().mark_ranks(forest);
         let entries = forest.trees().iter().fold(0u64, |sum, (_, tree)| {
             let mut namespace = DefaultHasher::new();
@@ -43,7 +43,7 @@ impl RadixIndex {
 }
 
 fn digest_tree(forest: &Forest, root: u32, namespace: u64, marks: &BTreeMap<u64, usize>) -> u64 {
-    // Parents first: (node, digest of the path above it, index of its parent in the list).
+    // Parents come first. Each element is a node, the digest of the path above it, and its parent's index in the list.
     let mut order = vec![(root, namespace, 0)];
     let mut at = 0;
     while let Some(&(node, above, _)) = order.get(at) {
@@ -56,7 +56,7 @@ fn digest_tree(forest: &Forest, root: u32, namespace: u64, marks: &BTreeMap<u64,
         order.extend(children.into_iter().map(|child| (child, path, at)));
         at += 1;
     }
-    // Children first: the latest use below a block is known.
+    // Children come first here, so that the latest use below a block is known.
     let mut latest_below = vec![0; order.len()];
     let mut sum = 0u64;
     for (at, &(node, above, parent)) in order.iter().enumerate().rev() {

@@ -1,4 +1,4 @@
-//! Why the exact match of a prompt ended where it did.
+//! Explains why the exact match of a prompt ended where it did.
 
 use std::cmp::Reverse;
 use std::fmt;
@@ -15,19 +15,19 @@ use crate::storage::gone::Note;
 use crate::storage::node::Node;
 use crate::tokens::TokenSequence;
 
-/// Most other namespaces that are searched.
+/// The most other namespaces that are searched.
 const MOST_OTHERS: usize = 64;
 
 /// Why an exact match ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Reason {
-    /// Every whole block of the prompt is cached and exact.
+    /// Every whole block of the prompt is cached exactly.
     Complete,
     /// Other tokens are cached there.
     Diverged,
     /// The tokens of the prompt were cached there, after the same prefix, and left.
     Evicted,
-    /// Nothing is known about the tokens of the prompt there.
+    /// Nothing is known about these tokens there: they were never cached, or are forgotten.
     NotCached,
     /// The same tokens are cached there, but their KV is approximate.
     ApproximateOnly,
@@ -81,7 +81,7 @@ pub struct Context {
     pub start: usize,
     /// Token ids of the prompt.
     pub ours: Vec<u32>,
-    /// Cached token ids. They end where the cache ends or continues in several ways.
+    /// Cached token ids. The list ends where the cache ends or continues in several ways.
     pub theirs: Vec<u32>,
 }
 
@@ -94,7 +94,7 @@ pub struct NamespaceDifference {
     pub num_tokens: usize,
 }
 
-/// What a plan would find, in tokens.
+/// What a plan would reuse and compute, in tokens.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct WouldSave {
     /// Reused exactly.
@@ -105,12 +105,13 @@ pub struct WouldSave {
     pub compute: usize,
 }
 
-/// Why an exact match ended where it did; `to_string` says it in English.
+/// Why an exact match ended where it did. `to_string` gives it in English.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Explanation {
     /// The reason.
     pub reason: Reason,
-    /// The first token of the prompt that does not match. Without other tokens there, the first token of its block.
+    /// The first token of the prompt that does not match. If no other tokens are cached there, the first token of its
+    /// block.
     pub position: usize,
     /// Tokens that match exactly, in whole blocks.
     pub num_exact: usize,
@@ -130,7 +131,7 @@ pub struct Explanation {
     pub would_save: WouldSave,
 }
 
-/// The cached block in place of the prompt's first unmatched block, and how many tokens the two share.
+/// The cached block at the place of the prompt's first unmatched block, and how many tokens the two share.
 #[derive(Clone, Copy)]
 struct Neighbour {
     node: NodeIndex,
@@ -138,12 +139,12 @@ struct Neighbour {
 }
 
 impl RadixIndex {
-    /// Why the exact match of `seq` ends where it does, and what a plan would find. Nothing is touched or pinned, and
-    /// the clock does not advance.
+    /// Explains why the exact match of `seq` ends where it does, and what a plan would reuse. It touches and pins
+    /// nothing and does not advance the clock.
     ///
-    /// [`Reason::Evicted`] is known of holes, and of the latest 4,096 departures while the prefix before them is
-    /// cached. It is wrong only if 64-bit digests collide. What is forgotten, or was dropped with its namespace, is
-    /// [`Reason::NotCached`], or [`Reason::Diverged`] if other tokens are there.
+    /// [`Reason::Evicted`] is known for holes, and for the latest 4,096 departures while the prefix before them is
+    /// cached. It is wrong only if 64-bit digests collide. Tokens whose departure is forgotten, or that were dropped
+    /// with their namespace, give [`Reason::NotCached`], or [`Reason::Diverged`] if other tokens are there.
     ///
     /// # Errors
     /// As [`plan`](Self::plan).
@@ -175,7 +176,7 @@ impl RadixIndex {
     ) -> Result<Explanation> {
         options
             .policy
-            .check(self.config().min_run, "RadixIndex.explain")?;
+            .check(self.config().min_run, "RadixIndex::explain")?;
         let would_save = self.would_save(seq, options);
         let at = self.exact_prefix(seq, 0, Effort::ANY);
         let at = at.filter(|at| at.node != NO_NODE);
@@ -244,7 +245,7 @@ impl RadixIndex {
         }
     }
 
-    /// Of several: the one that shares most tokens; then exact before approximate; then first in token order.
+    /// Finds that block. Of several, the one that shares most tokens, then an exact one, then the first in token order.
     fn neighbour(&self, seq: &TokenSequence, at: Position) -> Option<Neighbour> {
         let block_size = self.forest().block_size();
         let start = at.depth as usize * block_size;
@@ -257,15 +258,15 @@ impl RadixIndex {
                 shared: wanted.common(here),
             });
         }
-        let likest = |exact| {
-            let mut found = self.forest().likest_children(at.node, exact, wanted);
+        let most_similar = |exact| {
+            let mut found = self.forest().most_similar_children(at.node, exact, wanted);
             found.next()
         };
         let exact = self
             .forest()
             .nearest_child(at.node, wanted)
-            .or_else(|| likest(true));
-        let found = match (exact, likest(false)) {
+            .or_else(|| most_similar(true));
+        let found = match (exact, most_similar(false)) {
             (Some(exact), Some(other)) if other.1 > exact.1 => other,
             (Some(exact), _) => exact,
             (None, other) => other?,
@@ -307,8 +308,8 @@ impl RadixIndex {
         self.gone().contains(note).then_some(Reason::Evicted)
     }
 
-    /// The namespace of the same salt with most of `seq` as exact, if more than `reached` blocks. Ties: fewest
-    /// differing fields, then first by fields.
+    /// Finds the namespace of the same salt in which most of `seq` matches exactly, if that is more than `reached`
+    /// blocks. Of several, the one with the fewest differing fields, then the first by its fields.
     fn other_namespace(&self, seq: &TokenSequence, reached: Depth) -> Option<NamespaceDifference> {
         let own = seq.namespace();
         let block_size = self.forest().block_size();
@@ -383,7 +384,7 @@ fn differing(a: &Namespace, b: &Namespace) -> Vec<&'static str> {
     differ.map(|(name, _)| name).collect()
 }
 
-/// "a", "a and b", "a, b and c".
+/// Joins names as "a", "a and b" or "a, b and c".
 fn listed(names: &[impl AsRef<str>]) -> String {
     let mut text = String::new();
     for (at, name) in names.iter().enumerate() {

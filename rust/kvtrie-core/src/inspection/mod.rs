@@ -1,4 +1,4 @@
-//! What an index says about itself.
+//! Calls that read the state of an index and change nothing.
 
 pub(crate) mod check;
 pub(crate) mod digest;

@@ -8,29 +8,29 @@ use crate::moved::Windows;
 pub struct Stats {
     /// Blocks that back an entry.
     pub indexed: u64,
-    /// Blocks that left the index while pinned, and are still pinned or wait to be taken.
+    /// Blocks that left the index while pinned, whether they are still pinned or wait to be taken.
     pub condemned: u64,
     /// Condemned blocks that wait to be taken.
     pub waiting: u64,
-    /// Blocks out of use permanently; those still pinned count as condemned.
+    /// Blocks permanently out of use, without those still pinned, which count as condemned.
     pub quarantined: u64,
     /// Pinned blocks, indexed or condemned.
     pub pinned: u64,
-    /// Blocks that [`evict`](RadixIndex::evict) could take, as [`num_evictable`](RadixIndex::num_evictable).
+    /// Blocks that [`evict`](RadixIndex::evict) can remove, as [`num_evictable`](RadixIndex::num_evictable).
     pub evictable: u64,
     /// Indexed blocks that are marked dead.
     pub dead: u64,
     /// Indexed blocks whose entry is approximate.
     pub approximate: u64,
-    /// Holes: places without a block above a cached one.
+    /// Places without a block above a cached block.
     pub holes: u64,
     /// Edges of all trees.
     pub nodes: u64,
-    /// Windows of eight tokens, by which moved runs are found.
+    /// Windows of eight tokens, through which moved runs are found.
     pub windows: u64,
     /// Namespaces that hold a block.
     pub namespaces: u64,
-    /// Plans that were not released.
+    /// Plans that are not released.
     pub live_plans: u64,
     /// Time of the logical clock.
     pub clock: u64,
@@ -38,15 +38,17 @@ pub struct Stats {
     pub unknown_discards: u64,
     /// Edges that lookups, plans and inserts visited since the index was made.
     pub nodes_visited: u64,
-    /// Bytes of token ids that they compared.
+    /// Bytes of token ids that those calls compared.
     pub bytes_compared: u64,
-    /// Looks of the searches for moved runs since the index was made or restored; rule P16 bounds them per plan.
+    /// Looks of the searches for moved runs since the index was made or restored. Rule P16 bounds them per plan.
     pub search_looks: u64,
     /// Heap bytes, by capacity, without the allocator's overhead.
     pub bytes: u64,
 }
 
 impl RadixIndex {
+    /// Counters of the index.
+    ///
     /// # Complexity
     /// O(edges) for `bytes`, and O(edges with a pin) for `pinned`; everything else is a counter.
     #[must_use]

@@ -1,4 +1,4 @@
-//! Where moved runs are found: the windows of cached tokens.
+//! Keeps the windows of cached tokens up to date, by which plans find moved runs.
 
 mod fingerprints;
 mod windows;
@@ -26,7 +26,7 @@ impl Moved {
         self.windows.as_ref()
     }
 
-    /// Blocks entered the path of `tokens`, which begin at position 0, from depth `from` on.
+    /// Adds the windows of blocks that entered a path from depth `from` on. `tokens` begin at position 0.
     #[inline]
     pub(crate) fn add_run(
         &mut self,
@@ -40,7 +40,7 @@ impl Moved {
             return;
         };
         for (place, &BlockId(id)) in (from..).zip(ids) {
-            forest.blocks_mut().set_bringing(id);
+            forest.blocks_mut().set_pending(id);
             for (which, end) in windows.ends(place).enumerate() {
                 if let Some(window) = tokens[..=end].last_chunk::<WINDOW>() {
                     windows.add(tree, window, id, which);
@@ -56,7 +56,7 @@ impl Moved {
         let Some(windows) = &mut self.windows else {
             return;
         };
-        forest.blocks_mut().set_bringing(id);
+        forest.blocks_mut().set_pending(id);
         let tree = forest.node(node).tree;
         for (which, end) in windows.ends(place).enumerate() {
             windows.add(tree, &forest.last_tokens(node, end), id, which);
@@ -66,7 +66,7 @@ impl Moved {
         }
     }
 
-    /// Blocks are about to leave; their tokens are still needed here.
+    /// Removes the windows of blocks that are about to leave. Their tokens must still be stored.
     pub(crate) fn remove(&mut self, forest: &mut Forest, node: NodeIndex, from: Depth, to: Depth) {
         let Some(windows) = &mut self.windows else {
             return;
@@ -77,7 +77,7 @@ impl Moved {
             if id == ABSENT {
                 continue;
             }
-            if forest.blocks().is_bringing(id) {
+            if forest.blocks().is_pending(id) {
                 apply(windows, forest);
             }
             for (which, end) in windows.ends(place).enumerate() {
@@ -125,5 +125,5 @@ impl Moved {
 
 fn apply(windows: &mut Windows, forest: &mut Forest) {
     let applied = windows.apply();
-    forest.blocks_mut().clear_bringing(applied);
+    forest.blocks_mut().clear_pending(applied);
 }

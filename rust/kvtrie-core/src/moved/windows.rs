@@ -1,21 +1,22 @@
 //! The windows of everything cached, through which moved runs are found.
 //!
 //! A window is eight consecutive tokens. One is kept per `min_run − 7` positions, counted from the start of the
-//! sequence, so each cached run of `min_run` tokens contains a whole one. It is named by the block of its last token,
-//! because a block keeps its name when edges are cut, and because a parent is unique and a child is not: a run is
-//! verified backwards and followed forwards.
+//! sequence, so each cached run of `min_run` tokens contains a whole one. The block with its last token names it: a
+//! block keeps its name when edges are cut, and from there a run is verified backwards along unique parents and
+//! followed forwards.
 //!
-//! Windows are queued when blocks come and go, and applied in batches: a place in a large table is rarely in the CPU
-//! cache, and a batch waits for many at once. The block that fills the queue to [`QUEUE`] windows empties it.
+//! When blocks come and go, their windows are queued and later applied in a batch. A place in a large table is rarely
+//! in the CPU cache, and a batch waits for many cache lines at once. The call that fills the queue to [`QUEUE`] windows
+//! empties it.
 
 mod order;
 
 use crate::moved::fingerprints::{Entry, Fingerprints, WINDOW, WindowHasher};
 
-/// Enough to overlap cache misses, few enough for one call to pay.
+/// Length of the queue: enough to overlap cache misses, and few enough for one call to apply.
 const QUEUE: usize = 512;
 
-/// Of a table; it grows beyond that in larger steps.
+/// Largest initial size of a table, in entries. A table that outgrows it grows in larger steps.
 const MOST: u64 = 1 << 24;
 
 const NAMES: u64 = u32::MAX as u64;
@@ -27,7 +28,7 @@ struct Shelf {
     removes: Vec<Entry>,
 }
 
-/// One table, unless the pool has more than 2³² − 1 windows.
+/// All windows. There is one table, unless the pool can have more than 2³² − 1 windows.
 #[derive(Debug)]
 pub(crate) struct Windows {
     shelves: Vec<Shelf>,
@@ -65,7 +66,7 @@ impl Windows {
         }
     }
 
-    /// Last tokens of the windows that end in the block at `depth`.
+    /// Positions of the last tokens of the windows that end in the block at `depth`.
     pub(crate) fn ends(&self, depth: u32) -> impl Iterator<Item = usize> + use<> {
         let (block_size, stride) = (self.block_size, self.stride);
         let from = depth as usize * block_size;
@@ -73,7 +74,7 @@ impl Windows {
         (first..from + block_size).step_by(stride)
     }
 
-    /// `which` counts the windows of the block.
+    /// The table and the entry of a window; `which` numbers the windows of a block.
     fn place(&self, tree: u32, window: &[u32; WINDOW], id: u32, which: usize) -> (usize, Entry) {
         let name = u64::from(id) * self.per_block + which as u64;
         let local = u32::try_from(name % NAMES).unwrap_or_default();
@@ -92,7 +93,7 @@ impl Windows {
         self.waiting += 1;
     }
 
-    /// No window of that block waits to be added.
+    /// Queues a removal. No window of that block may wait to be added.
     pub(crate) fn remove(&mut self, tree: u32, window: &[u32; WINDOW], id: u32, which: usize) {
         let (shelf, place) = self.place(tree, window, id, which);
         self.shelves[shelf].removes.push(place);
@@ -103,7 +104,7 @@ impl Windows {
         self.stride
     }
 
-    /// The last token of one window of a block.
+    /// Position of the last token of the window `which` of a block.
     pub(crate) fn end(&self, depth: u32, which: u64) -> usize {
         let first = self.ends(depth).next().unwrap_or_default();
         first + usize::try_from(which).unwrap_or_default() * self.stride
@@ -139,14 +140,14 @@ impl Windows {
         numbered.filter_map(|(number, shelf)| Some((number, shelf.table.as_ref()?)))
     }
 
-    /// The block, and the number of the window in it.
     fn block(&self, table: u64, name: u32) -> (u32, u64) {
         let name = table * NAMES + u64::from(name);
         let id = u32::try_from(name / self.per_block).unwrap_or_default();
         (id, name % self.per_block)
     }
 
-    /// Exact above `enough`, otherwise possibly too high.
+    /// Number of places of a window. It may count a few places of other trees, unless it exceeds `enough`; then it is
+    /// exact.
     pub(crate) fn num_places(
         &self,
         hash: u64,
@@ -171,8 +172,8 @@ impl Windows {
         count - of_others.sum::<usize>()
     }
 
-    /// Blocks in which windows of this hash end, with the number of the window; in a table, most recently added first.
-    /// A few may be of other trees.
+    /// The blocks in which windows of this hash end, each with the number of the window. Of one table, the most
+    /// recently added come first. A few may be of other trees.
     pub(crate) fn places(&self, hash: u64, tree: u32) -> impl Iterator<Item = (u32, u64)> {
         self.tables().flat_map(move |(number, table)| {
             let names = table.candidates(hash, tree);
@@ -188,7 +189,8 @@ impl Windows {
         self.waiting >= QUEUE
     }
 
-    /// Returns the blocks with added windows. Removals go first: a block that came back adds its windows again.
+    /// Applies the queue and returns the blocks whose windows were added. Removals go first, because a block that came
+    /// back adds its windows again.
     pub(crate) fn apply(&mut self) -> Vec<u32> {
         let mut blocks = Vec::new();
         for (number, shelf) in (0..).zip(&mut self.shelves) {
@@ -211,7 +213,7 @@ impl Windows {
         blocks
     }
 
-    /// Waiting windows count as applied.
+    /// Number of windows, as if the queue were applied.
     pub(crate) fn len(&self) -> usize {
         let sum = |count: fn(&Shelf) -> usize| self.shelves.iter().map(count).sum::<usize>();
         let tables = sum(|shelf| shelf.table.as_ref().map_or(0, Fingerprints::len));

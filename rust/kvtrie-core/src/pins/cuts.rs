@@ -1,4 +1,4 @@
-//! Pinned blocks that leave: their leases keep them by id, and still pin the rest.
+//! Blocks that leave the index while pinned. Their leases keep them by id and still pin the remaining blocks.
 
 use foldhash::quality::FixedState;
 use hashbrown::HashMap;
@@ -15,9 +15,9 @@ use crate::storage::forest::{Forest, Position, SourceRun};
 
 #[derive(Debug, Default)]
 pub(crate) struct Leaving {
-    /// By node, ascending and disjoint.
+    /// Depths of the leaving blocks, by node, ascending and disjoint.
     parts: HashMap<NodeIndex, Vec<(Depth, Depth)>, FixedState>,
-    /// By tree: depths that contain them.
+    /// For each tree, the depths between which all of its leaving blocks are.
     within: HashMap<u32, (Depth, Depth), FixedState>,
 }
 
@@ -47,8 +47,9 @@ pub(crate) struct Cut {
 pub(crate) type Cuts = Vec<(u32, Vec<Cut>)>;
 
 impl Pins {
-    /// The pinned stretches that contain leaving blocks; `None` if too few steps are left. One step per stretch; in the
-    /// trees of those blocks also one per edge of a stretch, up to the first of them, and one per block found.
+    /// Finds the pinned stretches that contain leaving blocks; returns `None` if too few steps are left. Takes one step
+    /// per stretch. In the trees of leaving blocks, it also takes one per edge of a stretch, up from its end to the
+    /// first leaving block, and one per block found.
     pub(crate) fn find_cuts(
         &self,
         forest: &Forest,
@@ -101,7 +102,8 @@ impl Pins {
         Some(cuts)
     }
 
-    /// Leases keep the blocks by id before they leave, and still pin the rest.
+    /// Cuts the blocks out of their leases, before they leave. The leases keep them by id and still pin the remaining
+    /// blocks.
     pub(crate) fn cut_out(&mut self, forest: &mut Forest, eviction: &mut Eviction, cuts: Cuts) {
         for (lease, cuts) in cuts {
             let key = |is_source, stretch: &Stretch| (is_source, stretch.last, stretch.from);
@@ -155,7 +157,7 @@ impl Pins {
             let from = whole.from;
             rest.push(Stretch { last, from });
         }
-        // Pinned before the whole is unpinned: nothing is unprotected in between.
+        // The remaining parts are pinned before the whole is unpinned, so they never lose their protection.
         if cut.is_source {
             self.leases[lease].sources.extend(rest.iter().copied());
             for &part in &rest {
@@ -186,7 +188,7 @@ impl Pins {
         }
     }
 
-    /// Before a tree is removed, ids replace its pins, which protect nothing.
+    /// Makes the leases keep all blocks of a tree by id instead of by stretches. The tree is removed afterwards.
     pub(crate) fn keep_all_of(&mut self, forest: &Forest, tree: u32) {
         let is_there = |stretch: &Stretch| {
             let place = forest.place_of(stretch.last);

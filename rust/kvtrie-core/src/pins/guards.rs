@@ -1,4 +1,4 @@
-//! Changes of pins: updates the counts above, and the orders of eviction.
+//! Changes pins. Each change updates the counts of the nodes above and the eviction orders.
 
 use smallvec::SmallVec;
 
@@ -6,7 +6,6 @@ use crate::eviction::Eviction;
 use crate::pins::lease::Stretch;
 use crate::storage::forest::{Change, Forest, SourceRun};
 
-/// Follows up a change of a node's protection.
 pub(super) fn settle(forest: &mut Forest, eviction: &mut Eviction, change: Option<Change>) {
     let Some(change) = change else {
         return;
@@ -50,7 +49,7 @@ pub(super) fn unanchor(forest: &mut Forest, eviction: &mut Eviction, id: u32) {
     }
 }
 
-/// Adjacent runs of one node are handled together.
+/// Pins runs. Adjacent runs of one node are added together.
 pub(super) fn add_sources(forest: &mut Forest, eviction: &mut Eviction, runs: &[SourceRun]) {
     for own in runs.chunk_by(|a, b| a.node == b.node) {
         let change = forest.add_sources(own);
@@ -70,7 +69,7 @@ pub(super) fn pin_stretch(forest: &mut Forest, eviction: &mut Eviction, stretch:
     add_sources(forest, eviction, &parts);
 }
 
-/// Unpins in reverse order of insertion, so that runs are removed from the end of a node's list.
+/// Unpins stretches, the last first, so that runs are removed from the end of a node's list.
 pub(super) fn unpin_stretches(forest: &mut Forest, eviction: &mut Eviction, stretches: &[Stretch]) {
     if stretches.is_empty() {
         return;

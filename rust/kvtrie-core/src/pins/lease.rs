@@ -1,4 +1,4 @@
-//! Leases: the mutable part of plans.
+//! Leases: the part of a plan that the index owns and changes.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -8,7 +8,7 @@ use smallvec::SmallVec;
 use crate::ids::Depth;
 use crate::namespace::Namespace;
 
-/// Consecutive present blocks of one path, identified by the last: a split of their edge changes nothing.
+/// Consecutive present blocks of one path. The last block names them, so that a split of an edge changes nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Stretch {
     pub(crate) last: u32,
@@ -21,21 +21,19 @@ struct Kept {
     sources: BTreeSet<u32>,
 }
 
-/// The pins of a plan, owned by the index until the release. A pin is one entry for any number of consecutive blocks; a
-/// block that leaves is cut out of its entry and kept by its id.
+/// The pins of a plan, owned by the index until the plan is released. One entry pins any number of consecutive blocks.
+/// A block that leaves is cut out of its entry and kept by its id.
 #[derive(Debug)]
 pub(crate) struct Lease {
     pub(crate) namespace: Arc<Namespace>,
-    /// Whether the lease may pin.
     pub(crate) pinned: bool,
-    /// The namespace was dropped or the index reset: inserts take nothing.
+    /// Set when the namespace is dropped or the index reset: inserts with this plan take nothing.
     pub(crate) over: bool,
-    /// Usually one whole path; several after a fork, or if blocks have left.
+    /// Usually one whole path. There are several after a fork, or after blocks have left.
     pub(crate) paths: SmallVec<[Stretch; 2]>,
     pub(crate) sources: SmallVec<[Stretch; 2]>,
-    /// Pinned blocks that have left; rare.
+    /// Pinned blocks that have left the index. Few leases have any.
     kept: Option<Box<Kept>>,
-    /// The plan's first approximate token.
     pub(crate) first_approximate: Option<usize>,
 }
 
@@ -57,7 +55,7 @@ impl Lease {
         !self.sources.is_empty() || kept.is_some_and(|kept| !kept.sources.is_empty())
     }
 
-    /// Returns whether the block is new in its set.
+    /// Keeps a block by id. Returns false if the lease already kept it in that set.
     pub(crate) fn keep(&mut self, id: u32, is_source: bool) -> bool {
         let kept = self.kept.get_or_insert_default();
         let own = if is_source {
@@ -68,13 +66,13 @@ impl Lease {
         own.insert(id)
     }
 
-    /// Twice if a block is kept in both sets.
+    /// The blocks kept by id. A block that is in both sets occurs twice.
     pub(crate) fn kept(&self) -> impl Iterator<Item = u32> {
         let kept = self.kept.iter();
         kept.flat_map(|kept| kept.paths.iter().chain(&kept.sources).copied())
     }
 
-    /// Entries that a release visits.
+    /// Number of entries that a release visits.
     pub(crate) fn num_entries(&self) -> usize {
         let kept = self.kept.as_ref();
         let kept = kept.map_or(0, |kept| kept.paths.len() + kept.sources.len());

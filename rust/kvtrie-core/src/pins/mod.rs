@@ -1,11 +1,12 @@
 //! Leases: what a live plan pins, and what that protects from eviction.
 //!
 //! A lease pins stretches: whole paths that back sequences, and the source blocks of copies, without the blocks above.
-//! A pin *protects* its stretch and everything above, which is stored per node. So `num_evictable` is a counter, a leaf
-//! knows by itself whether it may be evicted, and a pin costs one step per newly protected node and nothing per block.
+//! A pin *protects* its stretch and everything above it from eviction. The protection is stored per node, so
+//! `num_evictable` is a counter, a leaf's record says whether it may be evicted, and a pin costs one step per newly
+//! protected node and nothing per block.
 //!
-//! A dead block may be evicted from above a source, but not from above a block that backs a sequence. So the
-//! [`Guard`](crate::storage::node::Guard) of a node is the stronger kind pinned at or below it, and its parent counts
+//! A dead block above a source may be evicted, but not one above a block that backs a sequence. So the
+//! [`Guard`](crate::storage::node::Guard) of a node is the stronger kind of pin at or below it, and its parent counts
 //! its children by guard. [`Sources`](crate::storage::forest::Sources) are in a separate table.
 
 mod cuts;
@@ -36,9 +37,9 @@ pub(crate) use lease::Lease;
 #[derive(Debug)]
 pub(crate) struct Pins {
     leases: Slab<Lease>,
-    /// Condemned blocks, with their numbers of pins.
+    /// Number of pins of each condemned block.
     kept: HashMap<u32, u32, FixedState>,
-    /// Blocks to be taken, oldest release first.
+    /// Unpinned condemned blocks until a call takes them, oldest release first.
     waiting: VecDeque<u32>,
 }
 
@@ -62,13 +63,13 @@ impl Pins {
         self.leases.handle(lease)
     }
 
-    /// Unless it is lower already.
+    /// Sets the first approximate token of a lease, unless it is lower already.
     pub(crate) fn lower_first_approximate(&mut self, lease: u32, at: usize) {
         let known = &mut self.leases[lease].first_approximate;
         *known = Some(known.map_or(at, |known| known.min(at)));
     }
 
-    /// Their inserts take nothing from now on.
+    /// Ends the right to insert of some leases: from now on their inserts take nothing.
     pub(crate) fn finish(&mut self, which: impl Fn(&Lease) -> bool) {
         for (_, lease) in self.leases.iter_mut() {
             lease.over |= which(lease);
@@ -79,7 +80,6 @@ impl Pins {
         &self.kept
     }
 
-    /// Whether a lease keeps the block by id.
     #[inline]
     pub(crate) fn keeps(&self, id: u32) -> bool {
         self.kept.contains_key(&id)
@@ -89,7 +89,6 @@ impl Pins {
         &self.waiting
     }
 
-    /// After those that wait already.
     pub(crate) fn wait(&mut self, forest: &mut Forest, ids: &[u32]) {
         for &id in ids {
             forest.blocks_mut().wait(id);
@@ -105,7 +104,7 @@ impl Pins {
         self.waiting.retain(|&id| waits(id));
     }
 
-    /// The same call has touched the path to `end`.
+    /// Pins a path that the same call has touched.
     pub(crate) fn pin_path(
         &mut self,
         forest: &mut Forest,
@@ -135,7 +134,7 @@ impl Pins {
                 covered.push(last);
             }
         }
-        // The deeper anchor first: nothing is unprotected in between.
+        // The deeper end is pinned before covered ones are unpinned, so the path never loses its protection.
         if joined.is_none() {
             let change = forest.anchor(at.0, end.depth);
             settle(forest, eviction, change);
@@ -151,8 +150,8 @@ impl Pins {
         }
     }
 
-    /// Pins copy sources, which the same call has touched. The blocks above are protected unless they are dead. Runs
-    /// may have any order, and may overlap. A run costs O(log pins in its node), plus one step per edge above that
+    /// Pins copy sources that the same call has touched. The blocks above become protected unless they are dead. Runs
+    /// may have any order and may overlap. A run costs O(log pins in its node), plus one step per edge above that
     /// nothing else protects, and nothing per block.
     pub(crate) fn pin_sources(
         &mut self,
@@ -193,7 +192,7 @@ impl Pins {
             return;
         };
         crate::failpoints::within("pins without a lease");
-        // Sources first, while the paths still protect most nodes above them.
+        // Sources are unpinned first, while the paths still protect most nodes above them, which saves work.
         unpin_stretches(forest, eviction, &ended.sources);
         for path in &ended.paths {
             unanchor(forest, eviction, path.last);
@@ -201,7 +200,7 @@ impl Pins {
         self.unkeep(forest, ended.kept());
     }
 
-    /// Removes one pin each. Blocks without pins wait, ascending, or go to quarantine.
+    /// Removes one pin of each block. Blocks without pins then wait, ascending, or are quarantined.
     fn unkeep(&mut self, forest: &mut Forest, kept: impl IntoIterator<Item = u32>) {
         let mut released = Vec::new();
         for id in kept {
@@ -224,7 +223,7 @@ impl Pins {
     pub(crate) fn num_pinned(&self, forest: &Forest) -> u64 {
         let is_whole = |lease: &Lease| lease.paths.iter().all(|path| path.from == 0);
         if !forest.has_sources() && self.leases.iter().all(|(_, lease)| is_whole(lease)) {
-            // Every protected block is then on a pinned path.
+            // Without sources and partial paths, every protected block is on a pinned path.
             return forest.num_protected() + forest.blocks().num_condemned();
         }
         let block_size = forest.block_size();
@@ -278,7 +277,7 @@ impl Pins {
         pinned
     }
 
-    /// By block, the number of plans.
+    /// For each pinned block, the number of plans that pin it.
     pub(crate) fn pin_counts(&self, forest: &Forest) -> BTreeMap<u32, u32> {
         let mut counts = BTreeMap::new();
         for (_, lease) in self.leases.iter() {

@@ -204,7 +204,10 @@ impl Bench {
                 Some(SourceRun { node, from, to })
             })
             .collect();
-        let lease = live.plan.lease_index(&self.index, "").unwrap();
+        let lease = live
+            .plan
+            .lease_index(&self.index, "RadixIndex::release")
+            .unwrap();
         let time = use_sources(&mut self.index, lease, &found);
         for run in found {
             let edge = self.index.forest().node(run.node);
@@ -237,7 +240,10 @@ impl Bench {
     }
 
     fn is_over(&self, live: &Live) -> bool {
-        let lease = live.plan.lease_index(&self.index, "").unwrap();
+        let lease = live
+            .plan
+            .lease_index(&self.index, "RadixIndex::release")
+            .unwrap();
         self.index.pins().leases()[lease].over
     }
 
@@ -278,7 +284,7 @@ impl Bench {
     }
 }
 
-/// As a plan does; returns the time.
+/// Touches and pins sources as a plan does; returns the time.
 fn use_sources(index: &mut RadixIndex, lease: u32, runs: &[SourceRun]) -> u64 {
     let parts = index.parts_mut();
     *parts.clock += 1;
@@ -327,7 +333,7 @@ proptest! {
     }
 }
 
-/// D7: a plan pins exactly its source blocks.
+/// Tests a part of D7: a plan pins exactly its source blocks.
 #[test]
 fn a_dead_block_above_a_pinned_source_may_go_and_no_other() {
     let config = Config {
@@ -353,7 +359,7 @@ fn a_dead_block_above_a_pinned_source_may_go_and_no_other() {
         from: 3,
         to: 5,
     }];
-    let lease = plan.lease_index(&index, "").unwrap();
+    let lease = plan.lease_index(&index, "RadixIndex::release").unwrap();
     use_sources(&mut index, lease, &run);
     assert_eq!((index.num_evictable(), index.stats().pinned), (1, 2));
     assert_eq!(index.mark_dead(&seq, &[(1, 5)]).unwrap(), 4);
@@ -362,7 +368,7 @@ fn a_dead_block_above_a_pinned_source_may_go_and_no_other() {
     let evicted = index.evict(9);
     assert_eq!(evicted, [BlockId(2), BlockId(1), BlockId(5)]);
     index.check().unwrap();
-    // The sources still protect block 0, before the hole: it is not dead.
+    // Block 0 is before the hole and not dead, so the sources still protect it.
     assert_eq!((index.num_evictable(), index.evict(9)), (0, Vec::new()));
     index.release_sources(&plan).unwrap();
     index.check().unwrap();

@@ -1,45 +1,45 @@
 //! Bounds the search for moved runs (rule P16 in `docs/design.md`).
 //!
 //! Work is counted in *looks*: a place looked up or tried, a child compared, or [`TOKENS_PER_LOOK`] tokens compared as
-//! memory. A look waits for a few cache lines, 0.03 to 0.1 µs. Looks are counted, not timed, so the same calls on two
-//! indexes of the same seed make the same plans. Those of the window and the place tried last may come on top. Runs
-//! that are found pay for the search: `benches/python/reuse.py` prints what prompts drop, `benches/python/fan.py` the
-//! cost of windows that lead to no run.
+//! memory. A look waits for a few cache lines, 0.03 to 0.1 µs. Looks are counted, not timed, so that the same calls on
+//! two indexes of the same seed make the same plans. A search may exceed the bound by the looks of the last window and
+//! place. Runs that are found pay for the search: `benches/python/reuse.py` prints what prompts drop,
+//! `benches/python/fan.py` the cost of windows that lead to no run.
 
-/// A cache line.
+/// Tokens in a cache line.
 pub(super) const TOKENS_PER_LOOK: usize = 16;
 
 /// Looks to find where the prompt sorts among the children of an edge.
 pub(super) const CHOICE: u64 = 24;
 
-/// A budget allows for at least this many.
+/// The smallest number of candidates that a budget is computed with.
 const LEAST_CANDIDATES: u64 = 64;
 
 /// Looks per candidate before anything is found.
 const FIRST: u64 = 4;
 
-/// So many tokens to be searched add one look per candidate to [`FIRST`], ...
+/// This many tokens to be searched add one look per candidate to [`FIRST`], ...
 const TOKENS_PER_FIRST: u64 = 512;
 
 /// ... up to this total: a short prompt that finds nothing must not cost a large multiple of its other costs.
 const MOST_FIRST: u64 = 8;
 
-/// So many tokens of the prompt earn one look per candidate.
+/// This many tokens of the prompt earn one look per candidate.
 const TOKENS_PER_CANDIDATE: u64 = 640;
 
-/// So many covered tokens earn one look per candidate, besides one look per token, ...
+/// This many covered tokens earn one look per candidate, in addition to one look per token, ...
 const COVERED_PER_CANDIDATE: u64 = 2;
 
-/// ... up to this per candidate: 16,384 with 64 candidates.
+/// ... up to this many per candidate: 16,384 with 64 candidates.
 const MOST: u64 = 256;
 
-/// Looks saved up before a search continues.
+/// Looks that are saved up before a search continues.
 const SAVED: u64 = 2;
 
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Budget {
     from: usize,
-    /// At least [`LEAST_CANDIDATES`].
+    /// `max_candidates`, but at least [`LEAST_CANDIDATES`].
     candidates: u64,
     first: u64,
     looks: u64,
@@ -74,7 +74,7 @@ impl Budget {
         self.looks
     }
 
-    /// Looks above what is allowed at `at`, if a run of `found` tokens from there is known.
+    /// Looks beyond those allowed at `at`, if a run of `found` tokens from there is known; `None` if one is left.
     fn debt(&self, at: usize, found: usize) -> Option<u64> {
         let each = |looks: u64| looks.saturating_mul(self.candidates);
         let tokens = at.saturating_sub(self.from) as u64;
@@ -89,7 +89,6 @@ impl Budget {
         self.debt(at, found).is_some()
     }
 
-    /// Where to continue if no look is left.
     pub(super) fn resumes(&self, at: usize, found: usize) -> Option<usize> {
         let debt = self.debt(at, found)?;
         let tokens = (debt + SAVED).saturating_mul(TOKENS_PER_CANDIDATE) / self.candidates;

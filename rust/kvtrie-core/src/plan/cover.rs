@@ -1,4 +1,4 @@
-//! Which cached runs cover the rest of a prompt: from left to right, always the one that reaches furthest.
+//! Chooses the cached runs that cover the rest of a prompt: from left to right, always the run that reaches furthest.
 
 use std::cell::OnceCell;
 use std::cmp::Reverse;
@@ -18,10 +18,10 @@ use crate::plan::usable::{Kinship, Usable};
 use crate::storage::forest::Position;
 use crate::storage::payload::Label;
 
-/// Looks in about the time of a walk to a node in no CPU cache.
+/// Looks in about the time of a walk to a node that is in no CPU cache.
 const LOOKS_PER_NODE: u64 = 4;
 
-/// Bytes compared in about the time of one window lookup.
+/// Bytes compared in about the time of one window lookup, which `effort` counts per token.
 const BYTES_PER_TOKEN: u64 = 64;
 
 #[derive(Clone, Debug)]
@@ -43,7 +43,7 @@ impl Run {
         self.start.abs_diff(self.source(self.start))
     }
 
-    /// Whether the run has the token `at` of the prompt at this place.
+    /// Whether the run copies the token `at` of the prompt from this place.
     fn meets(&self, at: usize, place: &Candidate<'_>) -> bool {
         let inside = |piece: &Piece| {
             piece.node == place.node && (piece.start..piece.end).contains(&place.last)
@@ -64,7 +64,7 @@ impl Run {
         }
     }
 
-    /// Whichever token is to be covered.
+    /// Whether this run is better than another for every token that may have to be covered.
     fn outdoes(&self, other: &Self) -> bool {
         let is_nearer =
             self.hops <= 1 && other.kinship == Kinship::Moved && self.distance() < other.distance();
@@ -82,33 +82,34 @@ impl Run {
     }
 }
 
-/// The path of the prompt's own whole prefix, through holes and blocks that may not be used.
+/// The path of the prompt's own prefix, including holes and blocks that may not be used.
 #[derive(Clone, Debug)]
 pub(super) struct OwnPath {
     pub(super) in_place: Position,
-    /// Where the prompt's whole blocks leave the path.
+    /// The end of the prompt's whole blocks on the path.
     pub(super) end: Position,
 }
 
 pub(super) struct Cover<'a> {
     pub(super) follower: Follower<'a>,
     pub(super) own: OwnPath,
-    /// (node, first depth, end), computed on first use.
+    /// Edges of the own path, as (node, first depth, end). Computed on first use.
     own_edges: OnceCell<Vec<(NodeIndex, Depth, Depth)>>,
     pub(super) search: Option<Search<'a>>,
     pub(super) min_run: usize,
-    /// The best known run with the first token not covered.
+    /// The best known run that contains the first uncovered token.
     best: Option<Run>,
     later: Vec<Run>,
-    /// On the prompt's own path: ascending and disjoint, as many as it has holes.
+    /// Later runs on the prompt's own path, ascending and disjoint: at most one per hole.
     own_later: VecDeque<Run>,
-    /// Runs shorter than the policy's `min_run`, by edge and position there of the prompt's first token.
+    /// Tokens of runs that are shorter than the policy's `min_run`, by edge and by the position there of the prompt's
+    /// first token.
     short: HashMap<(NodeIndex, usize), Range<usize>, FixedState>,
     hits: Vec<Hit>,
     trying: Vec<(usize, Range<usize>)>,
-    /// Windows that begin before this position need not be tried.
+    /// Windows that begin before this position need not be tried again.
     tried: usize,
-    /// Tokens before this position are covered, or before the search.
+    /// Tokens before this position are covered, or precede the search.
     floor: usize,
     pub(super) budget: Budget,
     skipped: u64,
@@ -145,7 +146,8 @@ impl<'a> Cover<'a> {
         self.skipped + self.search.as_ref().map_or(0, Search::dropped)
     }
 
-    /// Runs in order, with gaps where nothing is found. `None` if the search takes more than `effort`.
+    /// The chosen runs in order. Between them are gaps where nothing was found. Returns `None` if the search takes more
+    /// than `effort`.
     pub(super) fn runs(&mut self, from: usize, effort: Effort) -> Option<Vec<Run>> {
         let most_looks = effort.nodes.saturating_mul(LOOKS_PER_NODE);
         let most_tokens = effort.bytes / BYTES_PER_TOKEN;
@@ -183,7 +185,7 @@ impl<'a> Cover<'a> {
         Some(runs)
     }
 
-    /// Finds the best known run that contains the token `at`, and forgets those that end before it.
+    /// Chooses the best known run that contains the token `at`, and drops known runs that end before it.
     fn settle(&mut self, at: usize) {
         for run in std::mem::take(&mut self.later) {
             if run.start > at {
@@ -215,30 +217,29 @@ impl<'a> Cover<'a> {
         runs.min_by_key(|run| run.start)
     }
 
-    /// The next token that a run may contain.
     fn next(&mut self, at: usize) -> usize {
         let len = self.follower.prompt.tokens.len();
         let known = self.first_later().map_or(len, |run| run.start);
         let Some(search) = &mut self.search else {
             return known;
         };
-        // A run has its first window less than a stride after its start.
+        // The first kept window of a run begins less than a stride after the run's start.
         let window = search.first_hit(self.tried).unwrap_or(len);
         known.min((window + 1).saturating_sub(search.stride()).max(at + 1))
     }
 
-    /// Finds the best run elsewhere that contains the token `at`, and possibly later ones.
+    /// Finds the best moved run that contains the token `at`, and possibly later ones.
     fn find_moved(&mut self, search: &mut Search<'a>, at: usize) {
         let stride = search.stride();
         if let Some(resumes) = self.budget.resumes(at, self.found(at)) {
             self.pass_over(at, resumes, stride);
             return;
         }
-        // A run of min_run tokens has a whole window in any stride of its tokens: here, if it continues for a stride,
-        // ...
+        // A run of min_run tokens has a kept window in any stride of its tokens. If it continues for a stride from
+        // `at`, it has one here.
         let until = at.saturating_add(stride);
         self.try_windows(search, at.max(self.tried)..until, at);
-        // ... otherwise before `at`; but then it does not reach further than one that continues.
+        // Otherwise it has one before `at`, but then it reaches less far than a run that continues.
         let min_run = search.min_run();
         if self
             .best
@@ -255,7 +256,7 @@ impl<'a> Cover<'a> {
         self.best.as_ref().map_or(0, |best| best.end - at)
     }
 
-    /// For lack of looks; if a run is known, only the windows of one stride.
+    /// Skips windows because no look is left: up to `resumes`, or only those of one stride if a run is known.
     fn pass_over(&mut self, at: usize, resumes: usize, stride: usize) {
         let until = if self.best.is_some() {
             at.saturating_add(stride)
@@ -280,7 +281,7 @@ impl<'a> Cover<'a> {
             is_crowded
         });
         self.try_places(search, &mut tried, at);
-        // If all windows have too many places, one run is enough. No window is tried twice before a run is found.
+        // If all windows have too many places, one run suffices. No window is tried twice before a run is found.
         let mut is_enough = false;
         for &hit in &hits {
             if !is_enough && search.is_new(hit) {
@@ -293,7 +294,7 @@ impl<'a> Cover<'a> {
         self.trying = tried;
     }
 
-    /// By the window's last token, if the budget is not spent.
+    /// Looks up the places of a window, unless the budget is spent. Returns them with the window's last token.
     fn places(
         &mut self,
         search: &mut Search<'a>,
@@ -316,7 +317,7 @@ impl<'a> Cover<'a> {
         tried: &mut Vec<(usize, Range<usize>)>,
         at: usize,
     ) {
-        // Once the most promising place is followed, most others need not be.
+        // Once the most promising place was followed, most others need not be followed.
         let first = self.most_promising(search, tried);
         if let Some((last, place)) = first {
             self.try_place(search, search.place(place), last, at);
@@ -326,7 +327,7 @@ impl<'a> Cover<'a> {
                 let place = search.place(place);
                 let end = self.best.as_ref().map_or(at + 1, |best| best.end);
                 if place.room() < end.saturating_sub(last) {
-                    // The rest has no room to reach as far.
+                    // The other places of this window have no room to reach as far.
                     break;
                 }
                 if self.budget.is_spent(at, self.found(at)) {
@@ -338,7 +339,7 @@ impl<'a> Cover<'a> {
         }
     }
 
-    /// Of the places that may reach furthest, the nearest one.
+    /// The place that may reach furthest; of several, the nearest.
     fn most_promising(
         &self,
         search: &Search<'_>,
@@ -364,7 +365,7 @@ impl<'a> Cover<'a> {
         found
     }
 
-    /// Follows a place that may have the prompt's token `last`, if that may help the token `at` or a later one.
+    /// Follows a place that may have the prompt's token `last`, if it may improve the cover at the token `at` or later.
     fn try_place(&mut self, search: &Search<'a>, place: Candidate<'_>, last: usize, at: usize) {
         let prompt = self.follower.prompt.tokens;
         self.budget.spend(1);
@@ -383,10 +384,10 @@ impl<'a> Cover<'a> {
         let min_run = self.min_run.min(search.min_run());
         let follower = &self.follower;
         let least = || {
-            // A run of min_run tokens starts here at the earliest ...
+            // The run must have min_run tokens, and it starts here at the earliest ...
             let first = (last + 1).saturating_sub(min_run);
             let start = follower.up(place.node, place.last, last, first, &mut Pieces::new());
-            // ... and reaches further than the best known run.
+            // ... and it must reach further than the best known run.
             covered.max(start + min_run)
         };
         let done = follower.down(
@@ -413,21 +414,21 @@ impl<'a> Cover<'a> {
         }
     }
 
-    /// Whether the run is known to be shorter than the policy's `min_run`.
+    /// Whether the run through this place is known to be shorter than the policy's `min_run`.
     fn is_too_short(&self, place: &Candidate<'_>, last: usize) -> bool {
         let diagonal = place.last.wrapping_sub(last);
         let known = self.short.get(&(place.node, diagonal));
         known.is_some_and(|tokens| tokens.contains(&last))
     }
 
-    /// Such a run has many windows, and is followed once.
+    /// Remembers a run that is too short. It may have many windows, but is followed only once.
     fn remember_short(&mut self, start: usize, path: &Pieces) {
         let Some(first) = path.first() else {
             return;
         };
         let diagonal = first.start.wrapping_sub(start);
         if self.short.len() >= self.short.capacity() {
-            // Those that end before all windows to come are of no more use.
+            // Runs that end before all windows still to come cannot be met again.
             let tried = self.tried;
             self.short.retain(|_, tokens| tokens.end > tried);
         }
@@ -453,7 +454,6 @@ impl<'a> Cover<'a> {
         }
     }
 
-    /// Whether a known run makes a later run useless.
     fn is_outdone(&self, run: &Run) -> bool {
         let before = self
             .own_later
@@ -463,7 +463,7 @@ impl<'a> Cover<'a> {
         known.any(|known| known.outdoes(run))
     }
 
-    /// Whether a run through `place` and the prompt's token `last` may improve on known ones.
+    /// Whether a run through `place` and the prompt's token `last` may be better than the known ones.
     fn may_be_of_use(&self, place: &Candidate<'_>, last: usize, at: usize) -> bool {
         if let Some(best) = &self.best {
             return self.may_be_better(best, place, last, Some(at));
@@ -478,8 +478,8 @@ impl<'a> Cover<'a> {
         })
     }
 
-    /// Whether it may be better than a known one for the token `at`, which both contain, or for any. Only one edge is
-    /// looked at.
+    /// Whether such a run may be better than `known`: at the token `at`, which both contain, or at any token. It
+    /// examines one edge only.
     fn may_be_better(
         &self,
         known: &Run,
@@ -491,7 +491,7 @@ impl<'a> Cover<'a> {
         let Some(ahead) = known.end.checked_sub(last) else {
             return true;
         };
-        // Does it reach as far?
+        // It must reach as far as the known run.
         if let Some(before) = ahead.checked_sub(1)
             && place
                 .ahead(before)
@@ -499,7 +499,7 @@ impl<'a> Cover<'a> {
         {
             return false;
         }
-        // Does it reach further?
+        // If it reaches further, it is better.
         let goes_on = prompt
             .get(known.end)
             .is_some_and(|token| match place.ahead(ahead) {
@@ -517,7 +517,7 @@ impl<'a> Cover<'a> {
         at: Option<usize>,
     ) -> bool {
         let distance = last.abs_diff(place.last);
-        // No run has fewer hops than one of exact blocks.
+        // No run has fewer hops than a run of exact blocks.
         if known.hops > 1 || distance < known.distance() {
             return true;
         }
@@ -550,7 +550,7 @@ impl<'a> Cover<'a> {
         piece.map_or(0, |piece| self.slot(piece.node, source))
     }
 
-    /// The most hops from `from` on, after the copy.
+    /// The most hops of the copy from the token `from` on.
     fn hops(&self, run: &Run, from: usize) -> u16 {
         let forest = self.follower.forest;
         let block_size = forest.block_size();
@@ -572,9 +572,9 @@ impl<'a> Cover<'a> {
         edges.max().unwrap_or(base)
     }
 
-    /// Whether the first of two runs that contain the token `at` is better: it reaches further; fewer hops from `at`
-    /// on; smaller distance; lower source slot of `at`. Runs that share that slot end equally far in siblings: the
-    /// sibling with fewer hops wins, then the one with the lower slot.
+    /// Whether the first of two runs that contain the token `at` is better. The order is: further end, fewer hops from
+    /// `at` on, smaller distance, lower source slot of `at`. Runs that share that slot end equally far in siblings:
+    /// then fewer hops in the sibling win, then its lower slot.
     fn is_better(&self, first: &Run, second: &Run, at: usize) -> bool {
         let order = second
             .end
@@ -597,7 +597,7 @@ impl<'a> Cover<'a> {
         })
     }
 
-    /// The prompt's own path is found without a search.
+    /// Whether a place is on the prompt's own path, whose runs are found without a search.
     fn is_own(&self, place: &Candidate<'_>) -> bool {
         let (forest, end) = (self.follower.forest, self.own.end);
         let depth = place.last / forest.block_size();
@@ -606,11 +606,11 @@ impl<'a> Cover<'a> {
         edges.get(at).is_some_and(|&(own, ..)| own == place.node)
     }
 
-    /// Runs of the prompt's own path after the token `at`, and next to its end.
+    /// Finds the runs of the prompt's own path after the token `at`, and the one that continues next to its end.
     fn find_own(&mut self, at: usize) {
         let block_size = self.follower.forest.block_size();
         let (in_place, end) = (self.own.in_place, self.own.end);
-        // The path in place continues into the block in which the prompt leaves it.
+        // The path in place may continue into the block in which the prompt leaves it.
         let mut from = in_place.depth as usize * block_size;
         self.add_own(in_place.node, from, 0, at);
         for (node, first, to) in self.follower.forest.edges_to(end, in_place.depth) {
@@ -637,7 +637,7 @@ impl<'a> Cover<'a> {
     }
 
     /// Adds the run of the own path from position `from` of an edge, if it reaches beyond the token `at`. Its tokens
-    /// begin at `start`; those before `from` count for its length but are not copied. Returns where it ends.
+    /// begin at `start`; those before `from` count for its length but are not copied. Returns the end of the run.
     fn add_own(&mut self, node: NodeIndex, from: usize, start: usize, at: usize) -> usize {
         let mut path = Pieces::new();
         let done = self

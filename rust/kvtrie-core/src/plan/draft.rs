@@ -1,13 +1,11 @@
-//! What a plan will say, before anything is pinned or touched.
+//! Drafts a plan: everything it will say, before anything is pinned or touched.
 
 use std::sync::Arc;
 
-use crate::config::Config;
 use crate::effort::Effort;
 use crate::ids::{BlockId, Depth};
-use crate::moved::Windows;
+use crate::plan::cached::Cached;
 use crate::plan::cover::{Cover, OwnPath, Run};
-use crate::plan::path::CachedPath;
 use crate::plan::reach::{Follower, Piece};
 use crate::plan::search::Search;
 use crate::plan::usable::{Kinship, Usable};
@@ -16,25 +14,12 @@ use crate::policy::ReusePolicy;
 use crate::storage::forest::{Forest, Position, SourceRun};
 use crate::storage::node::Node;
 use crate::storage::payload::Label;
-use crate::tagging::Tagging;
 use crate::tokens::TokenSequence;
-
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Cached<'a> {
-    pub(crate) forest: &'a Forest,
-    /// `None` if moved runs are off. Nothing waits to be applied.
-    pub(crate) windows: Option<&'a Windows>,
-    pub(crate) tagging: &'a Tagging,
-    pub(crate) config: &'a Config,
-    /// The only path that may be used.
-    pub(crate) path: Option<&'a CachedPath>,
-}
 
 #[derive(Debug, Default)]
 pub(crate) struct Draft {
-    /// End of the blocks used in place.
     pub(crate) in_place: Option<Position>,
-    /// Its ids, possibly followed by more.
+    /// The ids in place, possibly followed by more.
     pub(crate) ids: Arc<Vec<BlockId>>,
     pub(crate) segments: Vec<Segment>,
     pub(crate) copies: Vec<Copied>,
@@ -56,8 +41,8 @@ impl Draft {
         draft
     }
 
-    /// At most `len` tokens may be matched; `exact` is the end of the exact prefix, with the ids. `None` if searching
-    /// for moved runs takes more than `effort`.
+    /// Drafts the plan of a prompt of which at most `len` tokens may be matched, given the end and the ids of its exact
+    /// prefix. Returns `None` if searching for moved runs takes more than `effort`.
     #[inline]
     pub(crate) fn new(
         cached: &Cached<'_>,
@@ -92,7 +77,7 @@ impl Draft {
         let draft = draft?;
         let exact = drafting(usable.exact_only()).draft(end, ids, effort)?;
         Some(Self {
-            // With all places tried, the share might be another.
+            // The share might differ if all places had been tried, so the dropped ones still count.
             candidates_dropped: draft.candidates_dropped.max(exact.candidates_dropped),
             looks: draft.looks,
             ..exact
@@ -137,14 +122,14 @@ impl Drafting<'_> {
             self.cover(in_place, own_end, at, effort)?;
         }
         compute_until(&mut self.draft.segments, self.seq.len());
-        // In this order, each run is appended to those of its node.
+        // Sorted like this, each run is appended to the runs of its node.
         let order = |run: &SourceRun| (run.node, run.to, run.from);
         self.draft.sources.sort_unstable_by_key(order);
         self.draft.in_place = (in_place.depth > 0).then_some(in_place);
         Some(self.draft)
     }
 
-    /// The exact block at the end of a path that shares most tokens with the rest of the prompt.
+    /// The exact block after `end` that shares most tokens with the rest of the prompt, as a piece of those tokens.
     fn nearest_block(&self, end: Position) -> Option<Piece> {
         let block_size = self.forest.block_size();
         let at = end.depth as usize * block_size;
@@ -172,7 +157,7 @@ impl Drafting<'_> {
         })
     }
 
-    /// Where the prompt's whole blocks leave its path.
+    /// The end of the prompt's whole blocks on its own path.
     fn own_end(&self, exact: Position) -> Position {
         if !self.forest.has_broken_paths() {
             return exact;
@@ -187,7 +172,7 @@ impl Drafting<'_> {
         path.map_or(walked.at, |path| path.common(self.forest, walked.at))
     }
 
-    /// After the exact prefix, if the policy allows approximate blocks.
+    /// The end of the blocks in place: the exact prefix, and if the policy allows it, approximate blocks after it.
     fn in_place(&self, exact: Position, own_end: Position) -> Position {
         if !self.usable.approximate || own_end.depth == exact.depth {
             return exact;
@@ -252,7 +237,7 @@ impl Drafting<'_> {
         }
     }
 
-    /// `None` if the search takes more than `effort`.
+    /// Covers the rest of the prompt from `at` on; returns `None` if the search takes more than `effort`.
     fn cover(
         &mut self,
         in_place: Position,
@@ -287,12 +272,12 @@ impl Drafting<'_> {
         Some(())
     }
 
-    /// One segment per piece of equal class and hops.
+    /// Adds the segments and copies of a run: one segment for each part of equal class and hops.
     fn copy(&mut self, run: &Run) {
         let forest = self.forest;
         let is_plain = |piece: &Piece| forest.node(piece.node).num_approximate() == 0;
-        let left_out = (self.policy.recompute_first, self.policy.recompute_last);
-        if left_out == (0, 0) && run.path.iter().all(is_plain) {
+        let recomputed = (self.policy.recompute_first, self.policy.recompute_last);
+        if recomputed == (0, 0) && run.path.iter().all(is_plain) {
             let (class, hops) = Usable::becomes(run.kinship, Label::EXACT);
             return self.copy_part(run.start, run.end, class, hops, &run.path);
         }
@@ -405,7 +390,6 @@ struct RunPart {
 }
 
 impl RunPart {
-    /// Returns how many were cut.
     fn cut_front(&mut self, count: usize) -> usize {
         let count = count.min(self.end - self.start);
         self.start += count;
@@ -419,7 +403,6 @@ impl RunPart {
         count
     }
 
-    /// Returns how many were cut.
     fn cut_end(&mut self, count: usize) -> usize {
         let count = count.min(self.end - self.start);
         self.end -= count;
@@ -438,7 +421,7 @@ impl RunPart {
     }
 }
 
-/// (start, end, class, hops).
+/// The parts of a piece with equal labels: (start, end, class, hops).
 fn equal_labels(
     node: &Node,
     piece: &Piece,

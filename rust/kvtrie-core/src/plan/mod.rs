@@ -1,16 +1,17 @@
 //! Plans: how to build the KV of a prompt, and the lease that keeps a plan valid (D7, D13, D19).
 //!
-//! A plan is made in one pass from left to right, as a function of the prompt, the policy and the cache: blocks in
-//! place, the partial block after them, and a cover of the rest by *runs* (rules P1 to P16 in `docs/design.md`).
+//! A plan is made in one pass from left to right, as a function of the prompt, the policy and the cache. It has blocks
+//! in place, the partial block after them, and *runs* that cover the rest (rules P1 to P16 in `docs/design.md`).
 //!
 //! `draft` assembles the parts, `cover` covers one token at a time, `search` looks up windows, `reach` follows the
 //! prompt along a source by comparing memory, and `usable` says what a policy allows. A run that contains a token has a
-//! window of eight tokens within `2 · min_run` tokens around it, so some two dozen windows are looked up per run,
-//! whatever its length. Of several places, only those are followed that may reach further than the best so far. So a
-//! plan costs the lookup, one comparison of each run, a few cache misses per run, and the lookup of one window per
-//! token that nothing covers.
+//! kept window of eight tokens within `2 · min_run` tokens around it, so about two dozen windows are looked up per run,
+//! whatever its length. Of several places, only those that may reach further than the best so far are followed. So a
+//! plan costs the lookup, one comparison of each run, a few cache misses per run, and one window lookup per token that
+//! no run covers.
 
 mod budget;
+mod cached;
 mod cover;
 mod draft;
 mod moves;
@@ -30,7 +31,8 @@ use crate::pins::Lease;
 use crate::storage::slab::Handle;
 use crate::tokens::{Snapshot, TokenSequence};
 
-pub(crate) use draft::{Cached, Draft};
+pub(crate) use cached::Cached;
+pub(crate) use draft::Draft;
 pub(crate) use path::CachedPath;
 
 pub use moves::Move;
@@ -64,11 +66,11 @@ pub struct Segment {
     pub start: usize,
     /// One past the last token.
     pub end: usize,
-    /// Position of the source's first token; `start` for what is computed.
+    /// Position of the source's first token. For tokens to compute, equal to `start`.
     pub old_start: usize,
-    /// How exact it is.
+    /// How exact the KV is.
     pub class: Class,
-    /// Hops of the KV in the prompt: those of the source, plus one for a moved run; 0 for what is computed.
+    /// Hops of the KV in the prompt: those of the source, plus one for a moved run. 0 for tokens to compute.
     pub hops: u16,
     /// Kinds of spans of the source tokens, as a bit set (see [`RadixIndex::kinds`](crate::RadixIndex::kinds)).
     pub kinds: u64,
@@ -91,11 +93,11 @@ pub(crate) struct Copied {
     start: usize,
     end: usize,
     old_start: usize,
-    /// Its blocks among the plan's source ids; the first contains `old_start`.
+    /// Blocks of the source, as a range of the plan's source ids. The first contains `old_start`.
     ids: Range<usize>,
 }
 
-/// How to plan.
+/// Options of a plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PlanOptions {
     /// Tokens at the end of the prompt that are computed in any case.
@@ -113,7 +115,8 @@ impl Default for PlanOptions {
     }
 }
 
-/// How to build the KV of one prompt. It pins until [`RadixIndex::release`](crate::RadixIndex::release).
+/// How to build the KV of one prompt. What the plan uses is pinned until
+/// [`RadixIndex::release`](crate::RadixIndex::release).
 #[derive(Debug)]
 pub struct ReusePlan {
     index: u64,
@@ -122,9 +125,9 @@ pub struct ReusePlan {
     num_blocks: u64,
     pinned: bool,
     snapshot: Snapshot,
-    /// Departures after the plan are detected by this number.
+    /// Number of the plan, by which later departures are detected.
     number: u64,
-    /// The ids used in place, followed by more if the sequence knows more.
+    /// The ids in place, possibly followed by more that the sequence knows.
     ids: Arc<Vec<BlockId>>,
     num_blocks_in_place: usize,
     edges: u64,
@@ -172,7 +175,7 @@ impl ReusePlan {
         &self.ids[..self.num_blocks_in_place]
     }
 
-    /// Blocks that the caller must provide for the rest of the prompt.
+    /// Number of blocks that the caller must provide for the rest of the prompt.
     #[must_use]
     pub fn num_new_blocks(&self) -> usize {
         self.snapshot.tokens.len().div_ceil(self.block_size) - self.num_blocks_in_place
@@ -190,7 +193,7 @@ impl ReusePlan {
         draft::num_tokens(&self.segments, class)
     }
 
-    /// Blocks to copy from, ascending, each once.
+    /// Blocks to copy from, ascending and without repetition.
     #[must_use]
     pub fn source_blocks(&self) -> Vec<BlockId> {
         let mut ids = self.source_ids.clone();
@@ -199,21 +202,21 @@ impl ReusePlan {
         ids
     }
 
-    /// Places that the search for moved runs did not try, because a window has more than
-    /// [`max_candidates`](crate::Config::max_candidates) or because its budget was used up (rule P16). While it is 0,
-    /// the plan does not depend on the seed.
+    /// Number of places that the search for moved runs did not try, because a window has more than
+    /// [`max_candidates`](crate::Config::max_candidates) or because the search's budget was used up (rule P16). While
+    /// it is 0, the plan does not depend on the seed.
     #[must_use]
     pub fn candidates_dropped(&self) -> u64 {
         self.candidates_dropped
     }
 
-    /// Edges of the path in place. A release takes one step per edge that nobody else pins.
+    /// Number of edges of the path in place. A release takes one step per edge that no other plan pins.
     #[must_use]
     pub fn num_edges(&self) -> u64 {
         self.edges
     }
 
-    /// Segments, and block ids that they name: the cost of reading the plan.
+    /// Number of segments and of block ids that they name, which is the cost of reading the plan.
     #[must_use]
     pub fn num_entries(&self) -> usize {
         self.segments.len() + self.num_blocks_in_place + self.source_ids.len()
@@ -271,8 +274,8 @@ impl ReusePlan {
         self.lease
     }
 
-    /// `lease` is the plan's, if it lives and pins; `stayed`: a block did not leave its place since the plan of this
-    /// number was made.
+    /// Whether each segment is valid. `lease` is the plan's own, if the plan is live and pins; `stayed` says whether a
+    /// block has not left its place since the plan of a given number.
     pub(crate) fn validity(
         &self,
         lease: Option<&Lease>,

@@ -1,6 +1,6 @@
 //! The copies of a plan as plain data.
 
-use crate::error::{Error, Result};
+use crate::error::{Result, invalid};
 use crate::ids::BlockId;
 use crate::plan::{ReusePlan, Segment};
 
@@ -21,7 +21,7 @@ impl ReusePlan {
     /// The copies that fill `table` between the positions `start` and `end`, for a worker without an index.
     ///
     /// The table begins with [`blocks`](Self::blocks), as far as it goes. The other blocks that hold the range are new:
-    /// the engine fills all of them, by the copies and by what it computes.
+    /// the engine fills them with the copies and with what it computes.
     ///
     /// # Errors
     /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if the range is reversed or ends after the prompt, or if
@@ -32,12 +32,13 @@ impl ReusePlan {
     /// O(blocks · log(blocks)) comparisons of ids for the table, fewer if its ids ascend in runs; then one step per
     /// copy.
     pub fn moves(&self, table: &[BlockId], start: usize, end: usize) -> Result<Vec<Move>> {
-        const CALL: &str = "ReusePlan.moves";
+        const CALL: &str = "ReusePlan::moves";
         let len = self.snapshot.tokens.len();
         if start > end || end > len {
-            return Err(Error::invalid(format!(
-                "{CALL}: start and end are {start} and {end}; the range must ascend and lie in [0, {len}], the prompt"
-            )));
+            return Err(invalid!(
+                CALL,
+                "start and end are {start} and {end}; the range must ascend and lie in [0, {len}], the prompt"
+            ));
         }
         self.check_table(table, start, end, CALL)?;
         let mut moves = Vec::new();
@@ -67,46 +68,59 @@ impl ReusePlan {
     }
 
     /// Refuses a table that would make the engine overwrite blocks of others.
-    fn check_table(&self, table: &[BlockId], start: usize, end: usize, call: &str) -> Result<()> {
+    fn check_table(
+        &self,
+        table: &[BlockId],
+        start: usize,
+        end: usize,
+        call: &'static str,
+    ) -> Result<()> {
         let needed = end.div_ceil(self.block_size);
         if table.len() < needed {
-            return Err(Error::invalid(format!(
-                "{call}: table has {} blocks; the {end} tokens before end need {needed}",
+            return Err(invalid!(
+                call,
+                "table has {} blocks; the {end} tokens before end need {needed}",
                 table.len()
-            )));
+            ));
         }
         let outside = |id: &BlockId| u64::from(id.0) >= self.num_blocks;
         if let Some(at) = table.iter().position(outside) {
-            return Err(Error::invalid(format!(
-                "{call}: table[{at}] is {}; it must be in [0, {})",
-                table[at], self.num_blocks
-            )));
+            return Err(invalid!(
+                call,
+                "table[{at}] is {}; it must be in [0, {})",
+                table[at],
+                self.num_blocks
+            ));
         }
         let in_place = self.blocks();
         let mut fronts = table.iter().zip(in_place);
         if let Some(at) = fronts.position(|(given, own)| given != own) {
-            return Err(Error::invalid(format!(
-                "{call}: table[{at}] is {}; it must be {}, the block that the plan has in place there",
-                table[at], in_place[at]
-            )));
+            return Err(invalid!(
+                call,
+                "table[{at}] is {}; it must be {}, the block that the plan has in place there",
+                table[at],
+                in_place[at]
+            ));
         }
         let mut sorted = table.to_vec();
-        // One pass over ascending runs, which most tables are.
+        // This sort takes one pass over ascending runs, and most tables are such runs.
         sorted.sort();
         let mut neighbours = sorted.iter().zip(&sorted[1.min(sorted.len())..]);
         if let Some((twice, _)) = neighbours.find(|(one, next)| one == next) {
-            return Err(Error::invalid(format!(
-                "{call}: table has block {twice} twice; each block may be in it once"
-            )));
+            return Err(invalid!(
+                call,
+                "table has block {twice} twice; each block may be in it once"
+            ));
         }
         let filled = (start / self.block_size).max(in_place.len())..needed;
         let sources = self.source_blocks();
         for at in filled {
             if sources.binary_search(&table[at]).is_ok() {
-                return Err(Error::invalid(format!(
-                    "{call}: table[{at}] is {}; the plan reads this block, so it must not be written",
+                return Err(invalid!(
+                    call,
+                    "table[{at}] is {}; the plan reads this block, so it must not be written",
                     table[at]
-                )));
+                ));
             }
         }
         Ok(())

@@ -6,14 +6,13 @@ use crate::storage::forest::{Forest, Position};
 use crate::storage::node::Node;
 use crate::tokens::TokenSequence;
 
-/// (node, first depth, end) from the root.
+/// The edges of a path from the root, as (node, first depth, end).
 #[derive(Clone, Debug)]
 pub(crate) struct CachedPath {
     edges: Vec<(NodeIndex, Depth, Depth)>,
 }
 
 impl CachedPath {
-    /// Whole blocks of a sequence, including holes.
     pub(crate) fn of(forest: &Forest, seq: &TokenSequence) -> Self {
         let limit = depth(seq.len() / forest.block_size());
         let whole = |_: &Node, _, to| to;
@@ -30,19 +29,19 @@ impl CachedPath {
         }
     }
 
-    /// The edge with the block at a depth, and where the path ends in it.
+    /// The edge with the block at a depth, and the path's end in that edge.
     pub(super) fn edge_at(&self, depth: Depth) -> Option<(NodeIndex, Depth)> {
         let at = self.edges.partition_point(|&(_, _, end)| end <= depth);
         self.edges.get(at).map(|&(node, _, end)| (node, end))
     }
 
-    /// Where the path ends in an edge that begins at depth `first`.
+    /// The path's end in an edge that begins at depth `first`; `None` if the edge is not on the path.
     pub(super) fn end_in(&self, node: NodeIndex, first: Depth) -> Option<Depth> {
         let (found, end) = self.edge_at(first)?;
         (found == node).then_some(end)
     }
 
-    /// Where the path ends in the edge of a block.
+    /// The path's end in the edge of a block; `None` if the block is not on the path.
     pub(super) fn end_after(
         &self,
         forest: &Forest,
@@ -53,7 +52,7 @@ impl CachedPath {
         (depth < end).then_some(end)
     }
 
-    /// The last place of the path to `at` that is on this path too.
+    /// The deepest place on both the path to `at` and this path.
     pub(crate) fn common(&self, forest: &Forest, mut at: Position) -> Position {
         loop {
             let node = forest.node(at.node);

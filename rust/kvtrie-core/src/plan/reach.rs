@@ -1,4 +1,4 @@
-//! How far a prompt agrees with what is cached at one place, forwards and backwards.
+//! Follows a prompt along cached tokens, forwards and backwards, as far as the two are equal.
 
 use smallvec::SmallVec;
 
@@ -17,18 +17,18 @@ pub(super) struct Piece {
     pub(super) end: usize,
 }
 
-/// From top to bottom.
+/// Pieces of consecutive edges, from top to bottom.
 pub(super) type Pieces = SmallVec<[Piece; 2]>;
 
-/// Tokens compared at first; the number doubles while they agree.
+/// Number of tokens compared first. It doubles while they are equal.
 const FEW: usize = 256;
 
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Followed {
     pub(super) end: usize,
-    /// Places that might have continued further and were not looked at.
+    /// Number of children that might continue further and were not compared.
     pub(super) skipped: u64,
-    /// Children compared, plus tokens compared divided by [`TOKENS_PER_LOOK`].
+    /// Number of children compared, plus tokens compared divided by [`TOKENS_PER_LOOK`].
     pub(super) looks: u64,
 }
 
@@ -37,10 +37,10 @@ pub(super) struct Follower<'a> {
     pub(super) forest: &'a Forest,
     /// The prompt without the tokens that are always computed.
     pub(super) prompt: View<'a>,
-    /// The only path that may be followed.
+    /// If set, only this path may be followed.
     pub(super) path: Option<&'a CachedPath>,
     pub(super) usable: Usable,
-    /// Most children compared where none continues with a whole block.
+    /// The most children compared where none continues with a whole block.
     pub(super) max_children: usize,
 }
 
@@ -50,8 +50,8 @@ impl Follower<'_> {
         restricted.unwrap_or(edge.end())
     }
 
-    /// Follows the prompt from `at` down from position `from` of an edge. A run that ends before `least` is of no use:
-    /// a child that shares part of a block is followed only if it reaches `least`.
+    /// Follows the prompt from token `at` and position `from` of an edge downwards. A run that ends before `least` is
+    /// of no use: a child that shares part of a block is followed only if it reaches `least`.
     pub(super) fn down(
         &self,
         kinship: Kinship,
@@ -68,7 +68,7 @@ impl Follower<'_> {
         loop {
             let edge = self.forest.node(node);
             let (start, end) = (from, self.end_of(node, edge) as usize * block_size);
-            // Usability is checked only a little ahead, because the agreement may end anywhere.
+            // Usability is checked only a little ahead, because the tokens may differ soon.
             let mut ahead = FEW;
             while from < end && at < len {
                 let wanted = ahead.min(end - from).min(len - at);
@@ -102,8 +102,8 @@ impl Follower<'_> {
         }
     }
 
-    /// The child that agrees for a whole block or the longest part of one, if that reaches `least`. Ties: fewest hops,
-    /// then lowest block id.
+    /// The child that continues with a whole block of equal tokens, or else with most of them, if that reaches `least`.
+    /// Of several, the one with the fewest hops, then with the lowest block id.
     fn child(
         &self,
         kinship: Kinship,
@@ -142,14 +142,14 @@ impl Follower<'_> {
         let least = least().saturating_sub(at).max(1);
         let mut best: Option<(usize, u16, u32, NodeIndex)> = None;
         for exact in [true, false] {
-            let children = forest.likest_children(parent, exact, wanted);
+            let children = forest.most_similar_children(parent, exact, wanted);
             for (looked_at, (child, shared)) in children.enumerate() {
                 done.looks += 1;
                 if shared < best.map_or(least, |(most, ..)| most) {
                     break;
                 }
                 if looked_at >= self.max_children {
-                    // Of more children, those next to the prompt in sort order are compared.
+                    // Of more children, only those next to the prompt in sort order are compared.
                     done.skipped += u64::from(best.is_none_or(|(most, ..)| shared > most));
                     break;
                 }
@@ -170,8 +170,8 @@ impl Follower<'_> {
         best.map(|(.., child)| child)
     }
 
-    /// Follows the prompt up from before `at` and position `from` of an edge, until position `enough` of the prompt.
-    /// Returns where the common tokens begin.
+    /// Follows the prompt upwards from before token `at` and position `from` of an edge, down to token `enough` of the
+    /// prompt at most. Returns where the common tokens begin.
     pub(super) fn up(
         &self,
         mut node: NodeIndex,
@@ -181,7 +181,7 @@ impl Follower<'_> {
         path: &mut Pieces,
     ) -> usize {
         let block_size = self.forest.block_size();
-        // The last first.
+        // Filled from the last piece to the first.
         let mut above = Pieces::new();
         while at > enough {
             let edge = self.forest.node(node);

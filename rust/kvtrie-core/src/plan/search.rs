@@ -1,4 +1,4 @@
-//! Where the windows of a prompt are cached: looked up a little ahead of the cover, and each window once.
+//! Finds where the windows of a prompt are cached. They are looked up a little ahead of the cover, each window once.
 
 use std::ops::Range;
 
@@ -7,43 +7,41 @@ use hashbrown::HashMap;
 
 use crate::ids::NodeIndex;
 use crate::moved::{WINDOW, Windows};
-use crate::plan::draft::Cached;
+use crate::plan::cached::Cached;
 use crate::plan::path::CachedPath;
 use crate::storage::blocks::BlockState;
 use crate::storage::forest::Forest;
 
-/// Most windows looked up at once. While nothing is found, each lookup takes twice as many; after a run, which is
-/// followed by comparison, only those requested.
+/// The most windows looked up at once. While none is found, each lookup takes twice as many. After a run, which is
+/// followed by comparison, a lookup takes only the requested ones.
 const MOST: usize = 1024;
 
-/// Places remembered before all are forgotten, which bounds the memory of a search.
+/// Number of places remembered before all are forgotten, which bounds the memory of a search.
 const MOST_PLACES: usize = 1 << 14;
 
-/// Most tokens compared to decide whether to follow a place.
+/// The most tokens compared to decide whether to follow a place.
 const MOST_TOKENS: usize = 64;
 
-/// In a plan restricted to a path, places on other paths that are passed over, per place that may be tried.
+/// In a plan restricted to a path, the number of places on other paths that may be skipped per place that may be tried.
 const PASSED_OVER: usize = 16;
 
-/// Places of a window looked at to see whether any is on the path.
+/// Number of places of a window that are examined to see whether one is on the path.
 const FEW_PLACES: usize = 4;
 
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Candidate<'a> {
     pub(super) node: NodeIndex,
-    /// The window's last token on the path through the node.
+    /// Position of the window's last token on the path through the node.
     pub(super) last: usize,
-    /// Tokens of the edge before that token, and from it on.
+    /// Tokens of the edge before that token, and those from it on.
     before: &'a [u32],
     after: &'a [u32],
-    /// Whether the edge is the first of its path.
     is_first: bool,
-    /// Whether the edge is the last of its path.
     is_last: bool,
 }
 
 impl Candidate<'_> {
-    /// Most tokens that can agree from the window's last token on.
+    /// The most tokens that can be equal from the window's last token on.
     pub(super) fn room(&self) -> usize {
         if self.is_last {
             self.after.len()
@@ -52,13 +50,13 @@ impl Candidate<'_> {
         }
     }
 
-    /// The token `ahead` of the window's last, if in this edge.
+    /// The token `ahead` places after the window's last token, if it is in this edge.
     pub(super) fn ahead(&self, ahead: usize) -> Option<u32> {
         self.after.get(ahead).copied()
     }
 
-    /// Whether a run through this place excludes the token `back` places before the window's last, in the prompt
-    /// `token`. Only this edge is looked at.
+    /// Whether a run through this place cannot include the token `back` places before the window's last. `token` is the
+    /// prompt's token there. Only this edge is examined.
     pub(super) fn begins_within(&self, back: usize, token: Option<u32>) -> bool {
         match self.before.len().checked_sub(back) {
             Some(at) => token != Some(self.before[at]),
@@ -67,7 +65,7 @@ impl Candidate<'_> {
     }
 
     /// Whether a run through this place and the token `last` of the prompt may have `min_run` tokens and reach beyond
-    /// the token `at`, as far as one edge and some tokens show.
+    /// the token `at`. Only this edge and a limited number of tokens are examined.
     pub(super) fn may_be_run(
         &self,
         prompt: &[u32],
@@ -75,7 +73,7 @@ impl Candidate<'_> {
         at: usize,
         min_run: usize,
     ) -> bool {
-        // A longer run is cheaper to follow than to check first.
+        // Following a longer run is cheaper than checking it first.
         let min_run = min_run.min(MOST_TOKENS);
         let pairs = self.after.iter().zip(&prompt[last..]).take(min_run);
         let same = pairs.take_while(|(a, b)| a == b).count();
@@ -104,7 +102,7 @@ pub(super) struct Hit {
 #[derive(Clone, Debug)]
 struct Known {
     count: usize,
-    /// Set when first requested.
+    /// The places tried; set on first request.
     tried: Option<Range<usize>>,
     round: u64,
 }
@@ -117,11 +115,11 @@ pub(super) struct Search<'a> {
     path: Option<&'a CachedPath>,
     tokens: &'a [u32],
     max_candidates: usize,
-    /// Windows looked up last, and those of them that may be cached.
+    /// The range of windows looked up last, and those of them that may be cached.
     screened: Range<usize>,
     hits: Vec<Hit>,
     chunk: usize,
-    /// By hash, so that windows of repetitive prompts are looked up once.
+    /// Windows by hash, so that a repetitive prompt looks up each once.
     known: HashMap<u64, Known, FixedState>,
     places: Vec<Candidate<'a>>,
     round: u64,
@@ -164,7 +162,7 @@ impl<'a> Search<'a> {
         (self.tokens.len() + 1).saturating_sub(WINDOW)
     }
 
-    /// Every run contains one of as many consecutive windows.
+    /// Of any this many consecutive windows, one is kept.
     pub(super) fn stride(&self) -> usize {
         self.windows.stride()
     }
@@ -181,12 +179,12 @@ impl<'a> Search<'a> {
         self.num_places
     }
 
-    /// Places skipped because their window has too many.
+    /// Number of places that were not tried because their window has too many.
     pub(super) fn dropped(&self) -> u64 {
         self.dropped
     }
 
-    /// Windows that begin in a range and may be cached.
+    /// The windows that begin in a range and may be cached.
     pub(super) fn hits(&mut self, range: Range<usize>, hits: &mut Vec<Hit>) {
         hits.clear();
         if self.places.len() > MOST_PLACES || self.known.len() > MOST_PLACES {
@@ -195,7 +193,7 @@ impl<'a> Search<'a> {
         }
         let (mut from, end) = (range.start, range.end.min(self.num_windows()));
         if end <= self.screened.start {
-            // A few windows, before those that were looked up ahead.
+            // These few windows precede the range that was looked up ahead.
             self.screen(from..end, hits);
             return;
         }
@@ -214,7 +212,6 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// Its start.
     pub(super) fn first_hit(&mut self, from: usize) -> Option<usize> {
         let mut from = from;
         loop {
@@ -229,7 +226,7 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// Returns whether there were any.
+    /// Looks up windows from `from` on; returns whether there were any.
     fn screen_ahead(&mut self, from: usize, count: usize) -> bool {
         self.chunk = if from == self.screened.end {
             (2 * self.chunk).clamp(count, MOST.max(count))
@@ -267,7 +264,7 @@ impl<'a> Search<'a> {
         }));
     }
 
-    /// Whether a window is on a path, or has more places than are looked at.
+    /// Whether a window has a place on a path, or more places than are examined.
     fn may_be_on(&self, path: &CachedPath, hash: u64) -> bool {
         let mut places = self.windows.places(hash, self.tree);
         let is_on = |(id, _)| match self.forest.blocks().state(id) {
@@ -279,12 +276,13 @@ impl<'a> Search<'a> {
         places.by_ref().take(FEW_PLACES).any(is_on) || places.next().is_some()
     }
 
-    /// Whether not all places are tried.
+    /// Whether the window has more places than are tried.
     pub(super) fn is_crowded(&mut self, hit: Hit) -> bool {
         self.path.is_none() && self.known(hit).count > self.max_candidates
     }
 
-    /// Above this, places are counted. Those on a path are known only when they are tried.
+    /// Counts of places are exact above this number. For a path it is 0, because its places are known only when they
+    /// are tried.
     fn enough(&self) -> usize {
         self.path.map_or(self.max_candidates, |_| 0)
     }
@@ -300,7 +298,7 @@ impl<'a> Search<'a> {
         })
     }
 
-    /// A run was found: windows tried in vain may be tried again.
+    /// Begins a round after a run was found: windows that were tried in vain may be tried again.
     pub(super) fn begin_round(&mut self) {
         self.round += 1;
     }
@@ -310,7 +308,7 @@ impl<'a> Search<'a> {
         std::mem::replace(&mut self.known(hit).round, round) != round
     }
 
-    /// The most recent ones, those with the most room first, as numbers for [`Self::place`].
+    /// The most recent places of a window, sorted by room, as numbers for [`Self::place`].
     pub(super) fn places(&mut self, hit: Hit) -> Range<usize> {
         let known = self.known(hit);
         if let Some(tried) = &known.tried {
@@ -319,7 +317,7 @@ impl<'a> Search<'a> {
         let count = known.count;
         let first = self.places.len();
         let (forest, windows, tree) = (self.forest, self.windows, self.tree);
-        // Places of other trees do not count as recent ones.
+        // Places of other trees are not among the recent ones.
         let places = windows
             .places(hit.hash, tree)
             .filter(|&(id, _)| forest.tree_of_block(id) == Some(tree));
@@ -335,7 +333,7 @@ impl<'a> Search<'a> {
             self.places.extend(self.candidate(id, which));
         }
         let places = first..self.places.len();
-        // Others may then be needless.
+        // Those with the most room come first, so that others may be skipped.
         self.places[places.clone()].sort_by_key(|place| std::cmp::Reverse(place.room()));
         self.num_places += num_looked_at as u64;
         self.dropped += count.saturating_sub(num_looked_at.max(self.enough())) as u64;
@@ -343,7 +341,7 @@ impl<'a> Search<'a> {
         places
     }
 
-    /// `None` if the plan may not use it.
+    /// The place of a window; `None` if the plan may not use it.
     fn candidate(&self, id: u32, which: u64) -> Option<Candidate<'a>> {
         let (forest, windows) = (self.forest, self.windows);
         let BlockState::Indexed { node, depth } = forest.blocks().state(id) else {

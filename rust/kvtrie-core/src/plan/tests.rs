@@ -1,4 +1,4 @@
-//! One tenant's windows do not affect another's plans.
+//! Tests that one tenant's windows do not affect another's plans.
 
 use std::sync::Arc;
 
@@ -47,7 +47,7 @@ impl Cache {
         self.index.insert(&mut seq, &blocks, options).unwrap();
     }
 
-    /// Tokens moved, places not tried, and looks.
+    /// Plans a prompt and returns the tokens moved, the places not tried, and the looks.
     fn plan(&mut self, tenant: &Arc<Namespace>, text: &[u32]) -> (usize, u64, u64) {
         let policy = ReusePolicy {
             approximate: true,
@@ -72,7 +72,8 @@ impl Cache {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(16))]
 
-    /// With the seed, windows get the hashes of another tenant's, newer and more than are tried.
+    /// An attacker who knows the seed gives windows the hashes of another tenant's windows. They are newer, and more
+    /// than are tried.
     #[test]
     fn windows_of_one_tenant_that_collide_with_anothers_change_nothing_for_it(
         seed in prop_oneof![Just(0_u64), any::<u64>()],
@@ -93,7 +94,7 @@ proptest! {
             .windows(WINDOW)
             .filter_map(|window| Some(hasher.hash(victims, window.first_chunk()?)))
             .collect();
-        // One window per nine positions is kept.
+        // One window per nine positions is kept, so each is followed by one more token.
         let mut hostile = Vec::new();
         while hostile.len() < 10 * MAX_CANDIDATES * hashes.len() {
             for &hash in &hashes {

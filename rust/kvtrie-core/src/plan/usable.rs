@@ -1,17 +1,18 @@
 //! What a policy allows a plan to use: which blocks, which tokens, and with how many hops.
 
 use crate::ids::Depth;
-use crate::plan::{Cached, Class};
+use crate::plan::Class;
+use crate::plan::cached::Cached;
 use crate::policy::ReusePolicy;
 use crate::storage::node::Node;
 use crate::storage::payload::{Label, Payload};
 
-/// Whether a source has the prompt's own whole prefix and position.
+/// Whether cached KV is at the prompt's own prefix and position, or moved.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kinship {
-    /// Exact KV stays exact, and no hop is added.
+    /// The same whole prefix and position: exact KV stays exact, and no hop is added.
     Own,
-    /// The copy is approximate and has one hop more.
+    /// Another prefix or position: the copy is approximate and has one hop more.
     Moved,
 }
 
@@ -19,7 +20,7 @@ pub(super) enum Kinship {
 pub(super) struct Usable {
     pub(super) approximate: bool,
     max_hops: u16,
-    /// Kinds not reused approximately.
+    /// Kinds that may not be reused approximately, as a bit set.
     forbidden: u64,
     block_size: usize,
 }
@@ -53,7 +54,7 @@ impl Usable {
         }
     }
 
-    /// If its kinds may be.
+    /// Whether a block may be used, as far as its label decides. Its kinds are not checked.
     fn block(&self, kinship: Kinship, payload: Payload) -> bool {
         payload.is_present()
             && match Self::becomes(kinship, payload.label) {
@@ -62,7 +63,7 @@ impl Usable {
             }
     }
 
-    /// It is exact, or all of it may be used.
+    /// Whether a block may be used in place: it is exact, or the policy allows all of it.
     pub(super) fn in_place(&self, node: &Node, depth: Depth) -> bool {
         let payload = node.payload(depth, self.block_size);
         let (start, end) = (
@@ -81,7 +82,7 @@ impl Usable {
     /// The first position in `at..limit` whose token may not be used.
     pub(super) fn end(&self, kinship: Kinship, node: &Node, at: usize, limit: usize) -> usize {
         if !has_other_blocks(node) {
-            // Exact KV of the own path may be used whatever its kinds.
+            // Exact KV of the own path may be used whatever its kinds are.
             let first = (kinship == Kinship::Moved).then(|| self.tagged(node, at, limit).next());
             return first.flatten().map_or(limit, |(start, _)| start);
         }
@@ -104,7 +105,7 @@ impl Usable {
         limit
     }
 
-    /// The first position from `limit` on from which every token before `at` may be moved.
+    /// The first position from `limit` on such that every token from there to `at` may be moved.
     pub(super) fn start(&self, node: &Node, at: usize, limit: usize) -> usize {
         if !has_other_blocks(node) {
             let last = self.tagged(node, limit, at).next_back();
@@ -132,7 +133,7 @@ impl Usable {
         let depth = crate::ids::depth(at / self.block_size);
         let end = (at / self.block_size + 1) * self.block_size;
         if self.block(kinship, node.payload(depth, self.block_size)) {
-            // Its block may be used, so the policy forbids a kind of the token.
+            // The block may be used, so the token was refused for its kind.
             let tagged = self.tagged(node, at, end).next();
             tagged.map_or(at + 1, |(_, end)| end)
         } else {
@@ -152,7 +153,7 @@ impl Usable {
     }
 }
 
-/// Whether some are holes or approximate: they are checked one by one.
+/// Whether an edge has holes or approximate blocks. Its blocks are then checked one by one.
 fn has_other_blocks(node: &Node) -> bool {
     node.num_holes() > 0 || node.num_approximate() > 0
 }

@@ -65,12 +65,11 @@ impl Writer {
     }
 }
 
-/// Does not trust what it reads.
 #[derive(Debug)]
 pub(super) struct Reader<'a> {
     bytes: &'a [u8],
     at: usize,
-    /// For messages.
+    /// The section that messages name.
     section: &'static str,
 }
 
@@ -83,7 +82,6 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// An error at the current byte.
     pub(super) fn wrong(&self, what: impl Display) -> Error {
         Error::snapshot(format_args!(
             "{what} (section {}, byte {})",
@@ -140,7 +138,7 @@ impl<'a> Reader<'a> {
             .map_err(|_| self.wrong(format_args!("{size} is more than an address")))
     }
 
-    /// Of entries that take at least `bytes` bytes each.
+    /// Reads a count of entries that take at least `bytes` bytes each.
     pub(super) fn count(&mut self, bytes: usize) -> Result<usize> {
         let count = self.size()?;
         self.must(count <= self.left() / bytes, || {

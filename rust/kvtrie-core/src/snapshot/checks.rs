@@ -18,7 +18,7 @@ pub(super) fn new_id(index: &RadixIndex, from: &Reader<'_>, id: u32) -> Result<(
     )
 }
 
-/// A last use must not be after the clock.
+/// Reads a last use, which must not be after the clock.
 pub(super) fn read_time(index: &RadixIndex, from: &mut Reader<'_>) -> Result<u64> {
     let time = from.u64()?;
     from.must(time <= index.clock(), || {

@@ -1,4 +1,4 @@
-//! The trees of a snapshot: namespaces, and edges with all their data.
+//! The section of trees: namespaces, and edges with all their data.
 
 use std::sync::Arc;
 
@@ -17,7 +17,7 @@ use crate::storage::node::Node;
 use crate::storage::payload::Label;
 use crate::tokens::Item;
 
-/// Optional parts of an edge.
+/// Flags of the optional parts of an edge.
 const LABELS: u8 = 1;
 const ITEMS: u8 = 1 << 1;
 const TAGS: u8 = 1 << 2;
@@ -25,16 +25,15 @@ const USES: u8 = 1 << 3;
 const SOURCES: u8 = 1 << 4;
 const DEAD: u8 = 1 << 5;
 
-/// Fewest bytes of an edge without its blocks.
+/// The fewest bytes of an edge without its blocks.
 const EDGE: usize = 17;
-/// Fewest bytes of a tree without its edges: three fields of a letter, two flags, a count.
+/// The fewest bytes of a tree without its edges: three one-letter fields, two flags and a count.
 const TREE: usize = 3 * 9 + 2 + 8;
-/// Most edges of an index with shortened hashes: children collide, so finding one is O(edges).
+/// The most edges that are read with shortened hashes. Children collide then, so finding one is O(edges).
 const MOST_CUT: usize = 1 << 14;
-/// Hashes of fewer bits count as shortened.
 const WHOLE_HASH: u32 = 32;
 
-/// Parents first, children in the order of their records.
+/// The nodes of a tree: parents first, children in the order of their records.
 fn nodes_of(index: &RadixIndex, root: NodeIndex) -> Vec<NodeIndex> {
     let mut nodes = vec![root];
     let mut at = 0;
@@ -45,7 +44,7 @@ fn nodes_of(index: &RadixIndex, root: NodeIndex) -> Vec<NodeIndex> {
     nodes
 }
 
-/// By node index, the node's number in a snapshot: its index once restored.
+/// For each node index, the node's number in a snapshot, which is its index once restored.
 pub(super) fn numbers(index: &RadixIndex) -> Vec<u32> {
     let mut numbers = Vec::new();
     let all = index.forest().trees().iter();
@@ -232,7 +231,7 @@ fn read_tree(index: &mut RadixIndex, from: &mut Reader<'_>, tree: u32) -> Result
     let block = size_of::<u32>() * (index.config().block_size + 1);
     let count = from.count(EDGE + block)?;
     let all = index.forest().num_nodes() + count;
-    // Positions in the eviction order have 31 bits.
+    // A position in the eviction order has 31 bits.
     from.must(all < 1 << 31, || format!("{all} edges"))?;
     let is_cut = index.config().hash_bits < WHOLE_HASH;
     from.must(!is_cut || all <= MOST_CUT, || {
@@ -337,8 +336,8 @@ fn read_labels(from: &mut Reader<'_>, ids: &[u32]) -> Result<Vec<Label>> {
     Ok(labels)
 }
 
-/// For an edge that ends at depth `end`. An item that starts before the edge must also be the last of its parent, up to
-/// the parent's end.
+/// Reads the items of an edge that ends at depth `end`. An item that starts before the edge must also be its parent's
+/// last item, up to the parent's end.
 fn read_items(
     index: &RadixIndex,
     from: &mut Reader<'_>,
@@ -427,7 +426,7 @@ fn read_uses(
     uses.ok_or_else(|| from.wrong("uses that are out of order, or none"))
 }
 
-/// Last uses or dead marks of at most `most`.
+/// Reads last uses or dead marks, none above `most`.
 fn read_ranges(from: &mut Reader<'_>, ids: &[u32], start: Depth, most: u64) -> Result<Ranges> {
     let count = from.count(16)?;
     let mut ranges = Vec::with_capacity(count);

@@ -1,12 +1,12 @@
-//! An index as bytes, and back: versioned, bounded, checked. `docs/snapshots.md` has the sizes.
+//! Writes an index as bytes and restores it: versioned, bounded, checked. `docs/snapshots.md` has the sizes.
 //!
-//! A snapshot has everything except plans: pins are dropped, and condemned blocks wait after those that waited already,
-//! ascending. The restored index gives the same results for all later calls, and has the digest of an index whose plans
-//! were all released at that moment. Only values that depend on the memory layout may differ: `bytes`, `nodes` and
-//! `nodes_visited` in [`Stats`](crate::Stats), and the [`Effort`](crate::Effort) after which a call stops. Plans of the
-//! old index, and what sequences remember of it, are not valid for the new one.
+//! A snapshot contains everything except plans. Pins are dropped, and condemned blocks wait, ascending, after those
+//! that waited already. The restored index gives the same results for all later calls, and has the digest of an index
+//! whose plans were all released at that moment. Only values that depend on the memory layout may differ: `bytes`,
+//! `nodes` and `nodes_visited` in [`Stats`](crate::Stats), and the [`Effort`](crate::Effort) after which a call stops.
+//! Plans of the old index, and what sequences remember of it, are not valid for the new one.
 //!
-//! The checksum detects damage. It is not a signature: whoever can write the file controls what blocks claim to hold.
+//! The checksum detects damage. It is not a signature: whoever can write the file decides what blocks are said to hold.
 //!
 //! # Format, version 2
 //!
@@ -31,7 +31,7 @@
 //!
 //! Every count is checked against the remaining bytes before memory is reserved for it. Restoring takes memory of a
 //! small multiple of the size, plus up to 12 bytes per block of the pool if the ids in use are spread over it, plus the
-//! initial tables of windows. [`RestoreLimits::num_blocks`] bounds the pool. At the end [`RadixIndex::check`] checks
+//! initial tables of windows. [`RestoreLimits::num_blocks`] bounds the pool. At the end, [`RadixIndex::check`] checks
 //! the whole index.
 
 mod bytes;
@@ -57,16 +57,17 @@ const CHECKSUM: std::ops::Range<usize> = 12..16;
 const HEADER: usize = 24;
 const WHOLE: &str = "header";
 
-/// The state of the pool whose blocks a snapshot names.
+/// What became of the pool whose blocks a snapshot names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RestoredPool<'a> {
-    /// The pool of this name, whose blocks hold what they held when the snapshot was made.
+    /// The pool of this name still exists, and its blocks hold what they held when the snapshot was made.
     Kept(&'a [u8]),
-    /// The KV is gone. A new pool with this name replaces it: under the old name, an older snapshot would be accepted.
+    /// The KV is lost, and a new pool with this name replaces the old one. Under the old name, an older snapshot would
+    /// be accepted.
     Lost(&'a [u8]),
 }
 
-/// Limits for what a snapshot may ask for.
+/// Limits on what a snapshot may ask for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RestoreLimits {
     /// The largest pool for which an index is restored, in blocks.
@@ -82,8 +83,8 @@ impl Default for RestoreLimits {
 }
 
 impl RadixIndex {
-    /// The index as bytes, for [`restore`](Self::restore): everything except plans. Blocks that they condemned wait for
-    /// [`take_freed`](Self::take_freed).
+    /// Writes the index as bytes, for [`restore`](Self::restore): everything except plans. Blocks that only plans kept
+    /// wait for [`take_freed`](Self::take_freed).
     ///
     /// The bytes contain the prompts and salts of all tenants and the seed: keep them as secret as these.
     ///
@@ -120,8 +121,9 @@ impl RadixIndex {
         out.into_bytes()
     }
 
-    /// The index on which [`snapshot`](Self::snapshot) was called, without its plans, for a pool of at most 2²⁴ blocks.
-    /// If the pool's KV is lost: an empty index with the same configuration except the name of the pool.
+    /// Restores the index on which [`snapshot`](Self::snapshot) was called, without its plans, for a pool of at most
+    /// 2²⁴ blocks. If the pool's KV is lost, the index is empty and has the same configuration, except the name of the
+    /// pool.
     ///
     /// # Errors
     /// - [`Snapshot`](crate::ErrorKind::Snapshot) if the bytes are not a snapshot, are damaged, are of another version,
@@ -129,10 +131,10 @@ impl RadixIndex {
     /// - [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if the name of the pool does not have 1 to 64 bytes.
     pub fn restore(bytes: &[u8], pool: RestoredPool<'_>) -> Result<Self> {
         Self::restore_within(bytes, pool, RestoreLimits::default())
+            .map_err(|error| error.in_call("RadixIndex::restore"))
     }
 
-    /// As [`restore`](Self::restore), within these limits.
-    /// As [`restore`](Self::restore).
+    /// As [`restore`](Self::restore), within the given limits.
     ///
     /// # Errors
     /// As [`restore`](Self::restore).
@@ -142,7 +144,7 @@ impl RadixIndex {
         limits: RestoreLimits,
     ) -> Result<Self> {
         let (RestoredPool::Kept(pool_id) | RestoredPool::Lost(pool_id)) = pool;
-        check_pool_id(pool_id, "RadixIndex.restore")?;
+        check_pool_id(pool_id, "RadixIndex::restore_within")?;
         let (config, contents) = read(bytes, limits)?;
         if let RestoredPool::Kept(id) = pool
             && config.pool_id != id
@@ -168,7 +170,7 @@ impl RadixIndex {
         }
     }
 
-    /// The name of the pool in a snapshot, without restoring it.
+    /// Reads the name of the pool from a snapshot, without restoring it.
     ///
     /// # Errors
     /// [`Snapshot`](crate::ErrorKind::Snapshot) if the bytes are not a snapshot, are damaged, or are of another
@@ -180,11 +182,12 @@ impl RadixIndex {
         let limits = RestoreLimits {
             num_blocks: BlockId::MAX_BLOCKS,
         };
-        Ok(read(bytes, limits)?.0.pool_id)
+        let (config, _) =
+            read(bytes, limits).map_err(|error| error.in_call("RadixIndex::pool_of_snapshot"))?;
+        Ok(config.pool_id)
     }
 }
 
-/// The configuration, and the sections after it.
 fn read(bytes: &[u8], limits: RestoreLimits) -> Result<(Config, Vec<Reader<'_>>)> {
     let mut header = Reader::new(bytes, WHOLE);
     let magic = header.raw(MAGIC.len().min(bytes.len()))?;
@@ -225,7 +228,7 @@ impl fmt::Display for Hex<'_> {
     }
 }
 
-/// Of everything except itself.
+/// The checksum of all bytes except itself.
 fn checksum(bytes: &[u8]) -> u32 {
     let mut sum = crc32fast::Hasher::new();
     sum.update(&bytes[..CHECKSUM.start.min(bytes.len())]);

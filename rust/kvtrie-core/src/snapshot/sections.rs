@@ -23,7 +23,7 @@ pub(super) struct Section {
     pub(super) read: fn(&mut RadixIndex, &mut Reader<'_>) -> Result<()>,
 }
 
-/// In order. The first makes the index into which the others are read.
+/// All sections, in order. The configuration makes the index into which the others are read.
 pub(super) const SECTIONS: [Section; 8] = [
     Section {
         name: "CONF",
@@ -67,8 +67,8 @@ pub(super) const SECTIONS: [Section; 8] = [
     },
 ];
 
-/// The highest clock and counter that is accepted: no index reaches it, and additions do not overflow.
-const MOST_TICKS: u64 = 1 << 62;
+/// The highest clock or counter that is accepted. No index reaches it, and additions do not overflow.
+const MAX_COUNT: u64 = 1 << 62;
 
 fn write_config(index: &RadixIndex, out: &mut Writer) {
     let config = index.config();
@@ -104,7 +104,8 @@ pub(super) fn read_config(from: &mut Reader<'_>, limits: RestoreLimits) -> Resul
             from.raw(len)?.to_vec()
         },
     };
-    check_pool_id(&config.pool_id, "CONF").map_err(|error| from.wrong(error))?;
+    check_pool_id(&config.pool_id, "RadixIndex::restore_within")
+        .map_err(|error| from.wrong(format_args!("CONF: {}", error.message())))?;
     from.finish()?;
     Ok(config)
 }
@@ -112,8 +113,8 @@ pub(super) fn read_config(from: &mut Reader<'_>, limits: RestoreLimits) -> Resul
 pub(super) fn begin(config: Config) -> Result<RadixIndex> {
     let hash_bits = config.hash_bits;
     let mut index = RadixIndex::new(config).map_err(Error::snapshot)?;
-    // The writer of the bytes knows the seed, and can choose tokens by it: where results do not depend on it, another
-    // is used.
+    // Whoever wrote the bytes knows the seed and could choose tokens by it. Where results do not depend on the seed,
+    // another one is used.
     let secret = RandomState::new().build_hasher().finish();
     let block_size = index.config().block_size;
     *index.parts_mut().forest = Forest::new(block_size, secret, hash_bits);
@@ -137,8 +138,8 @@ fn write_counters(index: &RadixIndex, out: &mut Writer) {
 fn read_counters(index: &mut RadixIndex, from: &mut Reader<'_>) -> Result<()> {
     let mut counter = || {
         let count = from.u64()?;
-        // The canary of the target `restore`: a clock that overflows.
-        from.must(count <= MOST_TICKS || cfg!(feature = "canary"), || {
+        // The canary of the fuzz target `restore`: a clock that overflows.
+        from.must(count <= MAX_COUNT || cfg!(feature = "canary"), || {
             format!("{count} is no count of anything")
         })?;
         Ok(count)
@@ -217,7 +218,7 @@ fn read_quarantined(index: &mut RadixIndex, from: &mut Reader<'_>) -> Result<()>
 }
 
 fn write_windows(index: &RadixIndex, out: &mut Writer) {
-    // They are cached.
+    // Blocks with windows are cached, so each has a tree.
     let tree_of = |id| index.forest().tree_of_block(id).unwrap_or(u32::MAX);
     for names in index
         .moved()
@@ -242,7 +243,7 @@ fn read_windows(index: &mut RadixIndex, from: &mut Reader<'_>) -> Result<()> {
     filled.map_err(|what| from.wrong(what))
 }
 
-/// Skips notes after nodes that no longer exist.
+/// Writes recent departures, without those after nodes that no longer exist.
 fn write_gone(index: &RadixIndex, out: &mut Writer) {
     let numbers = edges::numbers(index);
     let mut kept: Vec<(u32, Note)> = Vec::new();

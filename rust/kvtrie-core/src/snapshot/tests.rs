@@ -31,7 +31,20 @@ fn add(index: &mut RadixIndex, seq: &mut TokenSequence, ids: &[u32], source: Sou
     index.insert(seq, &ids, options).unwrap();
 }
 
-/// An index with every kind of content.
+fn imported(exact_until: usize, hops: u16) -> Source<'static> {
+    Source::Imported(Imported { exact_until, hops })
+}
+
+fn empty(num_blocks: u64, block_size: usize) -> RadixIndex {
+    RadixIndex::new(Config {
+        num_blocks,
+        block_size,
+        ..Config::seeded(0)
+    })
+    .unwrap()
+}
+
+/// Makes an index with every kind of content.
 fn full() -> RadixIndex {
     let mut index = RadixIndex::new(Config {
         num_blocks: 64,
@@ -52,22 +65,18 @@ fn full() -> RadixIndex {
         &(0..12).collect::<Vec<u32>>(),
         computed,
     );
-    // A branch inside the item, partly approximate; another sequence; and one that is gone.
+    // Adds a branch inside the item, partly approximate, another sequence, and one that leaves again.
     let mut branch = long.clone();
     branch[6..].fill(6);
     let mut branch = sequence("x", &branch, items);
     let ids: Vec<u32> = (0..3).chain(20..29).collect();
-    let imported = Source::Imported(Imported {
-        exact_until: 10,
-        hops: 3,
-    });
-    add(&mut index, &mut branch, &ids, imported);
+    add(&mut index, &mut branch, &ids, imported(10, 3));
     let mut other = sequence("y", &[1, 2, 3, 4, 5, 6], Vec::new());
     add(&mut index, &mut other, &[40, 41, 42], computed);
     let mut lost = sequence("z", &[1, 2], Vec::new());
     add(&mut index, &mut lost, &[50], computed);
     index.discard(&[BlockId(50), BlockId(63)]).unwrap();
-    // Condemned blocks wait once restored.
+    // These blocks are condemned, and wait in the restored index.
     let spans = ["reasoning", "mine"].map(|kind| Span {
         start: 1,
         end: 7,
@@ -103,7 +112,7 @@ fn full() -> RadixIndex {
 fn refused(bytes: &[u8]) -> String {
     let error = RadixIndex::restore(bytes, POOL).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Snapshot, "{error}");
-    assert!(error.to_string().starts_with("RadixIndex.restore: "));
+    assert!(error.to_string().starts_with("RadixIndex::restore: "));
     error.to_string()
 }
 
@@ -115,7 +124,8 @@ fn sealed(mut bytes: Vec<u8>) -> Vec<u8> {
     bytes
 }
 
-/// A snapshot of another writer is refused, or its index restores the same.
+/// Checks that foreign bytes are refused, or make an index that restores to the same. Returns whether they were
+/// restored.
 fn check_foreign(bytes: &[u8]) -> bool {
     match RadixIndex::restore(bytes, POOL) {
         Err(error) => {
@@ -261,7 +271,7 @@ fn bytes_that_somebody_else_sealed_are_refused_or_in_order() {
             }
         }
     }
-    // Other tokens, names and ids are valid: they make other indexes.
+    // Changed tokens, names and ids are valid and make other indexes.
     assert!(restored > 1000, "{restored}");
 }
 
@@ -324,7 +334,7 @@ fn spoilt(text: &str, spoil: impl FnOnce(&mut RadixIndex)) {
     says(text, &refused(&index.snapshot()));
 }
 
-/// An edge of the full index with extras. Its blocks are no longer dead.
+/// Finds an edge of the full index with extras, and removes its dead marks.
 fn edge_with_extras(index: &mut RadixIndex) -> u32 {
     let all = edges::numbers(index);
     let mut nodes = (0..).zip(all).filter(|&(_, number)| number != NO_NODE);
@@ -467,11 +477,7 @@ fn a_pool_is_as_large_as_the_limit_allows() {
 
 #[test]
 fn the_size_is_what_the_docs_say() {
-    let mut index = RadixIndex::new(Config {
-        num_blocks: 1 << 10,
-        ..Config::seeded(0)
-    })
-    .unwrap();
+    let mut index = empty(1 << 10, 16);
     let empty = index.snapshot().len();
     let tokens: Vec<u32> = (0..512 * 16).collect();
     let mut seq = sequence("x", &tokens, Vec::new());
@@ -538,7 +544,7 @@ fn with_section(index: &RadixIndex, name: &str, other: &Writer) -> Vec<u8> {
     sealed(out.into_bytes())
 }
 
-/// The bytes must equal the snapshot of their index.
+/// Restores an index and checks that its snapshot has the same bytes.
 fn read_back(bytes: &[u8]) -> RadixIndex {
     let index = RadixIndex::restore(bytes, POOL).unwrap();
     assert_eq!(index.snapshot(), bytes);
@@ -546,7 +552,7 @@ fn read_back(bytes: &[u8]) -> RadixIndex {
 }
 
 #[test]
-fn what_left_was_after_an_edge_that_there_is() {
+fn a_departure_names_an_edge_that_exists() {
     let mut index = RadixIndex::new(Config::seeded(0)).unwrap();
     let mut seq = sequence("x", &[1; 16], Vec::new());
     add(&mut index, &mut seq, &[5], Source::Computed);
@@ -558,7 +564,7 @@ fn what_left_was_after_an_edge_that_there_is() {
         gone.u64(0x1234);
         with_section(&index, "GONE", &gone)
     };
-    // The root of the tree is number 0, its edge number 1.
+    // Number 0 is the root of the tree, number 1 its edge.
     for number in [0, 1, NO_NODE] {
         read_back(&after(number));
     }

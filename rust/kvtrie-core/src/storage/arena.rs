@@ -1,12 +1,12 @@
-//! The nodes of the forest, by index, in pages. A page never moves, so a growing index copies no node, and the only
-//! slack is the unused part of the last page.
+//! The nodes of the forest, by index, in pages. A page never moves, so no node is copied when the index grows, and the
+//! only slack is the unused part of the last page.
 
 use crate::ids::{NO_NODE, NodeHandle, NodeIndex};
 use crate::storage::node::Node;
 
 const PAGE: usize = 128;
 
-/// Vacant places form a linked list.
+/// Vacant places form a linked list, so that they are used again.
 #[derive(Debug)]
 pub(crate) struct Arena {
     pages: Vec<Box<[Node; PAGE]>>,
@@ -25,7 +25,7 @@ impl Arena {
         }
     }
 
-    /// In the treap of siblings; unpredictable without the seed.
+    /// The node's priority in the treap of siblings. It cannot be predicted without the seed.
     pub(crate) fn priority(&self, index: NodeIndex) -> u64 {
         let mixed = (u64::from(index) ^ self.seed).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         (mixed ^ mixed >> 29 ^ self.seed).wrapping_mul(0x94d0_49bb_1331_11eb)
@@ -47,7 +47,7 @@ impl Arena {
 
     fn add_page(&mut self) {
         let from = crate::ids::depth(self.pages.len() * PAGE);
-        // Lower indices are used first.
+        // The list of vacant places is built so that lower indices are used first.
         self.pages.push(Box::new(std::array::from_fn(|at| {
             let next = crate::ids::depth(at + 1);
             Node::vacant(0, if at + 1 < PAGE { from + next } else { NO_NODE })
@@ -81,7 +81,8 @@ impl Arena {
         self[handle.index].generation == handle.generation
     }
 
-    /// From `from` up, until `step` returns false. A page is looked up once for consecutive nodes in it.
+    /// Calls `step` for `from` and the nodes above, until it returns false. A page is looked up once for consecutive
+    /// nodes in it.
     pub(crate) fn climb(&mut self, from: NodeIndex, mut step: impl FnMut(&mut Node) -> bool) {
         let mut at = from;
         while at != NO_NODE {

@@ -1,7 +1,7 @@
-//! The state of each block id: its place, and when it last left one.
+//! The state of each block id: where it is indexed, and when it last left a place.
 //!
-//! Departures are counted in plans, so an unpinned plan is validated without a record of its blocks. Pages of 1,024 ids
-//! are allocated at first use, so a pool of 2³¹ blocks costs only what is used.
+//! The time of a departure is a number of plans, so an unpinned plan is validated without a list of its blocks. Pages
+//! of 1,024 ids are allocated at first use, so a pool of 2³¹ blocks costs only what is used.
 
 use crate::ids::{BlockId, Depth, NO_NODE, NodeIndex};
 
@@ -11,7 +11,7 @@ const PAGE: usize = 1024;
 pub(crate) enum BlockState {
     /// Free, or held by the caller.
     Unknown,
-    /// Backs the block at `depth` of the path through `node`.
+    /// The block at `depth` of the path through `node`.
     Indexed { node: NodeIndex, depth: Depth },
     /// Left the index while pinned.
     Condemned,
@@ -19,14 +19,14 @@ pub(crate) enum BlockState {
     Waiting,
     /// Permanently out of use.
     Quarantined,
-    /// Condemned; in quarantine once its last pin ends.
+    /// Condemned, and quarantined once its last pin ends.
     CondemnedForGood,
 }
 
 const UNKNOWN: NodeIndex = NO_NODE;
 const WAITING: NodeIndex = NO_NODE - 1;
 const CONDEMNED: NodeIndex = NO_NODE - 2;
-/// Offered by the current call, and unknown before it.
+/// The current call offers the id, which was unknown before.
 const OFFERED: NodeIndex = NO_NODE - 3;
 const QUARANTINED: NodeIndex = NO_NODE - 4;
 const CONDEMNED_FOR_GOOD: NodeIndex = NO_NODE - 5;
@@ -34,11 +34,11 @@ const CONDEMNED_FOR_GOOD: NodeIndex = NO_NODE - 5;
 /// 11 bytes and two bits per block.
 struct Page {
     places: [(NodeIndex, Depth); PAGE],
-    /// Plans made when the block last left its place, minus `BlockTable::since`.
+    /// Number of plans when the block last left its place, minus `BlockTable::since`.
     left: [[u8; 3]; PAGE],
     seen: [u64; PAGE / 64],
-    /// Blocks with windows that wait to be added.
-    bringing: [u64; PAGE / 64],
+    /// Set for blocks with windows that wait to be added.
+    pending: [u64; PAGE / 64],
 }
 
 impl Page {
@@ -47,7 +47,7 @@ impl Page {
             places: [(UNKNOWN, 0); PAGE],
             left: [[0; 3]; PAGE],
             seen: [0; PAGE / 64],
-            bringing: [0; PAGE / 64],
+            pending: [0; PAGE / 64],
         })
     }
 }
@@ -60,7 +60,7 @@ pub(crate) struct BlockTable {
     num_condemned: u64,
     num_quarantined: u64,
     plans: u64,
-    /// Departures before this number of plans are not recorded.
+    /// Departures before this number of plans are no longer recorded.
     since: u64,
 }
 
@@ -73,7 +73,7 @@ impl std::fmt::Debug for BlockTable {
 }
 
 impl BlockTable {
-    /// Plans whose departures are distinguished: the range of three bytes.
+    /// The most plans whose departures can be distinguished: three bytes.
     const MAX_PLANS: u64 = (1 << 24) - 1;
 
     fn place_of(&self, id: u32) -> (NodeIndex, Depth) {
@@ -117,12 +117,12 @@ impl BlockTable {
         self.num_indexed
     }
 
-    /// Still pinned.
+    /// Number of condemned blocks that are still pinned.
     pub(crate) fn num_condemned(&self) -> u64 {
         self.num_condemned
     }
 
-    /// Without those still pinned.
+    /// Number of quarantined blocks, without those still pinned.
     pub(crate) fn num_quarantined(&self) -> u64 {
         self.num_quarantined
     }
@@ -142,8 +142,8 @@ impl BlockTable {
         self.num_indexed += ids.len() as u64;
     }
 
-    /// Until `change` returns false; returns the number of ids before that. A page is looked up once for consecutive
-    /// ids in it.
+    /// Calls `change` with the place of each id until it returns false, and returns the number of ids before that. A
+    /// page is looked up once for consecutive ids in it.
     fn each(
         &mut self,
         ids: &[BlockId],
@@ -183,7 +183,7 @@ impl BlockTable {
         self.num_condemned += u64::from(condemned);
     }
 
-    /// The last pin ended. Returns whether the id waits now, and is not in quarantine.
+    /// Ends the last pin of a condemned block. Returns whether it waits now; otherwise it is quarantined.
     pub(crate) fn release(&mut self, id: u32) -> bool {
         self.num_condemned -= 1;
         let waits = self.state(id) == BlockState::Condemned;
@@ -203,7 +203,6 @@ impl BlockTable {
         self.set(id, UNKNOWN);
     }
 
-    /// At once, or when the last pin ends.
     pub(crate) fn quarantine(&mut self, id: u32) {
         if self.state(id) == BlockState::Condemned {
             self.set(id, CONDEMNED_FOR_GOOD);
@@ -228,8 +227,8 @@ impl BlockTable {
         self.plans
     }
 
-    /// Whether a block has not left its place since this plan; `false` if the record, which starts again after 16
-    /// million plans, is younger.
+    /// Whether a block has not left its place since this plan. Returns `false` for a plan older than the record, which
+    /// starts again after 16 million plans.
     pub(crate) fn stayed(&self, id: u32, plan: u64) -> bool {
         if plan <= self.since {
             return false;
@@ -257,8 +256,8 @@ impl BlockTable {
         }
     }
 
-    /// Marks ids up to the first that is not unknown or occurs again; returns their number. Undone by
-    /// [`Self::clear_offers`], or when another place is set.
+    /// Marks ids as offered, up to the first that is not unknown or occurs again, and returns their number.
+    /// [`Self::clear_offers`] removes the marks, as does setting a place.
     pub(crate) fn offer(&mut self, ids: &[BlockId]) -> usize {
         self.each(ids, |(node, _)| {
             let is_new = *node == UNKNOWN;
@@ -269,7 +268,7 @@ impl BlockTable {
         })
     }
 
-    /// For the id at which [`Self::offer`] stopped; whether it occurs first.
+    /// The state of the id at which [`Self::offer`] stopped, and whether this is its first occurrence.
     pub(crate) fn offer_known(&mut self, id: u32) -> (BlockState, bool) {
         let is_first = self.place_of(id).0 != OFFERED && !self.see(id);
         (self.state(id), is_first)
@@ -284,19 +283,19 @@ impl BlockTable {
         });
     }
 
-    pub(crate) fn set_bringing(&mut self, id: u32) {
-        self.page_mut(id).bringing[id as usize % PAGE / 64] |= 1 << (id % 64);
+    pub(crate) fn set_pending(&mut self, id: u32) {
+        self.page_mut(id).pending[id as usize % PAGE / 64] |= 1 << (id % 64);
     }
 
-    pub(crate) fn is_bringing(&self, id: u32) -> bool {
+    pub(crate) fn is_pending(&self, id: u32) -> bool {
         let page = self.pages.get(id as usize / PAGE).and_then(Option::as_ref);
-        page.is_some_and(|page| page.bringing[id as usize % PAGE / 64] >> (id % 64) & 1 == 1)
+        page.is_some_and(|page| page.pending[id as usize % PAGE / 64] >> (id % 64) & 1 == 1)
     }
 
-    /// Clears whole words: no other block of them has waiting windows either.
-    pub(crate) fn clear_bringing(&mut self, ids: Vec<u32>) {
+    /// Clears whole words, because all blocks with waiting windows are cleared together.
+    pub(crate) fn clear_pending(&mut self, ids: Vec<u32>) {
         for id in ids {
-            self.page_mut(id).bringing[id as usize % PAGE / 64] = 0;
+            self.page_mut(id).pending[id as usize % PAGE / 64] = 0;
         }
     }
 
@@ -323,7 +322,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_departure_is_told_from_a_stay_by_plan() {
+    fn departures_are_distinguished_by_plan() {
         let mut table = BlockTable::default();
         let before = table.count_plan();
         assert!(table.stayed(7, before));
@@ -336,7 +335,7 @@ mod tests {
     }
 
     #[test]
-    fn a_plan_too_old_to_tell_is_told_no() {
+    fn a_plan_older_than_the_record_has_no_block_that_stayed() {
         let mut table = BlockTable::default();
         table.enter(0, 1, 0);
         let old = table.count_plan();

@@ -1,20 +1,20 @@
 //! The tokens and block ids of one edge, in one allocation.
 //!
-//! Tokens are adjacent so that they compare as memory, and so are the ids after them. The front of an edge can be cut
-//! off without a move of the rest. There is no hash per block: it would be computed for every block of every prompt.
+//! Tokens are adjacent, so that they compare as memory; the ids follow them. Blocks can be cut off the front of an edge
+//! without moving the rest. Blocks have no hash, because it would have to be computed for every block of every prompt.
 
 #[derive(Debug, Default)]
 #[repr(C)]
 pub(crate) struct EdgeBlocks {
-    /// Tokens of all blocks up to the capacity, then their ids.
+    /// Room for the tokens of all blocks, then room for their ids.
     data: Box<[u32]>,
     len: u32,
-    /// Cut-off blocks before the first.
+    /// Number of blocks that were cut off before the first.
     skipped: u32,
 }
 
 impl EdgeBlocks {
-    /// A full edge of this length gets a child instead of more room, so that growth copies little at a time.
+    /// A full edge of this length gets a child instead of more room, which bounds what growth copies at a time.
     pub(crate) const LONG: usize = 256;
 
     pub(crate) fn len(&self) -> usize {
@@ -29,7 +29,6 @@ impl EdgeBlocks {
         self.data.len() / (block_size + 1)
     }
 
-    /// Without copying a long edge.
     pub(crate) fn can_grow(&self, more: usize, block_size: usize) -> bool {
         self.len() < Self::LONG
             || self.skipped as usize + self.len() + more <= self.capacity(block_size)
@@ -58,7 +57,7 @@ impl EdgeBlocks {
         self.data[from + at] = id;
     }
 
-    /// A new edge gets exactly the room for them, a growing edge some more.
+    /// Appends blocks. A new edge gets exactly the room for them, a growing edge some more.
     pub(crate) fn extend(
         &mut self,
         tokens: &[u32],
@@ -111,7 +110,7 @@ impl EdgeBlocks {
         data.into_boxed_slice()
     }
 
-    /// In place if the allocator can.
+    /// Gives back unused room, in place if the allocator can.
     fn shrink(&mut self, block_size: usize) {
         let len = self.len();
         if self.skipped > 0 {
@@ -124,7 +123,7 @@ impl EdgeBlocks {
         self.data = data.into_boxed_slice();
     }
 
-    /// Copies the shorter part (amortized).
+    /// Cuts off the first blocks. Copies the shorter part (amortized).
     pub(crate) fn split_front(&mut self, blocks: usize, block_size: usize) -> Self {
         let rest = self.len() - blocks;
         let piece = |from: usize, to: usize| {

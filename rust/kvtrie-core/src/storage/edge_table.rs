@@ -1,5 +1,5 @@
-//! A hash table of children: (parent, first block) to node. Its shards grow separately, so no insert pays for moving
-//! the whole table.
+//! A hash table of children, from (parent, first block) to node. It is split into shards that grow separately, so no
+//! insert pays for moving the whole table.
 
 use hashbrown::HashTable;
 
@@ -22,14 +22,15 @@ impl Default for EdgeTable {
     }
 }
 
-/// The highest byte is the shard. The hash is mixed again, because a shard's table uses its lowest and highest bits.
+/// The shard and the hash within it. The highest byte chooses the shard. The hash is mixed again, because a shard's
+/// table uses its lowest and highest bits.
 fn place(hash: u64) -> (usize, u64) {
     let [.., shard] = hash.to_le_bytes();
     (shard.into(), hash.wrapping_mul(0x9e37_79b9_7f4a_7c15))
 }
 
 impl EdgeTable {
-    /// `hash_of` is called for nodes that must move.
+    /// Adds a node. `hash_of` is called for nodes that the shard moves when it grows.
     pub(crate) fn add(&mut self, hash: u64, node: NodeIndex, hash_of: impl Fn(NodeIndex) -> u64) {
         let (shard, hash) = place(hash);
         self.shards[shard].insert_unique(hash, node, |&node| place(hash_of(node)).1);
@@ -44,7 +45,7 @@ impl EdgeTable {
         }
     }
 
-    /// `new` has the same hash.
+    /// Replaces a node with another that has the same hash.
     pub(crate) fn replace(&mut self, hash: u64, old: NodeIndex, new: NodeIndex) {
         let (shard, hash) = place(hash);
         if let Some(entry) = self.shards[shard].find_mut(hash, |&known| known == old) {

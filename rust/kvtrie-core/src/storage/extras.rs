@@ -1,4 +1,4 @@
-//! What only few edges have: holes, labels, tags, items, uses that end inside.
+//! The data that only few edges have: holes, labels, tags, items, dead marks, and uses that end inside the edge.
 
 use smallvec::SmallVec;
 
@@ -11,10 +11,10 @@ use crate::tokens::Item;
 /// Uses of paths that end inside an edge.
 ///
 /// A use touches every block above its end, so it is stored once, at the deepest node. The last use of a block is the
-/// latest use that ends after it. A node takes over the latest use of a child that it loses.
+/// latest use that ends after it. A node that loses a child inherits the child's latest use.
 #[derive(Debug, Default)]
 pub(crate) struct InnerUses {
-    /// (depth at which a use ended, its time): depths descend, times ascend.
+    /// Pairs of the depth at which a use ended and its time. Depths descend, times ascend.
     paths: SmallVec<[(Depth, u64); 2]>,
 }
 
@@ -37,18 +37,17 @@ impl InnerUses {
         self.paths.push((end, time));
     }
 
-    /// By a newer use of the whole edge.
     pub(crate) fn clear(&mut self) {
         self.paths.clear();
     }
 
-    /// A use of the whole edge hides older ones.
+    /// Forgets the uses that are not newer than a use of the whole edge.
     pub(crate) fn cover(&mut self, time: u64) {
         let hidden = self.paths.partition_point(|&(_, old)| old <= time);
         self.paths.drain(..hidden);
     }
 
-    /// 0 if there is none.
+    /// The latest use that ends after `depth`; 0 if there is none.
     pub(crate) fn time(&self, depth: Depth) -> u64 {
         let after = self.paths.partition_point(|&(end, _)| end > depth);
         after.checked_sub(1).map_or(0, |at| self.paths[at].1)
@@ -58,7 +57,7 @@ impl InnerUses {
         self.paths.last().map_or(0, |&(_, time)| time)
     }
 
-    /// Removes the uses that reach `end`, and returns the latest.
+    /// Removes the uses that end at `end` or after it, and returns the latest.
     pub(crate) fn truncate(&mut self, end: Depth) -> u64 {
         let beyond = self.paths.partition_point(|&(old, _)| old >= end);
         let latest = beyond.checked_sub(1).map_or(0, |at| self.paths[at].1);
@@ -76,9 +75,9 @@ impl InnerUses {
 
 #[derive(Debug, Default)]
 pub(crate) struct Dead {
-    /// Marks by depth, of present blocks only.
+    /// Marks by depth. Only present blocks are marked.
     pub(crate) marks: Ranges,
-    /// Protected ones that may be evicted: they are above a source.
+    /// Number of dead blocks that are protected by a source below and may be evicted all the same.
     pub(crate) loose: u32,
 }
 
@@ -90,7 +89,7 @@ impl Dead {
 
 #[derive(Debug, Default)]
 pub(crate) struct Extras {
-    /// One per block, or empty while every block is exact.
+    /// One label per block, or none while every block is exact.
     pub(crate) labels: Vec<Label>,
     pub(crate) num_holes: u32,
     pub(crate) num_approximate: u32,
@@ -98,7 +97,7 @@ pub(crate) struct Extras {
     pub(crate) items: Vec<Item>,
     pub(crate) tags: Tags,
     pub(crate) uses: InnerUses,
-    /// Last uses of blocks as a copy source, if newer than those by paths.
+    /// Last uses of blocks as a copy source, where newer than the uses by paths.
     pub(crate) source_uses: Ranges,
     pub(crate) dead: Option<Box<Dead>>,
 }

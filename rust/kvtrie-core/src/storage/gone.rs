@@ -1,28 +1,28 @@
-//! The latest departures: `explain` uses them to distinguish evicted blocks from blocks that were never cached.
+//! The latest departures, by which `explain` distinguishes evicted blocks from blocks that were never cached.
 //!
 //! Blocks leave an edge from its end, so only the first of those that leave together is noted: a later match ends
-//! there. A note names a place (a living node and a depth) and the tokens after it, and so one whole prefix. It is
-//! wrong only with a collision of 64 bits, and lost if the prefix itself leaves, even if it comes back.
+//! there. A note names a place (an existing node and a depth) and a digest of the tokens after it, and so one whole
+//! prefix. It is wrong only if 64-bit digests collide. It is lost if the prefix itself leaves, even if it comes back.
 
 use crate::ids::{Depth, NO_NODE, NodeHandle, NodeIndex};
 use crate::storage::node::Node;
 use crate::tokens::View;
 
-/// Departures kept; 20 bytes each.
+/// Number of departures kept, at 20 bytes each.
 pub(crate) const MOST: usize = 4096;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Note {
-    /// The node of the block before, if there is one.
+    /// The node with the block before the departed one, if there is one.
     pub(crate) node: NodeIndex,
     pub(crate) generation: u32,
     pub(crate) depth: Depth,
-    /// In two halves, so that a note needs no padding.
+    /// The digest in two halves, so that a note needs no padding.
     digest: [u32; 2],
 }
 
 impl Note {
-    /// No departure: no path is as deep.
+    /// Stands for no departure, because no path is as deep.
     const NONE: Self = Self {
         node: NO_NODE,
         generation: 0,
@@ -47,9 +47,9 @@ impl Note {
 
 #[derive(Debug)]
 pub(crate) struct Gone {
-    /// Allocated at the first departure; filled with [`Note::NONE`].
+    /// Allocated at the first departure and filled with [`Note::NONE`].
     notes: Option<Box<[Note; MOST]>>,
-    /// Index of the next note, and of the oldest.
+    /// Index at which the next note is written. The oldest note is there.
     next: usize,
     keys: [u64; 2],
 }
@@ -64,7 +64,7 @@ impl Gone {
         }
     }
 
-    /// `prefix` is the digest of what is before a first block, or 0.
+    /// The digest of the block at `place`. `prefix` identifies what is before the first block of a path; else it is 0.
     #[inline(always)]
     #[expect(
         clippy::inline_always,
@@ -87,7 +87,7 @@ impl Gone {
         self.rest(self.fours(prefix, block.tokens).0, block)
     }
 
-    /// Returns how many tokens are left after whole fours.
+    /// Digests whole groups of four tokens; also returns how many tokens are left.
     #[inline]
     fn fours(&self, prefix: u64, tokens: &[u32]) -> (u64, usize) {
         let [first, second] = self.keys;
@@ -100,7 +100,7 @@ impl Gone {
         (digest, rest.len())
     }
 
-    /// Those tokens, and the items.
+    /// Digests the tokens left over, and the items.
     #[cold]
     fn rest(&self, mut digest: u64, block: View<'_>) -> u64 {
         let [first, second] = self.keys;
@@ -180,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn digests_tell_tokens_orders_prefixes_and_seeds_apart() {
+    fn digests_distinguish_tokens_orders_prefixes_and_seeds() {
         let gone = Gone::new(1);
         let block = [5, 6, 7, 8, 9, 10, 11];
         let mut seen = BTreeSet::from([gone.of_prompt(0, view(&block))]);

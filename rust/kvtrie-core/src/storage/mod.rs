@@ -1,4 +1,4 @@
-//! What is cached, and where: the forest with its nodes and block ids, and what left it recently.
+//! Stores what is cached and where: the forest with its nodes and block ids, and the latest departures.
 
 pub(crate) mod arena;
 pub(crate) mod blocks;

@@ -1,5 +1,5 @@
-//! The node record: an edge of whole blocks with its links. 80 bytes, to keep many leaves small. What only few edges
-//! have is in [`Extras`], allocated when first needed.
+//! The node record: an edge of whole blocks with its links. It takes 80 bytes, because most nodes are small leaves.
+//! Data that only few edges have is in [`Extras`], allocated when first needed.
 
 use crate::ids::{ABSENT, BlockId, Depth, NO_NODE, NodeIndex};
 use crate::ranges::{Range, Ranges};
@@ -9,56 +9,57 @@ use crate::storage::extras::{Dead, Extras};
 use crate::storage::payload::{Label, Payload};
 use crate::tokens::{Item, View};
 
-/// In one word: an inner node's children, or a leaf's place in the order of eviction.
+/// One word that holds an inner node's first child, or a leaf's place in the eviction order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Below(u32);
 
 impl Below {
     const NOTHING: Self = Self(NO_NODE);
-    /// Set in the place of a queued leaf. There are fewer nodes than 2³¹: each contains a present block or is above
-    /// one.
+    /// Set if the word is a place in the eviction order. There are fewer than 2³¹ nodes, because each contains a
+    /// present block or is above one.
     const QUEUED: u32 = 1 << 31;
 }
 
-/// The strongest kind of pin at or below a node.
+/// The strongest kind of pin at or below a node. It says which blocks above may be evicted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Guard {
     Nothing,
-    /// Blocks to copy from.
+    /// Blocks that a plan copies from. Dead blocks above them may be evicted.
     Source,
-    /// Blocks that back a sequence.
+    /// Blocks that back a sequence. No block above them may be evicted.
     Path,
 }
 
-/// An edge with its lower end. What a walk up or down reads is adjacent.
+/// An edge with the node at its lower end. The fields that a walk reads are adjacent.
 #[derive(Debug)]
 #[repr(C)]
 pub(crate) struct Node {
     pub(crate) blocks: EdgeBlocks,
     extras: Option<Box<Extras>>,
     pub(crate) parent: NodeIndex,
-    /// Children under [`Guard::Path`], [`Self::ANCHORED`] and [`Self::SOURCED`].
+    /// Number of children under [`Guard::Path`], with the bits [`Self::ANCHORED`] and [`Self::SOURCED`].
     pub(crate) protection: u32,
     pub(crate) depth: Depth,
     below: Below,
-    /// Last use by a path that ends at its lower end; 0 if there is none.
+    /// Last use of the whole edge: by a path that ends at the node, or that ended in a child which left; 0 if there is
+    /// none.
     time: u64,
     pub(crate) tree: u32,
-    /// The treap of siblings, in token order; the parent stores its root.
+    /// Links of the treap of siblings, in token order. The parent stores its root.
     pub(crate) left: NodeIndex,
     pub(crate) right: NodeIndex,
     pub(crate) up: NodeIndex,
-    /// First token; most siblings differ in it.
+    /// The first token, in which most siblings differ.
     pub(crate) first: u32,
-    /// Incremented by the arena to make handles stale.
+    /// Incremented to make handles of the node stale.
     pub(crate) generation: u32,
 }
 
 impl Node {
     /// Set in `protection` if pinned paths end in this node.
     pub(crate) const ANCHORED: u32 = 1 << 31;
-    /// Set in `protection` if the node is in the table of sources. A counted child has the end of a pinned path at or
-    /// below it, so there are fewer than 2³⁰.
+    /// Set in `protection` if the node is in the table of sources. Fewer than 2³⁰ children are counted, because each
+    /// has the end of a pinned path at or below it.
     pub(crate) const SOURCED: u32 = 1 << 30;
     const VACANT: NodeIndex = NO_NODE - 1;
 
@@ -123,7 +124,7 @@ impl Node {
         self.depth + self.blocks.num_blocks()
     }
 
-    /// The whole edge is protected then.
+    /// Whether pinned paths go through the node to a child. If so, the whole edge is protected.
     pub(crate) fn has_paths_below(&self) -> bool {
         self.protection & !(Self::ANCHORED | Self::SOURCED) != 0
     }
@@ -152,7 +153,7 @@ impl Node {
         }
     }
 
-    /// A queued leaf must be removed from the queue before.
+    /// Links a child. A leaf must leave the eviction order before.
     pub(crate) fn set_first_child(&mut self, child: NodeIndex) {
         debug_assert!(self.queued().is_none());
         self.below = Below(child);
@@ -172,7 +173,7 @@ impl Node {
         self.blocks.id((depth - self.depth) as usize, block_size)
     }
 
-    /// Holes are [`ABSENT`].
+    /// The block ids of a range of depths, with [`ABSENT`] for holes.
     pub(crate) fn ids(
         &self,
         from: Depth,
@@ -251,7 +252,7 @@ impl Node {
         extras.source_uses.clear(from, to);
     }
 
-    /// Appends blocks that the caller touches; exact ones without labels.
+    /// Appends blocks. Exact blocks need no `labels`. The caller touches them.
     pub(crate) fn extend(
         &mut self,
         tokens: &[u32],
@@ -276,7 +277,7 @@ impl Node {
         }
     }
 
-    /// The block before `end` is present. Returns the number of holes dropped.
+    /// Cuts the edge at `end`, before which a block is present. Returns the number of holes dropped.
     pub(crate) fn truncate(&mut self, end: Depth, block_size: usize) -> u32 {
         let len = (end - self.depth) as usize;
         let holes = (end..self.end())
@@ -406,7 +407,7 @@ impl Node {
         self.num_present(self.depth, self.end(), block_size)
     }
 
-    /// Of a path that ends at `end`, newer than all others.
+    /// Records a use by a path that ends at `end`. It is newer than all others.
     pub(crate) fn touch(&mut self, end: Depth, time: u64) {
         if end < self.end() {
             let extras = self.extras_mut();
@@ -422,7 +423,7 @@ impl Node {
         }
     }
 
-    /// Of any age, of the whole edge.
+    /// Records a use of the whole edge, of any age.
     pub(crate) fn add_use(&mut self, time: u64) {
         self.time = self.time.max(time);
         if let Some(extras) = &mut self.extras {
@@ -431,7 +432,7 @@ impl Node {
         }
     }
 
-    /// By a path that ends in this edge, or as a source.
+    /// The last use of a block by a path that ends in this edge, or as a source.
     pub(crate) fn last_use(&self, depth: Depth) -> u64 {
         let Some(extras) = &self.extras else {
             return self.time;
@@ -440,7 +441,6 @@ impl Node {
         self.time.max(extras.uses.time(depth)).max(source)
     }
 
-    /// By a path that ends in this edge.
     pub(crate) fn latest_use(&self) -> u64 {
         let inner = self
             .extras
@@ -453,7 +453,8 @@ impl Node {
         self.time
     }
 
-    /// All blocks are present, exact, not dead, without tags or items, and have one last use.
+    /// Whether the edge has no extras: all blocks are present, exact, not dead, without tags or items, and have one
+    /// last use.
     pub(crate) fn is_plain(&self) -> bool {
         self.extras.is_none()
     }
@@ -481,7 +482,7 @@ impl Node {
         self.extras.as_deref()
     }
 
-    /// [`Self::prune`] drops them once they are empty.
+    /// The extras, created if needed. [`Self::prune`] drops them once they are empty.
     pub(crate) fn extras_mut(&mut self) -> &mut Extras {
         self.extras.get_or_insert_default()
     }
@@ -515,7 +516,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn uses_equal_one_stamp_per_block(
+        fn uses_equal_one_time_per_block(
             steps in prop::collection::vec((0u8..4, 1u32..20, 1u64..30), 0..40)
         ) {
             let mut node = edge(20);

@@ -33,7 +33,7 @@ impl<T: Copy> Paged<T> {
         self[last] = value;
     }
 
-    /// The last value replaces the one at `at`.
+    /// Removes the value at `at`, and moves the last value there.
     ///
     /// # Panics
     /// If `at` is not below the length.
@@ -41,7 +41,7 @@ impl<T: Copy> Paged<T> {
         let value = self[at];
         self[at] = self[self.len - 1];
         self.len -= 1;
-        // One spare page is kept, so a length that goes up and down does not allocate.
+        // One spare page is kept, so that a length that goes up and down does not allocate.
         self.pages.truncate(self.len.div_ceil(PAGE) + 1);
         value
     }

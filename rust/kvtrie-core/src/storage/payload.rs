@@ -1,8 +1,8 @@
-//! Entries of blocks: payloads and labels.
+//! What an entry stores: a block id and its label.
 
 use crate::ids::ABSENT;
 
-/// The class and the hops of an entry: one bit and fifteen.
+/// The class and the hops of an entry, in one bit and fifteen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Label(u16);
 
@@ -31,7 +31,6 @@ impl Label {
     }
 }
 
-/// A block id and its label. Layers that need several ids per position would add them here.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Payload {
     pub(crate) id: u32,

@@ -1,7 +1,7 @@
-//! The namespaces that hold blocks, by salt: `explain` looks at those of a prompt's own salt.
+//! The namespaces that hold blocks, by salt. `explain` looks at those of a prompt's own salt.
 //!
-//! Within a salt they are ordered by their fields, so that neighbours differ in as little as possible, and the choice
-//! among very many depends on nothing else. Each call costs O(log namespaces).
+//! Within a salt they are ordered by their fields, so that neighbours differ in few fields and the choice among many
+//! depends on nothing else. Each call costs O(log namespaces).
 
 use std::cmp::Ordering;
 use std::collections::BTreeSet;
@@ -53,7 +53,7 @@ impl Salts {
         self.0.remove(&BySalt(Arc::clone(namespace)));
     }
 
-    /// At most `count` before `own` and `count` after it.
+    /// The namespaces of the same salt nearest to `own`: at most `count` before it and `count` after it.
     pub(crate) fn near<'a>(
         &'a self,
         own: &'a Arc<Namespace>,
@@ -72,7 +72,7 @@ impl Salts {
         self.0.len()
     }
 
-    /// Nodes of the `BTreeSet` are about two thirds full.
+    /// Heap bytes; nodes of the `BTreeSet` are about two thirds full.
     pub(crate) fn heap_bytes(&self) -> usize {
         self.len() * size_of::<BySalt>() * 3 / 2
     }

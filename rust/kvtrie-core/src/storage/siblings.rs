@@ -1,8 +1,8 @@
-//! Siblings in token order: finds the child that shares most tokens with a block.
+//! The children of a node in token order, to find the child that shares most tokens with a block.
 //!
-//! A treap in the node records, with seeded priorities. Children with a present and exact first block come first: only
-//! these may be copied as exact. Expected O(log n) comparisons, of the first token where it differs, else of a block.
-//! Removal compares nothing.
+//! They form a treap in the node records, with seeded priorities. Children with a present and exact first block come
+//! first: only these may be copied as exact. A call makes expected O(log n) comparisons, of the first token where it
+//! differs, else of a block. Removal compares nothing.
 
 use std::cmp::Ordering;
 
@@ -65,7 +65,7 @@ fn order(nodes: &Arena, block_size: usize, a: NodeIndex, b: NodeIndex) -> Orderi
         .then_with(|| a.first_block(block_size).order(b.first_block(block_size)))
 }
 
-/// Tokens shared, and their order.
+/// How many tokens `wanted` shares with the node's first block, and how the two are ordered.
 fn compare(wanted: View<'_>, node: &Node, block_size: usize) -> (usize, Ordering) {
     if let Some(first) = wanted.tokens.first()
         && *first != node.first
@@ -76,7 +76,7 @@ fn compare(wanted: View<'_>, node: &Node, block_size: usize) -> (usize, Ordering
     (wanted.common(first), wanted.order(first))
 }
 
-/// The parent must not be queued.
+/// Adds a node to the treap of its parent, which must not be in the eviction order.
 pub(crate) fn insert(nodes: &mut Arena, block_size: usize, node: NodeIndex) {
     let mut link = Link::Root(nodes[node].parent);
     let mut at = get(nodes, link);
@@ -130,8 +130,8 @@ pub(crate) fn only(nodes: &Arena, parent: NodeIndex) -> Option<NodeIndex> {
         .then_some(child)
 }
 
-/// The exact child whose first block is `wanted`, if it is near the root: a few records are read faster than a hash
-/// table.
+/// Finds the exact child whose first block is `wanted`, if it is near the treap's root: reading a few records is faster
+/// than a hash table.
 pub(crate) fn at_top(
     nodes: &Arena,
     block_size: usize,
@@ -158,8 +158,8 @@ pub(crate) fn at_top(
     None
 }
 
-/// The exact child that shares most tokens with `wanted` (at most one block, at the children's depth), and their
-/// number; of several, the first in token order.
+/// Finds the exact child that shares most tokens with `wanted` (at most one block, at the children's depth), and their
+/// number. Of several, the first in token order is returned.
 pub(crate) fn nearest(
     nodes: &Arena,
     block_size: usize,
@@ -199,9 +199,9 @@ pub(crate) fn nearest(
     found
 }
 
-/// The children whose first block is exact, or is not, with the tokens that each shares with `wanted` (at most one
-/// block), most first; ties in no useful order.
-pub(crate) fn likest<'a>(
+/// The children whose first block is exact (or not, as `exact` says), with the number of tokens that each shares with
+/// `wanted` (at most one block). Most tokens come first; ties have no useful order.
+pub(crate) fn most_similar<'a>(
     nodes: &'a Arena,
     block_size: usize,
     parent: NodeIndex,
@@ -262,7 +262,7 @@ fn adjacent(nodes: &Arena, node: NodeIndex, forward: bool) -> NodeIndex {
     at
 }
 
-/// By index, so that a pass reads memory in order.
+/// All children, sorted by index so that a pass reads memory in order.
 pub(crate) fn all(nodes: &Arena, parent: NodeIndex) -> Vec<NodeIndex> {
     let mut found = Vec::new();
     let mut open = vec![nodes[parent].first_child()];
@@ -285,7 +285,7 @@ pub(crate) fn check(nodes: &Arena, block_size: usize, parent: NodeIndex) -> bool
         let up = nodes[node].up;
         up == NO_NODE || nodes.priority(up) >= nodes.priority(node)
     });
-    // A node found from the root is in order with all nodes on its way.
+    // If a search from the root finds the node, it is in order with all nodes on the way.
     let ordered = all.iter().all(|&node| {
         let mut at = nodes[parent].first_child();
         while at != NO_NODE && at != node {

@@ -83,12 +83,13 @@ impl<T> Slab<T> {
         self.slots.len() - self.free.len()
     }
 
-    /// Oldest first; the last is filled first.
+    /// The vacant places, oldest first. The last is filled first.
     pub(crate) fn vacant(&self) -> &[u32] {
         &self.free
     }
 
-    /// [`Self::fill`] must fill all places except `vacant`. `None` if that contains a place twice or an invalid one.
+    /// A slab in which [`Self::fill`] must fill all places except `vacant`. `None` if `vacant` has a place twice or an
+    /// invalid one.
     pub(crate) fn to_fill(places: usize, vacant: Vec<u32>) -> Option<Self> {
         let mut sorted = vacant.clone();
         sorted.sort_unstable();
@@ -104,7 +105,7 @@ impl<T> Slab<T> {
         })
     }
 
-    /// The place is neither filled nor vacant.
+    /// Fills a place that is neither filled nor vacant.
     pub(crate) fn fill(&mut self, index: u32, value: T) {
         self.slots[index as usize].value = Some(value);
     }

@@ -1,3 +1,5 @@
+//! The trees of the forest, one per namespace, and the namespaces that have one.
+
 use std::sync::Arc;
 
 use foldhash::quality::FixedState;
@@ -12,10 +14,10 @@ use crate::storage::slab::Slab;
 pub(crate) struct Tree {
     pub(crate) namespace: Arc<Namespace>,
     pub(crate) root: NodeIndex,
-    /// Renewed when a block in the middle of a path leaves or is replaced, which makes older cursors stale. Unique
-    /// within an index.
+    /// Replaced when a block in the middle of a path leaves or is replaced, which makes older cursors stale. No two
+    /// values in an index are equal.
     pub(crate) version: u64,
-    /// Counted by `eviction`.
+    /// Number of dead blocks; only `eviction` changes it.
     pub(crate) num_dead: u64,
 }
 
@@ -41,7 +43,7 @@ impl Trees {
         self.by_namespace.get(namespace).copied()
     }
 
-    /// [`Self::name`] follows.
+    /// Adds a tree without a root; [`Self::name`] must follow.
     pub(super) fn add(&mut self, namespace: &Arc<Namespace>) -> u32 {
         let tree = self.tree(namespace, NO_NODE);
         self.all.insert(tree)
@@ -108,13 +110,13 @@ impl Trees {
         self.all.vacant()
     }
 
-    /// As [`Slab::to_fill`].
+    /// Makes room for trees to restore, as [`Slab::to_fill`]; returns whether it could.
     pub(crate) fn make_room(&mut self, places: usize, vacant: Vec<u32>) -> bool {
         let room = Slab::to_fill(places, vacant);
         room.map(|room| self.all = room).is_some()
     }
 
-    /// False if the namespace has another tree.
+    /// Restores a tree. Returns false if the namespace has another tree.
     pub(super) fn fill(&mut self, place: u32, namespace: &Arc<Namespace>, root: NodeIndex) -> bool {
         let tree = self.tree(namespace, root);
         self.all.fill(place, tree);

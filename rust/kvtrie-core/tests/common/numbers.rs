@@ -1,15 +1,14 @@
-//! Pseudo-random numbers, the same everywhere.
+//! Pseudo-random numbers, the same on every machine.
 
 #![expect(
     clippy::unwrap_used,
     reason = "a test stops at what it does not expect"
 )]
 
-/// `SplitMix64`, from this state on.
+/// The generator `SplitMix64` with its state.
 pub(crate) struct Numbers(pub(crate) u64);
 
 impl Numbers {
-    /// The next number below `bound`.
     pub(crate) fn below(&mut self, bound: u32) -> u32 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut mixed = self.0;

@@ -1,9 +1,9 @@
-//! Random calls against the model while failures are injected at random.
+//! Compares random calls with the model while failures are injected at random.
 //!
-//! A call that fails with an error, or panics before its first change, has changed nothing: the model is reset to
-//! before the call, index and model are compared, and the call is repeated. A call that panics between two changes
-//! leaves an unusable
-//! index: it is dropped, its engine begins with an empty one, and the sequences, which know the old one, are kept.
+//! A call that fails with an error, or panics before its first change, has changed nothing: the model is reset to its
+//! state before the call, index and model are compared, and the call is repeated. A call that panics between two
+//! changes leaves an unusable index. It is dropped, its engine begins with an empty one, and the sequences, which know
+//! the old one, are kept.
 //!
 //! `KVTRIE_FAILURES` is the number of calls; the default takes a few seconds.
 
@@ -16,14 +16,14 @@ use proptest::test_runner::{RngAlgorithm, TestRng, TestRunner};
 
 use super::*;
 
-/// What a run has met.
+/// Counts of what happened in a run.
 #[derive(Debug, Default)]
 struct Met {
     calls: usize,
     errors: BTreeMap<&'static str, usize>,
     panics_before: BTreeMap<&'static str, usize>,
     panics_within: BTreeMap<&'static str, usize>,
-    /// Blocks that free, held, indexed, condemned and quarantined did not add up to.
+    /// Number of blocks missing from the sum of free, held, indexed, condemned and quarantined blocks.
     lost: u64,
 }
 
@@ -33,7 +33,7 @@ impl Met {
     }
 }
 
-/// The failure for a random number: none half of the time.
+/// The failure for a random number; `None` for half of the numbers.
 fn failure(number: u64) -> Option<(Failure, u64)> {
     let nth = 1 + number / 32 % 8;
     match number % 32 {
@@ -45,16 +45,16 @@ fn failure(number: u64) -> Option<(Failure, u64)> {
 }
 
 impl Pair {
-    /// What no failed call may change.
+    /// The state that no failed call may change.
     fn state(&self) -> (u64, String, Vec<Vec<u32>>) {
         let mut stats = self.index.stats();
-        // Reserved memory, and work in vain.
+        // Reserved memory and wasted work may differ.
         (stats.bytes, stats.nodes_visited, stats.bytes_compared) = (0, 0, 0);
         let tokens = self.live.iter().map(|(_, seq)| seq.tokens().to_vec());
         (self.index.digest(), format!("{stats:?}"), tokens.collect())
     }
 
-    /// Makes a call with a failure armed, and again without if it failed.
+    /// Makes a call with a failure armed, and repeats it without one if it failed.
     fn run_failing(
         &mut self,
         step: &Step,
@@ -105,7 +105,7 @@ impl Pair {
         self.ever.clear();
     }
 
-    /// Every block is free or held, indexed, condemned, or quarantined.
+    /// The number of blocks that are neither free or held, indexed, condemned, nor quarantined.
     fn num_lost(&self) -> u64 {
         let stats = self.index.stats();
         let num_blocks = u32::try_from(self.model.num_blocks).unwrap();
@@ -115,7 +115,7 @@ impl Pair {
     }
 }
 
-/// Runs histories until `calls` calls are made.
+/// Runs random histories until `calls` calls were made.
 fn run_calls(calls: usize) -> Met {
     let mut met = Met::default();
     let seed = std::env::var("KVTRIE_FAILURES_SEED").map_or(1, |seed| seed.parse().unwrap());
@@ -149,7 +149,6 @@ fn run_calls(calls: usize) -> Met {
 #[test]
 fn failed_calls_change_nothing() {
     let calls = std::env::var("KVTRIE_FAILURES").map_or(40_000, |calls| calls.parse().unwrap());
-    // Injected panics are not printed.
     let hook = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
         let text = panic.payload_as_str().unwrap_or_default();
@@ -168,7 +167,7 @@ fn failed_calls_change_nothing() {
         met.lost
     );
     assert_eq!(met.lost, 0);
-    // Every kind of call has failed, and most points.
+    // Every kind of call has failed, at most of the points.
     assert!(met.errors.len() >= 9, "{met:#?}");
     assert!(met.panics_within.len() >= 12, "{met:#?}");
 }

@@ -1,20 +1,19 @@
-//! Tokens of items as single numbers, so that the model need not know what an item is.
+//! Represents tokens of items as single numbers, so that the model need not know what an item is.
 
 use kvtrie_core::{Item, TokenSequence};
 
-/// What a code has in addition to the token's id: 0 for a plain token, else the item's digest and the offset in it.
+/// The factor between a token's id and the rest of its code: 0 for a plain token, else the item's digest and the offset
+/// in it.
 const PER_ID: u32 = 1000;
 const PER_DIGEST: u32 = 100;
 
-/// The id of the tokens of items: some plain tokens have it too.
+/// The id of all tokens in items. Some plain tokens have it too.
 const PAD: u32 = 1;
 
-/// The code of a token of an item.
 pub(crate) fn code(digest: u32, offset: u32) -> u32 {
     PAD * PER_ID + 1 + digest * PER_DIGEST + offset
 }
 
-/// The code of a plain token.
 pub(crate) fn plain(id: u32) -> u32 {
     id * PER_ID
 }

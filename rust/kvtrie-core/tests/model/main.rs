@@ -1,4 +1,4 @@
-//! Random calls against a model without a tree: every result, every counter, every invariant.
+//! Compares random calls with a model that has no tree: every result, every counter, every invariant.
 
 #![expect(
     clippy::unwrap_used,
@@ -28,12 +28,12 @@ use plans::{Ask, Planned};
 use proptest::prelude::*;
 use spans::ranges;
 
-/// The pool that `Config::seeded` names, still there.
+/// The pool that `Config::seeded` names, which still exists.
 const POOL: RestoredPool<'_> = RestoredPool::Kept(&[0; 16]);
 
 const SEQUENCES: usize = 4;
 
-/// Letters that sequences are spelt with: all that [`spell`] knows.
+/// Number of letters that sequences are spelt with. [`spell`] knows them all.
 const LETTERS: u32 = 7;
 
 #[derive(Clone, Debug)]
@@ -51,7 +51,7 @@ enum Step {
         from: usize,
         count: usize,
     },
-    /// Makes a live sequence a copy of another's beginning.
+    /// Makes a live sequence a copy of the beginning of another.
     Fork {
         seq: usize,
         like: usize,
@@ -108,7 +108,7 @@ enum Step {
     },
     Reset,
     TakeFreed,
-    /// The index is restored from a snapshot that is taken before or after all plans are released.
+    /// Restores the index from a snapshot that is taken before or after all plans are released.
     Restore {
         while_pinned: bool,
     },
@@ -151,7 +151,7 @@ fn policy() -> impl Strategy<Value = ReusePolicy> {
         )
 }
 
-/// One of the first `letters` letters, mostly a plain token.
+/// One of the first `letters` letters, most often a plain token.
 fn letter(letters: u32) -> impl Strategy<Value = u32> {
     prop_oneof![4 => 0..letters.min(3), 1 => 0..letters]
 }
@@ -189,16 +189,15 @@ fn step(num_blocks: u32, letters: u32) -> impl Strategy<Value = Step> {
     ]
 }
 
-/// The index and the model.
 struct Pair {
     index: RadixIndex,
     model: Naive,
     namespaces: [Arc<Namespace>; 2],
-    /// (namespace, the sequence as the index knows it).
+    /// Live sequences as the index knows them, each with the number of its namespace.
     live: Vec<(usize, TokenSequence)>,
     plans: BTreeMap<usize, (ReusePlan, Lease)>,
     next_plan: usize,
-    /// Every prefix that ever had a block.
+    /// Every prefix that had a block at any time.
     ever: BTreeSet<naive::Prefix>,
 }
 
@@ -211,7 +210,7 @@ fn raw(ids: &[BlockId]) -> Vec<u32> {
 }
 
 impl Pair {
-    /// Looks up at once, or with little effort as often as it takes: one block or edge per call.
+    /// Looks up at once, or with little effort as often as needed. Then a call takes one block or edge.
     fn look_up(&mut self, seq: usize, options: LookupOptions, out: &mut Vec<BlockId>) -> Match {
         let (index, seq) = (&mut self.index, &mut self.live[seq].1);
         if options.start == 0 {
@@ -223,13 +222,13 @@ impl Pair {
                 return found;
             }
         }
-        // One call revives all dead blocks, and one reads the ids of many edges.
+        // One call removes the marks of all dead blocks, and one reads the ids of many edges.
         assert!(index.stats().dead > 0 || index.known_edges(seq) > 3);
         index.lookup(seq, options, out).unwrap()
     }
 
-    /// As [`Self::look_up`]: a plan that gave up has neither touched nor pinned, as the comparison after the step
-    /// shows.
+    /// Plans as [`Self::look_up`] looks up. A plan that gave up has touched and pinned nothing, as the comparison after
+    /// the step shows.
     fn plan(&mut self, seq: usize, policy: &ReusePolicy, options: PlanOptions) -> ReusePlan {
         let (index, seq) = (&mut self.index, &mut self.live[seq].1);
         if options.keep_last == 0 {
@@ -241,12 +240,14 @@ impl Pair {
                 return plan;
             }
         }
-        // Each call follows the blocks after holes again, revives all dead blocks, and restarts the search.
+        // Each call follows the blocks after holes again, removes the marks of all dead blocks, and restarts the
+        // search.
         assert!(policy.approximate || index.has_broken_paths() || index.stats().dead > 0);
         index.plan(seq, policy, options).unwrap()
     }
 
-    /// Does it with little effort. Where that is too little, nothing has changed, and it is done with enough.
+    /// Makes a call with little effort. If that is too little, checks that nothing has changed and repeats it with
+    /// enough.
     fn at_once<R>(
         &mut self,
         work: impl Fn(&mut RadixIndex, &TokenSequence, Effort) -> kvtrie_core::Result<Option<R>>,
@@ -273,10 +274,10 @@ impl Pair {
             block_size,
             seed: 7,
             hash_bits,
-            // Windows at every position and at every third, or none.
+            // Windows are kept at every position, at every third, or not at all.
             moved_runs: num_blocks != 5,
             min_run: if num_blocks == 12 { 8 } else { 10 },
-            // None is dropped.
+            // No place is dropped.
             max_candidates: 1 << 20,
             pool_id: vec![0; 16],
         };
@@ -526,7 +527,7 @@ impl Pair {
         Ok(())
     }
 
-    /// Every token that is copied comes from the slot of the block that the model says, and no other is written.
+    /// Checks that every copied token comes from the slot that the model says, and that no other slot is written.
     fn check_moves(&self, plan: &ReusePlan, lease: &Lease) -> Result<(), TestCaseError> {
         let block_size = self.model.block_size;
         let in_place = plan.blocks();
@@ -535,7 +536,7 @@ impl Pair {
             .iter()
             .flat_map(|segment| segment.blocks.clone())
             .collect();
-        // After the blocks in place, blocks that the plan does not read.
+        // Blocks that the plan does not read follow the blocks in place.
         let spare = (0..self.model.num_blocks as u32).filter(|id| !reads.contains(id));
         let mut table = in_place.to_vec();
         table.extend(spare.take(plan.num_new_blocks()).map(BlockId));
@@ -573,7 +574,7 @@ impl Pair {
         Ok(())
     }
 
-    /// Replaces the index by a restored one. The sequences know the old one.
+    /// Replaces the index by a restored one. The sequences still know the old one.
     fn restore(&mut self, while_pinned: bool) -> Result<(), TestCaseError> {
         let pinned = self.index.snapshot();
         let waiting = self.model.waiting.clone();
@@ -627,7 +628,7 @@ impl Pair {
         let (namespace, tokens) = self.tokens(seq);
         let start = (start * block_size).min(tokens.len() / block_size * block_size);
         let num_computed = tokens.len().saturating_sub(computed);
-        // Mostly the cached id or a fresh one; sometimes any id.
+        // Most ids are the cached one or a fresh one; some are any id.
         let mut fresh =
             (0..u32::try_from(self.model.num_blocks).unwrap()).filter(|&id| self.model.is_held(id));
         let wanted = picks
@@ -764,14 +765,14 @@ impl Pair {
         Ok(())
     }
 
-    /// Why the match of a sequence ends: the reason is true, and nothing is touched.
+    /// Checks that the reason why a match ends is true, and that nothing is touched.
     fn explain(&mut self, seq: usize) -> Result<(), TestCaseError> {
         self.ever.extend(self.model.entries.keys().cloned());
         let block_size = self.model.block_size;
         let digest = self.index.digest();
         let (namespace, seq) = &self.live[seq];
         let tokens = &codes(seq)[..];
-        // Another sequence: the live ones must know only what other calls record.
+        // A copy is explained, because the live sequences must know only what other calls record.
         let space = Arc::clone(seq.namespace());
         let mut asked =
             TokenSequence::new(space, seq.tokens().to_vec(), seq.items().to_vec()).unwrap();
@@ -789,7 +790,7 @@ impl Pair {
         let prefix = self.model.prefix(*namespace, tokens, exact);
         let entry = self.model.entries.get(&prefix);
         let was = self.ever.contains(&prefix);
-        // Other tokens are known there: as holes, or with a block.
+        // Other tokens are known at that place, as a hole or with a block.
         let others = self.model.entries.keys().any(|(space, path)| {
             space == namespace
                 && path.len() >= block.end
@@ -818,7 +819,7 @@ impl Pair {
         Ok(())
     }
 
-    /// Releases and evicts everything: nothing may be left.
+    /// Releases and evicts everything, and checks that nothing is left.
     fn drain(&mut self) -> Result<(), TestCaseError> {
         while !self.plans.is_empty() {
             self.run(&Step::Release { plan: 0 })?;
@@ -855,7 +856,7 @@ fn run(
     pair.drain()
 }
 
-/// Steps that fill an index with conversations that repeat pieces of each other, and ask for more of these.
+/// Steps that fill an index with conversations that repeat pieces of each other, and look up more of these.
 fn scene(letters: u32) -> impl Strategy<Value = Vec<Step>> {
     let piece = move |seq: usize| {
         prop_oneof![

@@ -1,10 +1,10 @@
-//! The rules without a tree: a map from the whole token prefix to the entry of its last block.
+//! The rules without a tree: a map from each whole token prefix to the entry of its last block.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::plans::Planned;
 
-/// A namespace's number and the whole tokens up to the end of a block.
+/// The number of a namespace, and all tokens up to the end of a block.
 pub(crate) type Prefix = (usize, Vec<u32>);
 
 #[derive(Clone, Debug)]
@@ -14,7 +14,7 @@ pub(crate) struct Entry {
     pub(crate) hops: u16,
     pub(crate) last_use: u64,
     pub(crate) tags: Vec<u64>,
-    /// The number of the call that marked it dead.
+    /// Number of the call that marked the block dead, if one did.
     pub(crate) mark: Option<u64>,
 }
 
@@ -29,7 +29,7 @@ pub(crate) struct Lease {
     pub(crate) first_approximate: usize,
     pub(crate) blocks: Vec<u32>,
     pub(crate) segments: Vec<Planned>,
-    /// Blocks of the plan that left since it was made.
+    /// Blocks of the plan that left after it was made.
     pub(crate) gone: BTreeSet<u32>,
 }
 
@@ -57,10 +57,10 @@ pub(crate) struct Naive {
     pub(crate) leases: BTreeMap<usize, Lease>,
     pub(crate) condemned: BTreeSet<u32>,
     pub(crate) waiting: Vec<u32>,
-    /// Condemned ones among them.
+    /// The quarantined blocks that are still condemned.
     pub(crate) quarantined: BTreeSet<u32>,
     pub(crate) clock: u64,
-    /// Calls that marked something.
+    /// Number of calls that marked a block.
     pub(crate) marks: u64,
 }
 
@@ -102,7 +102,7 @@ impl Naive {
             .any(|other| Self::is_below(prefix, other))
     }
 
-    /// Prefixes without an entry that are above one.
+    /// The prefixes without an entry that are above one.
     pub(crate) fn holes(&self) -> BTreeSet<Prefix> {
         let mut holes = BTreeSet::new();
         for (namespace, tokens) in self.entries.keys() {
@@ -166,7 +166,7 @@ impl Naive {
         }
     }
 
-    /// None: the index must refuse the call.
+    /// Inserts blocks; `None` if the index must refuse the call.
     pub(crate) fn insert(
         &mut self,
         namespace: usize,
@@ -308,7 +308,7 @@ impl Naive {
         Some(done)
     }
 
-    /// Removes an entry, and records that in the leases.
+    /// Removes an entry, and records in the leases that its block left.
     pub(crate) fn remove(&mut self, prefix: &Prefix) -> u32 {
         let entry = self.entries.remove(prefix).unwrap();
         for lease in self.leases.values_mut() {
@@ -387,7 +387,7 @@ impl Naive {
         freed
     }
 
-    /// R7. How many were neither in quarantine nor waiting for it.
+    /// Quarantines ids and returns how many were not quarantined before (R7).
     pub(crate) fn quarantine(&mut self, ids: &[u32]) -> usize {
         let before = self.quarantined.len();
         for &id in ids {
@@ -404,7 +404,7 @@ impl Naive {
         self.quarantined.len() - before
     }
 
-    /// D10: after every call that may make holes.
+    /// Keeps the number of holes at its bound (D10). Called after every call that may make holes.
     pub(crate) fn bound_holes(&mut self) {
         let mut bounded = BTreeSet::new();
         while self.holes().len() > self.num_blocks {
@@ -455,7 +455,7 @@ impl Naive {
         }
     }
 
-    /// One mask per token of the whole blocks.
+    /// The tags of a path's whole blocks, as one mask per token.
     pub(crate) fn tags(&self, namespace: usize, tokens: &[u32]) -> Vec<u64> {
         (0..tokens.len() / self.block_size)
             .flat_map(

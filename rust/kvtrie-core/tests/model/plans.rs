@@ -1,4 +1,4 @@
-//! Plans without a tree: every run of every cached path on every diagonal, and of these the ones that the rules choose.
+//! Plans without a tree: finds every run on every diagonal of every cached path, and chooses by the rules.
 
 use std::cmp::Reverse;
 use std::collections::BTreeSet;
@@ -7,7 +7,7 @@ use kvtrie_core::{Class, ReusePolicy};
 
 use crate::naive::{Entry, Lease, Naive};
 
-/// A segment, and the blocks that it is copied from.
+/// A segment with the blocks that it is copied from.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Planned {
     pub(crate) start: usize,
@@ -20,7 +20,6 @@ pub(crate) struct Planned {
     pub(crate) in_place: bool,
 }
 
-/// What is asked for.
 pub(crate) struct Ask<'a> {
     pub(crate) namespace: usize,
     pub(crate) tokens: &'a [u32],
@@ -32,7 +31,7 @@ pub(crate) struct Ask<'a> {
     pub(crate) moved_runs: bool,
 }
 
-/// One token of the prompt and where the same is cached.
+/// A token of the prompt, and a place where it is cached.
 #[derive(Clone, Debug)]
 struct Pair {
     source: usize,
@@ -43,7 +42,7 @@ struct Pair {
     kinds: u64,
 }
 
-/// Pairs that follow each other in the prompt, from `start` on, and on one cached path.
+/// Pairs of consecutive tokens on one cached path, and the prompt's position of the first.
 type Run = (usize, Vec<Pair>);
 
 impl Naive {
@@ -166,7 +165,7 @@ impl Naive {
         segments
     }
 
-    /// The exact block whose path is the prompt's down to `at`, and which shares most tokens from there on.
+    /// The exact block whose path equals the prompt's up to `at` and which shares most tokens from there on.
     fn sibling(&self, ask: &Ask<'_>, at: usize, len: usize) -> Option<(&Entry, usize)> {
         let wanted = &ask.tokens[at..len.min(at + self.block_size)];
         let shared = |tokens: &[u32]| {
@@ -208,7 +207,7 @@ impl Naive {
                     tail.iter().map(|pair| pair.hops).max(),
                     start.abs_diff(pairs[0].source),
                     tail[0].slot,
-                    // Of siblings into which one source goes on.
+                    // Of siblings in which one source continues, fewer hops win, then the lower slot.
                     tail.last().map(|pair| (pair.hops, pair.slot)),
                 )
             });
@@ -222,7 +221,7 @@ impl Naive {
         }
     }
 
-    /// All runs of `min_run` tokens and more: on every path, on every diagonal.
+    /// All runs of at least `min_run` tokens, on every diagonal of every path.
     fn runs(&self, ask: &Ask<'_>, approximate: bool, len: usize) -> Vec<Run> {
         let mut runs = Vec::new();
         for (namespace, tokens) in self.entries.keys() {
@@ -239,7 +238,7 @@ impl Naive {
                 .take_while(|(a, b)| a == b)
                 .count();
             for diagonal in 0..tokens.len() + len {
-                // The prompt's token i meets the path's token i + tokens.len() - diagonal.
+                // On this diagonal, the prompt's token i is compared with the path's token i + tokens.len() - diagonal.
                 let mut run: Option<Run> = None;
                 let first = diagonal.saturating_sub(tokens.len());
                 for at in first..len.min(diagonal) {
@@ -308,7 +307,6 @@ impl Naive {
     }
 }
 
-/// The segments of one piece of the cover.
 fn piece(ask: &Ask<'_>, start: usize, pairs: &[Pair], segments: &mut Vec<Planned>) {
     let approximate: Vec<usize> = (0..pairs.len())
         .filter(|&at| pairs[at].class == Class::Approximate)

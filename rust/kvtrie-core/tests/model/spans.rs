@@ -1,5 +1,4 @@
-//! Blocks that are marked dead or removed from the middle: D8, D10 and D11 in the model, and the steps that compare
-//! them.
+//! Marks and removes blocks in the model (D8, D10, D11), with the steps that compare these calls.
 
 use std::cmp::Reverse;
 
@@ -18,7 +17,7 @@ pub(crate) struct Removed {
 }
 
 impl Naive {
-    /// The prefixes of the cached blocks wholly inside the ranges, and whether they are extended. None if the ranges
+    /// The prefixes of the cached blocks wholly inside the ranges, and whether each is extended. `None` if the ranges
     /// are bad.
     fn inside(
         &self,
@@ -57,7 +56,7 @@ impl Naive {
         )
     }
 
-    /// None: the index must refuse the call.
+    /// Marks blocks as dead; `None` if the index must refuse the call.
     pub(crate) fn mark_dead(
         &mut self,
         namespace: usize,
@@ -77,7 +76,7 @@ impl Naive {
         Some(marked)
     }
 
-    /// None: the index must refuse the call.
+    /// Removes blocks; `None` if the index must refuse the call.
     pub(crate) fn remove_spans(
         &mut self,
         namespace: usize,
@@ -103,7 +102,7 @@ impl Naive {
         Some(removed)
     }
 
-    /// Whether a dead block may be evicted: not while it is pinned, or above a block that backs a sequence.
+    /// Whether a dead block may be evicted: it is not pinned and not above a block that backs a sequence.
     pub(crate) fn may_go(&self, prefix: &Prefix) -> bool {
         let backs = |id: u32| self.leases.values().any(|lease| lease.held.contains(&id));
         let mut all = self.entries.iter();
@@ -111,7 +110,6 @@ impl Naive {
             && !all.any(|(other, entry)| Self::is_below(prefix, other) && backs(entry.id))
     }
 
-    /// The dead block that is evicted next.
     pub(crate) fn next_dead(&self) -> Option<Prefix> {
         let dead = self
             .entries
@@ -123,7 +121,7 @@ impl Naive {
     }
 }
 
-/// Two positions per range, mostly in order.
+/// Ranges as pairs of positions, most of them in order.
 pub(crate) fn ranges() -> impl Strategy<Value = Vec<(usize, usize)>> {
     (
         prop::collection::vec(0usize..18, 0..7),
@@ -140,7 +138,7 @@ pub(crate) fn ranges() -> impl Strategy<Value = Vec<(usize, usize)>> {
 }
 
 impl Pair {
-    /// The ranges, mostly cut to the sequence.
+    /// The ranges, usually cut to the length of the sequence.
     fn cut(seq: &TokenSequence, ranges: &[(usize, usize)]) -> Vec<(usize, usize)> {
         let keeps = ranges.len() == 3 && ranges[0].0 == 0;
         let limit = if keeps { usize::MAX } else { seq.len() };

@@ -1,4 +1,4 @@
-//! How a request begins.
+//! Begins a request: where its KV comes from, and what is missing.
 
 use std::sync::Arc;
 
@@ -13,18 +13,18 @@ use crate::error::invalid;
 
 const CALL: &str = "SequenceLedger::begin";
 
-/// How a request begins.
+/// How a request begins: the source of its KV, and which tokens have KV.
 #[derive(Clone, Debug)]
 pub struct Begin<'a> {
     /// The source of its KV.
     pub source: LedgerSource,
-    /// Tokens from position 0 that have KV in the table. 0 if the source is a plan, or with `missing`.
+    /// Number of tokens from position 0 that have KV in the table. 0 if the source is a plan, or if `missing` is given.
     pub num_computed: usize,
-    /// The ranges of the sequence without KV, ascending and disjoint. `None`: what the plan leaves to compute, or
-    /// without a plan all from `num_computed` on.
+    /// The ranges of the sequence without KV, ascending and disjoint. `None` means what the plan has to compute;
+    /// without a plan, everything from `num_computed` on.
     pub missing: Option<&'a [(usize, usize)]>,
-    /// Only for a source that is not a plan: a plan whose blocks in place are the first of the table. They count as
-    /// committed; the source describes the KV after them.
+    /// A plan whose blocks in place are the first of the table, only for a source that is not a plan. These blocks
+    /// count as committed; the source describes the KV after them.
     pub in_place: Option<Arc<ReusePlan>>,
 }
 
@@ -40,7 +40,7 @@ impl Default for Begin<'_> {
 }
 
 impl Begin<'_> {
-    /// A request that follows this plan.
+    /// Begins a request that follows this plan.
     #[must_use]
     pub fn planned(plan: Arc<ReusePlan>) -> Self {
         Self {
@@ -65,8 +65,8 @@ impl SequenceLedger {
     /// - [`BlockInUse`](kvtrie_core::ErrorKind::BlockInUse): an id is given twice.
     ///
     /// # Complexity
-    /// O(blocks · log blocks + missing ranges), plus a comparison with the plan's tokens if the sequence is another
-    /// one.
+    /// O(blocks · log blocks + missing ranges), plus a comparison with the plan's tokens if the sequence is not the
+    /// planned one.
     pub fn begin(
         &mut self,
         seq: &mut TokenSequence,
@@ -82,9 +82,10 @@ impl SequenceLedger {
         let mut committed = 0;
         if let Some(plan) = &begin.in_place {
             if matches!(begin.source, LedgerSource::Plan(_)) {
-                return Err(invalid(format!(
-                    "{CALL}: the source is a plan, and another plan is given with it"
-                )));
+                return Err(invalid!(
+                    CALL,
+                    "the source is a plan, and another plan is given with it"
+                ));
             }
             self.check_plan(plan, seq, blocks)?;
             committed = plan.blocks().len() * self.block_size;
@@ -92,9 +93,10 @@ impl SequenceLedger {
         let num_computed = begin.num_computed;
         let (computed, cached) = match (&begin.source, begin.missing) {
             (LedgerSource::Plan(_), missing) if num_computed > 0 || missing.is_some() => {
-                return Err(invalid(format!(
-                    "{CALL}: a plan says itself what is computed; num_computed and missing are for other sources"
-                )));
+                return Err(invalid!(
+                    CALL,
+                    "a plan says itself what is computed; num_computed and missing are for other sources"
+                ));
             }
             (LedgerSource::Plan(plan), _) => {
                 self.check_plan(plan, seq, blocks)?;
@@ -108,35 +110,39 @@ impl SequenceLedger {
             }
             (_, None) => {
                 if num_computed > seq.len() {
-                    return Err(invalid(format!(
-                        "{CALL}: num_computed is {num_computed}; it must be in [0, {}], the tokens of the sequence",
+                    return Err(invalid!(
+                        CALL,
+                        "num_computed is {num_computed}; it must be in [0, {}], the tokens of the sequence",
                         seq.len()
-                    )));
+                    ));
                 }
                 (num_computed.max(committed), CachedRanges::default())
             }
             (_, Some(_)) if num_computed > 0 => {
-                return Err(invalid(format!(
-                    "{CALL}: num_computed is {num_computed} and missing is given; they exclude each other"
-                )));
+                return Err(invalid!(
+                    CALL,
+                    "num_computed is {num_computed} and missing is given; they exclude each other"
+                ));
             }
             (_, Some(missing)) => {
                 check_ranges(missing, seq.len(), CALL)?;
                 if let Some(&(start, end)) = missing.iter().find(|range| range.0 < committed) {
-                    return Err(invalid(format!(
-                        "{CALL}: missing has [{start}, {end}), but the first {committed} tokens are in place"
-                    )));
+                    return Err(invalid!(
+                        CALL,
+                        "missing has [{start}, {end}), but the first {committed} tokens are in place"
+                    ));
                 }
                 CachedRanges::around(missing.iter().copied(), seq.len())
             }
         };
         let (end, capacity) = (computed.max(cached.end()), blocks.len() * self.block_size);
         if end > capacity {
-            return Err(invalid(format!(
-                "{CALL}: KV is claimed up to position {end}, the {} blocks of {} tokens end at {capacity}",
+            return Err(invalid!(
+                CALL,
+                "KV is claimed up to position {end}, the {} blocks of {} tokens end at {capacity}",
                 blocks.len(),
                 self.block_size
-            )));
+            ));
         }
         failpoints::before(CALL)?;
         let Some(owner) = seq.own() else {
@@ -158,24 +164,27 @@ impl SequenceLedger {
 
     fn check_plan(&self, plan: &ReusePlan, seq: &TokenSequence, blocks: &[BlockId]) -> Result<()> {
         if !plan.is_pinned() {
-            return Err(invalid(format!(
-                "{CALL}: the plan pins nothing, so its {} blocks in place may have left the index",
+            return Err(invalid!(
+                CALL,
+                "the plan pins nothing, so its {} blocks in place may have left the index",
                 plan.blocks().len()
-            )));
+            ));
         }
         if plan.block_size() != self.block_size {
-            return Err(invalid(format!(
-                "{CALL}: the plan is made for blocks of {} tokens, the ledger for {}",
+            return Err(invalid!(
+                CALL,
+                "the plan is made for blocks of {} tokens, the ledger for {}",
                 plan.block_size(),
                 self.block_size
-            )));
+            ));
         }
         if !plan.is_prefix_of(seq) {
-            return Err(invalid(format!(
-                "{CALL}: the sequence of {} tokens does not start with the {} tokens of the plan in its namespace",
+            return Err(invalid!(
+                CALL,
+                "the sequence of {} tokens does not start with the {} tokens of the plan in its namespace",
                 seq.len(),
                 num_planned(plan)
-            )));
+            ));
         }
         let in_place = plan.blocks();
         let differs = in_place
@@ -183,16 +192,18 @@ impl SequenceLedger {
             .enumerate()
             .find(|&(at, id)| blocks.get(at) != Some(id));
         match differs {
-            Some((at, id)) => Err(invalid(match blocks.get(at) {
-                Some(given) => format!(
-                    "{CALL}: blocks[{at}] is {given}, but the plan has block {id} in place there"
+            Some((at, id)) => Err(match blocks.get(at) {
+                Some(given) => invalid!(
+                    CALL,
+                    "blocks[{at}] is {given}, but the plan has block {id} in place there"
                 ),
-                None => format!(
-                    "{CALL}: {} blocks for a plan that has {} in place",
+                None => invalid!(
+                    CALL,
+                    "{} blocks for a plan that has {} in place",
                     blocks.len(),
                     in_place.len()
                 ),
-            })),
+            }),
             None => Ok(()),
         }
     }
@@ -204,8 +215,9 @@ fn num_planned(plan: &ReusePlan) -> usize {
 
 #[cold]
 fn owned_already(seq: &TokenSequence) -> Error {
-    invalid(format!(
-        "{CALL}: another request of a SequenceLedger has this sequence of {} tokens",
+    invalid!(
+        CALL,
+        "another request of a SequenceLedger has this sequence of {} tokens",
         seq.len()
-    ))
+    )
 }

@@ -1,15 +1,16 @@
-//! Cached segments of a request after gaps.
+//! The cached segments of a request that follow gaps.
 
 use kvtrie_core::Result;
 
 use crate::error::invalid;
 
-/// Ranges of tokens with KV although a token before them must still be computed. Ascending, with a gap between any two.
+/// Ranges of tokens that have KV although an earlier token must still be computed. They ascend, with a gap between any
+/// two.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct CachedRanges(Vec<(usize, usize)>);
 
 impl CachedRanges {
-    /// The complement of the missing ranges in `0..len`; everything from `len` on is missing too. Returns the end of the
+    /// The ranges of `0..len` that are not missing. Everything from `len` on is missing as well. Returns the end of the
     /// first range, which starts at position 0 and may be empty, and the other ranges.
     pub(super) fn around(
         missing: impl IntoIterator<Item = (usize, usize)>,
@@ -53,7 +54,7 @@ impl CachedRanges {
         }
     }
 
-    /// The position after `tokens` tokens from `from` on, not counting cached ones.
+    /// The position after `tokens` tokens from `from` on. Cached tokens are skipped, not counted.
     pub(super) fn advance(&self, from: usize, tokens: usize) -> usize {
         let mut at = self.leave(from);
         let mut left = tokens;
@@ -108,19 +109,25 @@ impl CachedRanges {
     }
 }
 
-pub(super) fn check_ranges(ranges: &[(usize, usize)], len: usize, call: &str) -> Result<()> {
+pub(super) fn check_ranges(
+    ranges: &[(usize, usize)],
+    len: usize,
+    call: &'static str,
+) -> Result<()> {
     let mut last = 0;
     for &(start, end) in ranges {
         if start > end || end > len {
-            return Err(invalid(format!(
-                "{call}: missing has [{start}, {end}); it must ascend and lie in [0, {len}], the sequence"
-            )));
+            return Err(invalid!(
+                call,
+                "missing has [{start}, {end}); it must ascend and lie in [0, {len}], the sequence"
+            ));
         }
         if start < last {
-            return Err(invalid(format!(
-                "{call}: missing has [{start}, {end}) after a range that ends at {last}; ranges \
+            return Err(invalid!(
+                call,
+                "missing has [{start}, {end}) after a range that ends at {last}; ranges \
                  must ascend and be disjoint"
-            )));
+            ));
         }
         last = end;
     }

@@ -1,4 +1,4 @@
-//! How a request hands blocks to an index, and how it ends.
+//! Commits blocks of a request to an index, and ends requests.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use super::request::Request;
 use super::{RequestId, SequenceLedger};
 use crate::error::invalid;
 
-/// What is left of a request that was forgotten.
+/// What remains of a request that ended without a commit.
 #[derive(Clone, Debug)]
 pub struct Forgotten {
     /// The blocks of its table that it did not commit.
@@ -22,9 +22,9 @@ pub struct Forgotten {
 }
 
 impl SequenceLedger {
-    /// Inserts exactly the whole blocks of `committed..V`. The table then has the ids that the index returned;
-    /// `duplicates` and `freed` belong to the caller. Blocks that were not taken stay in the table, so `surplus` is
-    /// empty.
+    /// Inserts exactly the whole blocks of `committed..V` into the index. The table then has the ids that the index
+    /// returned; `duplicates` and `freed` belong to the caller. Blocks that were not taken stay in the table, so
+    /// `surplus` is empty.
     ///
     /// If the source is not a plan, [`pins`](Self::pins) keep committed blocks in the index. If no block is new, the
     /// index is called only when there are spans to tag.
@@ -73,14 +73,14 @@ impl SequenceLedger {
         Ok(done)
     }
 
-    /// Commits a last time and ends the request: releases its plans, returns the sequence to its owner and the rest of
-    /// the table in `surplus`. If the insert is refused, the request stays. If its plan was released before, nothing is
-    /// inserted, and `surplus` has all blocks that were not committed.
+    /// Commits a last time and ends the request. It releases the request's plans, returns the sequence to its owner,
+    /// and returns the rest of the table in `surplus`. If the insert is refused, the request stays. If the request's
+    /// plan was released before, nothing is inserted, and `surplus` has all blocks that were not committed.
     ///
     /// # Errors
     /// As [`commit`](Self::commit).
     ///
-    /// # Complexity
+    /// As the insert and the release.
     /// Insert and release.
     pub fn finish(
         &mut self,
@@ -151,13 +151,11 @@ impl Request {
         index.insert(seq, &self.blocks[offered], options)
     }
 
-    fn check_index(&self, index: &RadixIndex, block_size: usize, call: &str) -> Result<()> {
+    fn check_index(&self, index: &RadixIndex, block_size: usize, call: &'static str) -> Result<()> {
         check_block_size(index, block_size, call)?;
         for plan in self.plans() {
             if !plan.is_of(index) {
-                return Err(invalid(format!(
-                    "{call}: the plan belongs to another index"
-                )));
+                return Err(invalid!(call, "the plan belongs to another index"));
             }
         }
         Ok(())
@@ -172,13 +170,12 @@ impl Request {
     }
 
     /// Pins the committed blocks. Earlier pins stay if an exact block has replaced an approximate one that the request
-    /// still uses. The index has taken the blocks already, so nothing here may fail.
+    /// still uses. This cannot fail: the index has already taken the blocks.
     fn hold(&mut self, num_exact: usize, seq: &mut TokenSequence, index: &mut RadixIndex) {
         let plan = Arc::new(index.pin_in_place(seq, num_exact < self.committed));
         let num_committed = self.committed / plan.block_size();
-        // The index may have more of the sequence than the request has computed.
+        // The index may have more blocks of the sequence than the request has computed.
         if plan.blocks().starts_with(&self.blocks[..num_committed]) {
-            // The caller of `pins` may have released them.
             for before in self.pins.drain(..) {
                 index.release_if_live(&before);
             }
@@ -211,12 +208,13 @@ impl Request {
     }
 }
 
-fn check_block_size(index: &RadixIndex, block_size: usize, call: &str) -> Result<()> {
+fn check_block_size(index: &RadixIndex, block_size: usize, call: &'static str) -> Result<()> {
     let found = index.config().block_size;
     if found == block_size {
         return Ok(());
     }
-    Err(invalid(format!(
-        "{call}: the index has blocks of {found} tokens, the ledger of {block_size}"
-    )))
+    Err(invalid!(
+        call,
+        "the index has blocks of {found} tokens, the ledger of {block_size}"
+    ))
 }

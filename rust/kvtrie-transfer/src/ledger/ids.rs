@@ -1,13 +1,13 @@
-//! Ids as an engine has them: final ones, then placeholders.
+//! Token ids as engines report them: final ones, then placeholders.
 
 use kvtrie_core::Result;
 
 use crate::error::invalid;
 
-/// The value for a sampled token whose id is not known yet.
+/// Stands for a sampled token whose id is not known yet.
 pub const PLACEHOLDER: i64 = -1;
 
-/// The final ids of a list. Placeholders may only follow them.
+/// The final ids of a list. Placeholders may only be at the end.
 pub(super) fn finals<T: Copy + Into<i64>>(ids: &[T]) -> std::result::Result<&[T], String> {
     let unknown = ids
         .iter()
@@ -37,12 +37,12 @@ fn wrong(id: i64, at: usize, len: usize) -> String {
 
 pub(super) fn tokens<T: Copy + Into<i64>>(ids: &[T], into: &mut Vec<u32>) {
     into.clear();
-    // `finals` checked that all fit.
+    // `finals` has checked that every id fits.
     into.extend(ids.iter().filter_map(|&id| u32::try_from(id.into()).ok()));
 }
 
-pub(super) fn checked<T: Copy + Into<i64>>(ids: &[T], call: &str) -> Result<Vec<u32>> {
-    let finals = finals(ids).map_err(|why| invalid(format!("{call}: {why}")))?;
+pub(super) fn checked<T: Copy + Into<i64>>(ids: &[T], call: &'static str) -> Result<Vec<u32>> {
+    let finals = finals(ids).map_err(|why| invalid!(call, "{why}"))?;
     let mut out = Vec::with_capacity(finals.len());
     tokens(finals, &mut out);
     Ok(out)

@@ -1,4 +1,4 @@
-//! Labels of the blocks of a request.
+//! The labels of a request's blocks.
 
 use std::sync::Arc;
 
@@ -6,14 +6,14 @@ use kvtrie_core::{Class, Imported, Result, ReusePlan, ReusePolicy, Source};
 
 use crate::error::invalid;
 
-/// The source of a request's KV, as [`Source`] for an insert. A plan is shared with its creator.
+/// The source of a request's KV, as [`Source`] for an insert. A plan is shared with the caller that made it.
 #[derive(Clone, Debug)]
 pub enum LedgerSource {
-    /// Built by this plan.
+    /// The KV is built by this plan.
     Plan(Arc<ReusePlan>),
-    /// Computed from scratch.
+    /// The engine computes all of it.
     Computed,
-    /// Brought from elsewhere.
+    /// The KV was imported from elsewhere.
     Imported(Imported),
 }
 
@@ -28,7 +28,7 @@ impl LedgerSource {
         }
     }
 
-    /// A block that ends after this is approximate.
+    /// The position after which every block that ends is approximate.
     fn exact_until(&self) -> usize {
         match self {
             Self::Computed => usize::MAX,
@@ -37,21 +37,20 @@ impl LedgerSource {
         }
     }
 
-    pub(super) fn check(&self, call: &str) -> Result<()> {
+    pub(super) fn check(&self, call: &'static str) -> Result<()> {
         match self {
-            Self::Imported(imported) if imported.hops > ReusePolicy::MAX_HOPS => {
-                Err(invalid(format!(
-                    "{call}: Imported.hops is {}; the limit is {}",
-                    imported.hops,
-                    ReusePolicy::MAX_HOPS
-                )))
-            }
+            Self::Imported(imported) if imported.hops > ReusePolicy::MAX_HOPS => Err(invalid!(
+                call,
+                "Imported.hops is {}; the limit is {}",
+                imported.hops,
+                ReusePolicy::MAX_HOPS
+            )),
             _ => Ok(()),
         }
     }
 }
 
-/// Consecutive tokens of one label.
+/// Consecutive tokens with one label.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LabelRun {
     /// First token.
@@ -66,15 +65,15 @@ pub struct LabelRun {
 
 const EXACT: (Class, u16) = (Class::Exact, 0);
 
-/// The labels of a request's blocks, as an index would give them (D14).
+/// The labels of a request's blocks, as an index would set them (D14).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct RequestLabels {
     block_size: usize,
     /// End of the exact tokens according to the source and the blocks in place.
     by_source: usize,
-    /// End of the blocks in place that are not from the source.
+    /// End of the blocks in place, whose KV does not come from the source.
     in_place: usize,
-    /// End of the exact tokens according to the index: later blocks are approximate, whatever their source.
+    /// End of the exact tokens according to the index. Later blocks are approximate, whatever their source.
     by_index: usize,
 }
 
@@ -103,7 +102,7 @@ impl RequestLabels {
         exact - exact % self.block_size
     }
 
-    /// An index backs the sequence up to `end`, exactly up to `num_exact`.
+    /// Records that an index backs the sequence up to `end`, with exact KV up to `num_exact`.
     pub(super) fn note_index(&mut self, end: usize, num_exact: usize) {
         if num_exact < self.exact_below(end) {
             self.by_index = num_exact;

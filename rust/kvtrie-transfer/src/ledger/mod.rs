@@ -1,7 +1,8 @@
-//! The ledger: which KV is *computed* for each live request.
+//! The ledger: records which KV is *computed* for each live request.
 //!
-//! An engine's counters run ahead of each other: KV that is saved by the wrong one was never computed, or belongs to a
-//! token taken back. The ledger takes ids, never counts of ids, and returns the range that is final *and* computed.
+//! The counters of an engine run ahead of each other. KV saved by the wrong counter was never computed, or belongs to a
+//! token that was taken back. So the ledger takes ids, never counts of ids, and returns the range that is final *and*
+//! computed.
 //!
 //! # The positions of a request
 //!
@@ -11,11 +12,11 @@
 //! ```
 //!
 //! - *F*, final ids: the length of the request's [`TokenSequence`]. Only the ledger changes it.
-//! - *C*, computed: the engine's last claim. KV of everything below is written, or ordered before every reader. *C* may
-//!   run ahead of *F* (asynchronous scheduling) and may fall back to *V* (rejected drafts).
+//! - *C*, computed: the engine's last claim. The KV of everything below is written, or ordered before every reader. *C*
+//!   may run ahead of *F* (asynchronous scheduling) and may fall back to *V* (rejected drafts).
 //! - *S*, issued: what the engine has scheduled. `C <= S <= blocks · block_size`.
-//! - *Drafts*: unverified tokens at the last issued positions. A claim after ids that follow the first draft verifies
-//!   them; the engine has subtracted the refused drafts. Later drafts under way start right after the ids.
+//! - *Drafts*: unverified tokens at the last issued positions. The first claim after ids that follow the first draft
+//!   verifies them; the engine has subtracted the rejected drafts. Later drafts under way start right after the ids.
 //! - *V* = min(*F*, *C*, first unverified draft): final and computed. Only [`rollback`] lowers it.
 //! - *Missing*: the part of `0..F` without KV. Cached segments may follow a gap; a claim that reaches the end of the gap
 //!   includes the segment.
@@ -66,7 +67,7 @@ pub use labels::{LabelRun, LedgerSource};
 pub use requests::RequestId;
 pub use step::{Step, StepError, StepIds};
 
-/// What a rollback removed.
+/// What a rollback has removed.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RolledBack {
     /// Tokens whose KV no longer counts as computed: ascending, disjoint ranges.
@@ -105,16 +106,17 @@ pub struct SequenceLedger {
 }
 
 impl SequenceLedger {
-    /// A ledger without requests.
+    /// Makes a ledger without requests.
     ///
     /// # Errors
     /// [`InvalidArgument`](kvtrie_core::ErrorKind::InvalidArgument) if `block_size` is not in 1..=[`Config::MAX_BLOCK_SIZE`].
     pub fn new(block_size: usize) -> Result<Self> {
         if block_size == 0 || block_size > Config::MAX_BLOCK_SIZE {
-            return Err(invalid(format!(
-                "SequenceLedger::new: block_size is {block_size}; it must be in [1, {}]",
+            return Err(invalid!(
+                "SequenceLedger::new",
+                "block_size is {block_size}; it must be in [1, {}]",
                 Config::MAX_BLOCK_SIZE
-            )));
+            ));
         }
         Ok(Self {
             block_size,
@@ -147,8 +149,8 @@ impl SequenceLedger {
         self.requests.get(id).is_some()
     }
 
-    /// The engine issues the next `num_tokens` positions, the last `num_drafts` of them drafts. Cached segments after a
-    /// gap are skipped.
+    /// Records that the engine issues the next `num_tokens` positions, the last `num_drafts` of them drafts. Cached
+    /// segments after a gap are skipped.
     ///
     /// # Errors
     /// - [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle).
@@ -189,7 +191,7 @@ impl SequenceLedger {
         Ok(())
     }
 
-    /// KV of all positions below `num_computed` is written, or ordered before every reader.
+    /// Records that the KV of all positions below `num_computed` is written, or ordered before every reader.
     ///
     /// # Errors
     /// - [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle).
@@ -204,7 +206,7 @@ impl SequenceLedger {
         done.map_err(|why| refuse(why, request.blocks.len(), block_size, CALL))
     }
 
-    /// Appends blocks to the table.
+    /// Appends blocks to the table of a request.
     ///
     /// # Errors
     /// - [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle).
@@ -223,7 +225,7 @@ impl SequenceLedger {
         Ok(())
     }
 
-    /// Lowers *C* and *S* to `to`. The ids stay. With `drop_blocks`, blocks wholly after `to` leave the table.
+    /// Lowers *C* and *S* to `to`. The ids stay. With `drop_blocks`, the blocks wholly after `to` leave the table.
     ///
     /// # Errors
     /// - [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle).
@@ -233,16 +235,18 @@ impl SequenceLedger {
         let block_size = self.block_size;
         let request = self.request_mut(id, CALL)?;
         if to < request.committed {
-            return Err(invalid(format!(
-                "{CALL}: to is {to}, but blocks of the first {} tokens are committed; finish the request and begin it again",
+            return Err(invalid!(
+                CALL,
+                "to is {to}, but blocks of the first {} tokens are committed; finish the request and begin it again",
                 request.committed
-            )));
+            ));
         }
         let issued = request.positions.issued();
         if to > issued {
-            return Err(invalid(format!(
-                "{CALL}: to is {to}, but only the positions below {issued} were issued"
-            )));
+            return Err(invalid!(
+                CALL,
+                "to is {to}, but only the positions below {issued} were issued"
+            ));
         }
         failpoints::before(CALL)?;
         let ranges = request.positions.rollback(to);
@@ -256,7 +260,7 @@ impl SequenceLedger {
         Ok(RolledBack { ranges, blocks })
     }
 
-    /// Stores spans for the index.
+    /// Stores spans, which the next commit gives to the index.
     ///
     /// # Errors
     /// - [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle).
@@ -269,14 +273,16 @@ impl SequenceLedger {
         for span in spans {
             let (start, end) = (span.start, span.end);
             if start > end || end > len {
-                return Err(invalid(format!(
-                    "{CALL}: spans has [{start}, {end}); it must ascend and lie in [0, {len}], the final tokens"
-                )));
+                return Err(invalid!(
+                    CALL,
+                    "spans has [{start}, {end}); it must ascend and lie in [0, {len}], the final tokens"
+                ));
             }
             if span.kind.is_empty() {
-                return Err(invalid(format!(
-                    "{CALL}: the kind of the span [{start}, {end}) is empty"
-                )));
+                return Err(invalid!(
+                    CALL,
+                    "the kind of the span [{start}, {end}) is empty"
+                ));
             }
         }
         failpoints::before(CALL)?;
@@ -297,7 +303,7 @@ impl SequenceLedger {
         Ok(spans.collect())
     }
 
-    /// *V*.
+    /// The end of the final and computed tokens, *V*.
     ///
     /// # Errors
     /// [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle).
@@ -306,7 +312,7 @@ impl SequenceLedger {
         Ok(request.positions.verified())
     }
 
-    /// `committed..V`.
+    /// The range that is final and computed but not committed, `committed..V`.
     ///
     /// # Errors
     /// [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle).
@@ -315,7 +321,7 @@ impl SequenceLedger {
         Ok((request.committed, request.positions.verified()))
     }
 
-    /// `V..S`.
+    /// The range that is issued but not final and computed, `V..S`.
     ///
     /// # Errors
     /// [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle).
@@ -333,7 +339,7 @@ impl SequenceLedger {
         Ok(request.positions.missing())
     }
 
-    /// The table, from position 0.
+    /// The block table, from position 0.
     ///
     /// # Errors
     /// [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle).
@@ -341,7 +347,7 @@ impl SequenceLedger {
         Ok(&self.request(id, "SequenceLedger::blocks")?.blocks)
     }
 
-    /// The blocks that hold the tokens `start..end`, all final and computed.
+    /// The blocks that hold the tokens `start..end`, which must be final and computed.
     ///
     /// # Errors
     /// - [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle).
@@ -351,10 +357,11 @@ impl SequenceLedger {
         let request = self.request(id, CALL)?;
         let verified = request.positions.verified();
         if start > end || end > verified {
-            return Err(invalid(format!(
-                "{CALL}: start and end are {start} and {end}; the range must ascend and lie in [0, {verified}], the tokens that are final and \
+            return Err(invalid!(
+                CALL,
+                "start and end are {start} and {end}; the range must ascend and lie in [0, {verified}], the tokens that are final and \
                  computed"
-            )));
+            ));
         }
         if start == end {
             return Ok(&[]);
@@ -362,7 +369,7 @@ impl SequenceLedger {
         Ok(&request.blocks[start / self.block_size..end.div_ceil(self.block_size)])
     }
 
-    /// The labels of the tokens `start..end`, in as few runs as possible. A block has one label.
+    /// The labels of the tokens `start..end`, in as few runs as possible. All tokens of a block have one label.
     ///
     /// # Errors
     /// - [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle).
@@ -375,15 +382,16 @@ impl SequenceLedger {
         let request = self.request(id, CALL)?;
         let capacity = request.blocks.len() * self.block_size;
         if start > end || end > capacity {
-            return Err(invalid(format!(
-                "{CALL}: start and end are {start} and {end}; the range must ascend and lie in [0, {capacity}], the table"
-            )));
+            return Err(invalid!(
+                CALL,
+                "start and end are {start} and {end}; the range must ascend and lie in [0, {capacity}], the table"
+            ));
         }
         let in_place = request.in_place.as_deref();
         Ok(request.labels.runs(&request.source, in_place, start, end))
     }
 
-    /// The plans by which commits pin their blocks, if the source is not a plan.
+    /// The plans with which commits pin their blocks. There are none if the source is a plan.
     ///
     /// # Errors
     /// [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle).
@@ -391,7 +399,7 @@ impl SequenceLedger {
         Ok(&self.request(id, "SequenceLedger::pins")?.pins)
     }
 
-    /// Removes the spans that no index has been given.
+    /// Removes the spans that were not yet given to an index.
     ///
     /// # Errors
     /// [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle).
@@ -419,22 +427,28 @@ impl SequenceLedger {
         Ok(self.request(id, "SequenceLedger::num_committed")?.committed)
     }
 
-    pub(crate) fn check_owns(&self, id: RequestId, seq: &TokenSequence, call: &str) -> Result<()> {
+    pub(crate) fn check_owns(
+        &self,
+        id: RequestId,
+        seq: &TokenSequence,
+        call: &'static str,
+    ) -> Result<()> {
         self.request(id, call)?.check_owns(seq, call)
     }
 
-    fn request(&self, id: RequestId, call: &str) -> Result<&Request> {
+    fn request(&self, id: RequestId, call: &'static str) -> Result<&Request> {
         self.requests.get(id).ok_or_else(|| not_live(call))
     }
 
-    fn request_mut(&mut self, id: RequestId, call: &str) -> Result<&mut Request> {
+    fn request_mut(&mut self, id: RequestId, call: &'static str) -> Result<&mut Request> {
         self.requests.get_mut(id).ok_or_else(|| not_live(call))
     }
 }
 
 #[cold]
-fn not_live(call: &str) -> Error {
-    stale(format!(
-        "{call}: the ledger has no such request: it was finished or forgotten, or never begun"
-    ))
+fn not_live(call: &'static str) -> Error {
+    stale(
+        call,
+        "the ledger has no such request: it was finished or forgotten, or never begun",
+    )
 }

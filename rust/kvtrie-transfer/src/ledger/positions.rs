@@ -1,14 +1,14 @@
-//! The positions of one request: which are final, computed and issued.
+//! The positions of one request: which tokens are final, computed and issued.
 
 use super::cached::CachedRanges;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Positions {
-    /// Final ids: the length of the sequence.
+    /// Number of final ids, which is the length of the sequence.
     pub(super) num_final: usize,
-    /// The last claim, drafts included; never inside a cached range.
+    /// The engine's last claim, which may include drafts. It is never inside a cached range.
     computed: usize,
-    /// At least `computed`, never inside a cached range.
+    /// The end of the issued positions, at least `computed`. It is never inside a cached range.
     issued: usize,
     cached: CachedRanges,
     /// The first unverified draft of each call that issued drafts, ascending.
@@ -37,7 +37,7 @@ pub(super) enum Contradiction {
         end: usize,
         capacity: usize,
     },
-    /// A claim lower than the last one while no ids have arrived for the first drafts.
+    /// A claim is lower than the last one while no ids have arrived for the first drafts.
     Refused {
         claimed: usize,
         computed: usize,
@@ -50,7 +50,7 @@ pub(super) enum Contradiction {
 }
 
 impl Positions {
-    /// KV is present below `computed` and in the cached ranges.
+    /// The positions of a request with KV below `computed` and in the cached ranges.
     pub(super) fn new(num_final: usize, computed: usize, cached: CachedRanges) -> Self {
         let computed = cached.leave(computed);
         Self {
@@ -91,10 +91,10 @@ impl Positions {
         self.num_final += count;
     }
 
-    /// After a claim that is lower than the last one, or that verifies drafts, later positions are not issued.
+    /// Takes a claim. If it is lower than the last one, or verifies drafts, later positions no longer count as issued.
     pub(super) fn confirm(&mut self, claimed: usize) -> Result<(), Contradiction> {
         self.check_claim(claimed)?;
-        // It is not known which drafts were subtracted: ids of a later call would count with those that they replace.
+        // The ids of a later call could replace any of the drafts, so which ones the claim subtracts is unknown.
         if let Some(&draft) = self.drafts.first()
             && claimed < self.computed
             && draft >= self.num_final
@@ -114,7 +114,8 @@ impl Positions {
         Ok(())
     }
 
-    /// `new_ids` become final, all below `claimed` is computed or under way, and `tokens` more are issued.
+    /// Checks a step: `new_ids` become final, everything below `claimed` is computed or under way, and `tokens` more
+    /// are issued.
     pub(super) fn check_step(
         &self,
         new_ids: usize,
@@ -172,7 +173,7 @@ impl Positions {
         self.drafts.truncate(kept);
     }
 
-    /// Verifies the drafts for which ids have arrived. Returns whether there are any.
+    /// Sets the claim and verifies the drafts for which ids have arrived. Returns whether there were any.
     fn claim(&mut self, computed: usize) -> bool {
         let verified = self
             .drafts
@@ -181,7 +182,8 @@ impl Positions {
             .count();
         if verified > 0 {
             self.drafts.drain(..verified);
-            // The counter excludes refused drafts, so later drafts move down by their number, but not below the ids.
+            // The claim excludes rejected drafts, so later drafts move down by their number, but not below the final
+            // ids.
             let (refused, num_final) = (self.issued.saturating_sub(computed), self.num_final);
             self.drafts.retain(|&first| first >= num_final + refused);
             for first in &mut self.drafts {
@@ -193,7 +195,7 @@ impl Positions {
         verified > 0
     }
 
-    /// The end of `tokens` positions from `from` on, and the start of the last `drafts` of them.
+    /// The end of `tokens` positions from `from` on, and the start of the last `drafts` of them, if there are any.
     fn issue(
         &self,
         from: usize,

@@ -4,7 +4,7 @@ use std::ops::{Index, IndexMut};
 
 use super::request::Request;
 
-/// Names a live request of a ledger. It is stale once the request has ended.
+/// Names a live request of a ledger. The name is stale once the request has ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RequestId {
     place: u32,
@@ -19,7 +19,7 @@ impl RequestId {
 
 #[derive(Debug, Default)]
 struct Slot {
-    /// How many requests ended here.
+    /// Number of requests that ended in this slot.
     generation: u32,
     request: Option<Request>,
 }
@@ -66,13 +66,12 @@ impl Requests {
         self.slots.len() - self.free.len()
     }
 
-    /// Places of live and of ended requests.
+    /// Number of slots of live and ended requests.
     pub(super) fn num_places(&self) -> usize {
         self.slots.len()
     }
 }
 
-/// The request at a place.
 impl Index<usize> for Requests {
     type Output = Request;
 

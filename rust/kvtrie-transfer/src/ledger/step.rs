@@ -1,4 +1,4 @@
-//! One scheduler step of many requests in one call.
+//! Records one scheduler step of many requests in one call.
 
 use std::fmt;
 
@@ -15,22 +15,22 @@ const CALL: &str = "SequenceLedger::step";
 /// What an engine reports once per step, with one item per request.
 #[derive(Clone, Copy, Debug)]
 pub struct Step<'a, T> {
-    /// The requests, each once.
+    /// The requests. None may occur twice.
     pub requests: &'a [RequestId],
-    /// Positions that the step issues, from `num_computed` on.
+    /// Number of positions that the step issues, from `num_computed` on.
     pub num_scheduled: &'a [usize],
-    /// The engine's counters before the step, with steps under way.
+    /// The engine's counters before the step, which include steps under way.
     pub num_computed: &'a [usize],
     /// The ids that became final since the last step: `ids[offsets[i]..offsets[i + 1]]` for request `i`. They may end
     /// in [`PLACEHOLDER`](super::PLACEHOLDER)s.
     pub ids: &'a [T],
-    /// Ascending, one more than there are requests.
+    /// Offsets into `ids`, ascending, one more than there are requests.
     pub offsets: &'a [usize],
-    /// How many of these, the last ones, are drafts. `None`: none.
+    /// How many of the issued positions, counted from the end, are drafts. `None` means that there are none.
     pub num_drafts: Option<&'a [usize]>,
 }
 
-/// The change of one request's sequence. [`to`](Self::to) applies it.
+/// The change that a step makes to one request's sequence. [`to`](Self::to) applies it.
 #[derive(Debug)]
 pub struct StepIds<'a> {
     change: IdChange<'a>,
@@ -55,11 +55,12 @@ impl StepIds<'_> {
             IdChange::Cut(len) => seq.truncate_as(self.owner, len),
         };
         done.map_err(|_| {
-            invalid(format!(
-                "{CALL}: the sequence of {} tokens is not the one of {} tokens that the request began with",
+            invalid!(
+                CALL,
+                "the sequence of {} tokens is not the one of {} tokens that the request began with",
                 seq.len(),
                 self.num_final
-            ))
+            )
         })
     }
 }
@@ -87,7 +88,7 @@ impl<E: std::error::Error> std::error::Error for StepError<E> {}
 /// Buffers kept between steps to save allocations.
 #[derive(Default)]
 pub(super) struct Scratch {
-    /// The last step that named the request at each index.
+    /// For each slot of a request, the last step that named it.
     seen_in: Vec<u64>,
     steps: u64,
     stepped: Vec<(usize, Stepped)>,
@@ -101,10 +102,10 @@ impl fmt::Debug for Scratch {
 }
 
 impl SequenceLedger {
-    /// One scheduler step: new final ids, the engine's counter and the issued positions of every request. All or
-    /// nothing.
+    /// Records one scheduler step: new final ids, the engine's counter and the issued positions of every request. It
+    /// takes effect for all requests or for none.
     ///
-    /// `visit` gives access to the sequences: it is called for every request with new ids, and applies its second
+    /// `visit` gives access to the sequences. It is called for every request with new ids, and must apply its second
     /// argument to the request's sequence. If it fails, nothing has changed.
     ///
     /// # Errors
@@ -198,17 +199,14 @@ impl SequenceLedger {
         let request = self.request(id, CALL)?;
         let seen_in = &mut scratch.seen_in[id.place()];
         if *seen_in == scratch.steps {
-            return Err(invalid(format!(
-                "{CALL}: the request at {at} came before in this step"
-            )));
+            return Err(invalid!(
+                CALL,
+                "the request at {at} came before in this step"
+            ));
         }
         *seen_in = scratch.steps;
-        let new = finals(step.ids_of(at)).map_err(|why| {
-            invalid(format!(
-                "{CALL}: of the ids from {} on, {why}",
-                step.offsets[at]
-            ))
-        })?;
+        let new = finals(step.ids_of(at))
+            .map_err(|why| invalid!(CALL, "of the ids from {} on, {why}", step.offsets[at]))?;
         let capacity = request.blocks.len() * self.block_size;
         let drafts = step.num_drafts.map_or(0, |drafts| drafts[at]);
         let (computed, scheduled) = (step.num_computed[at], step.num_scheduled[at]);
@@ -221,7 +219,7 @@ impl SequenceLedger {
         Ok((id.place(), stepped))
     }
 
-    /// If a sequence cannot be reached, the appended ids are removed again.
+    /// Applies a checked step. If a sequence cannot be reached, the ids appended so far are removed again.
     fn take_step<T: Copy + Into<i64>, E>(
         &mut self,
         step: &Step<'_, T>,
@@ -282,17 +280,19 @@ impl<T> Step<'_, T> {
         ];
         for (name, found, wanted) in lists {
             if found != wanted {
-                return Err(invalid(format!(
-                    "{CALL}: {name} has {found} items; {count} requests need {wanted}"
-                )));
+                return Err(invalid!(
+                    CALL,
+                    "{name} has {found} items; {count} requests need {wanted}"
+                ));
             }
         }
         let (first, last) = (self.offsets[0], self.offsets[count]);
         if first != 0 || last != self.ids.len() || !self.offsets.is_sorted() {
-            return Err(invalid(format!(
-                "{CALL}: offsets go from {first} to {last}; they must ascend from 0 to the {} ids",
+            return Err(invalid!(
+                CALL,
+                "offsets go from {first} to {last}; they must ascend from 0 to the {} ids",
                 self.ids.len()
-            )));
+            ));
         }
         Ok(())
     }

@@ -1,7 +1,7 @@
 //! Keyed digests of tokens, salts and runs: `BLAKE2b` with 16 bytes of output, and one `person` per purpose.
 //!
-//! docs/transfers.md has the encoding of tokens. The counts come last, so that all prefixes of a sequence are hashed in
-//! one pass; the version comes first, so that a cloned state has already compressed the key.
+//! `docs/transfers.md` has the encoding of tokens. Counts come last, so that all prefixes of a sequence are hashed in
+//! one pass. The version comes first, so that a cloned state has already compressed the key.
 
 use std::fmt;
 
@@ -43,7 +43,7 @@ impl<'a> Tokens<'a> {
 
 const ENCODING: u32 = 1;
 
-/// The key of a deployment. Its owner can state what blocks hold.
+/// The key of a deployment. Whoever has it can state what blocks hold.
 ///
 /// # Examples
 /// ```
@@ -65,18 +65,19 @@ impl TransferKey {
     /// The longest key, in bytes.
     pub const MAX_LEN: usize = blake2b_simd::KEYBYTES;
 
-    /// A key.
+    /// Makes a key from bytes.
     ///
     /// # Errors
     /// [`InvalidArgument`](kvtrie_core::ErrorKind::InvalidArgument) if it does not have 16 to 64 bytes.
     pub fn new(key: &[u8]) -> Result<Self> {
         if !(Self::MIN_LEN..=Self::MAX_LEN).contains(&key.len()) {
-            return Err(invalid(format!(
-                "TransferKey::new: the key has {} bytes; it must have {} to {}",
+            return Err(invalid!(
+                "TransferKey::new",
+                "the key has {} bytes; it must have {} to {}",
                 key.len(),
                 Self::MIN_LEN,
                 Self::MAX_LEN
-            )));
+            ));
         }
         let state = |person: &[u8]| {
             let mut params = Params::new();
@@ -96,21 +97,22 @@ impl TransferKey {
         })
     }
 
-    /// Most bytes of a context.
+    /// The longest context, in bytes.
     pub const MAX_CONTEXT: usize = 1_024;
 
-    /// This key for manifests about one thing, such as an engine and a request. Runs of another
-    /// context do not verify. An empty context changes nothing.
+    /// This key, for manifests about one thing only, such as one request of one engine. Runs that were written with
+    /// another context do not verify. An empty context changes nothing.
     ///
     /// # Errors
     /// [`InvalidArgument`](kvtrie_core::ErrorKind::InvalidArgument) if it has more than 1,024 bytes.
     pub fn bound_to(mut self, context: &[u8]) -> Result<Self> {
         if context.len() > Self::MAX_CONTEXT {
-            return Err(invalid(format!(
-                "TransferKey::bound_to: the context has {} bytes; the limit is {}",
+            return Err(invalid!(
+                "TransferKey::bound_to",
+                "the context has {} bytes; the limit is {}",
                 context.len(),
                 Self::MAX_CONTEXT
-            )));
+            ));
         }
         if !context.is_empty() {
             let mut packed = ByteWriter::with_capacity(context.len() + 3);
@@ -126,7 +128,7 @@ impl TransferKey {
         finish(state, tokens)
     }
 
-    /// The digests of the tokens before each of `starts`, which ascend.
+    /// The digest of the tokens before each of `starts`, which must ascend.
     pub(super) fn prefixes(&self, sequence: Tokens<'_>, starts: &[usize]) -> Vec<Digest> {
         let mut state = self.prefix.clone();
         let mut at = 0;
@@ -170,7 +172,7 @@ impl RunHasher {
         digest(self.0.clone().update(fields))
     }
 
-    /// In constant time.
+    /// Compares in constant time.
     pub(super) fn verifies(&self, fields: &[u8], expected: &[u8]) -> bool {
         self.0.clone().update(fields).finalize() == *expected
     }
@@ -276,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn a_digest_tells_place_and_kind_apart() {
+    fn a_digest_distinguishes_place_and_kind() {
         let tokens = [1, 1, 1, 1];
         let whole = [Item::new(0, 4, b"x").unwrap()];
         let halves = [
@@ -288,7 +290,7 @@ mod tests {
         assert_ne!(block(&whole), block(&[]));
         assert_ne!(key().block(view(&tokens[..3], &[])), block(&[]));
         assert_ne!(key().prefixes(view(&tokens, &[]), &[4])[0], block(&[]));
-        // The same part of an item at two positions of a sequence.
+        // The same part of an item, at two positions of a sequence.
         let later = [Item::new(1, 5, b"x").unwrap()];
         let shifted = [0, 1, 1, 1, 1];
         let part = view(&shifted, &later).slice(2, 4);

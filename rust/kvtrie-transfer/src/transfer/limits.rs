@@ -1,6 +1,6 @@
-//! Limits for the reader of manifests.
+//! Limits on the manifests that are read.
 
-/// The largest manifest that is read. Counts are totals over all groups.
+/// The largest manifest that is read. Counts are totals over all groups of blocks.
 ///
 /// # Examples
 /// ```

@@ -1,4 +1,4 @@
-//! Manifests: runs of blocks with their positions, digests and labels.
+//! Manifests: the runs of blocks that a sender offers.
 
 use std::fmt;
 
@@ -15,8 +15,8 @@ use crate::transfer::writer::{self, Sent, SentGroup};
 
 /// What a sender offers of one request: runs of blocks with their positions, digests and labels.
 ///
-/// Do not trust its content before [`TransferPlan::new`](crate::TransferPlan::new) has checked its digests with the
-/// key.
+/// The content is not verified before [`TransferPlan::new`](crate::TransferPlan::new) has checked its digests with the
+/// key. Do not trust it earlier.
 ///
 /// # Examples
 /// ```
@@ -40,11 +40,11 @@ pub struct TransferManifest {
 }
 
 impl TransferManifest {
-    /// The manifest of a sender's sequence.
+    /// Writes the manifest of a sender's sequence.
     ///
-    /// A block is sent if all its tokens have KV; the last one also if its first tokens do, up to the end of the last
-    /// label. A block is exact if all its tokens are, and has the highest of their hops. Blocks after the last label,
-    /// up to `lookahead_end`, are named as look-ahead.
+    /// A block is sent if all its tokens have KV. The last block is also sent if only its first tokens have KV, up to
+    /// the end of the last label. A block is exact if all its tokens are, and has the highest of their hops. Blocks
+    /// after the last label, up to `lookahead_end`, are named as look-ahead.
     ///
     /// # Errors
     /// [`InvalidArgument`](kvtrie_core::ErrorKind::InvalidArgument) unless the labels ascend, are disjoint, not empty
@@ -69,17 +69,23 @@ impl TransferManifest {
         Self::written("TransferManifest::new", sent, key)
     }
 
-    pub(super) fn written(call: &str, sent: Sent<'_>, key: &TransferKey) -> Result<Self, Error> {
+    pub(super) fn written(
+        call: &'static str,
+        sent: Sent<'_>,
+        key: &TransferKey,
+    ) -> Result<Self, Error> {
         let raw = writer::write(call, sent, key)?;
         let offsets = reader::read(&raw, &TransferLimits::NONE).map_err(|error| {
-            invalid(format!(
-                "{call}: the manifest would not be readable: {error}"
-            ))
+            invalid!(
+                call,
+                "the manifest would not be readable: {}",
+                error.message()
+            )
         })?;
         Ok(Self { raw, offsets })
     }
 
-    /// Reads a manifest, without trust in its content.
+    /// Reads a manifest from untrusted bytes.
     ///
     /// # Errors
     /// [`Malformed`](Refusal::Malformed), [`Version`](Refusal::Version) or [`Limits`](Refusal::Limits).
@@ -112,7 +118,7 @@ impl TransferManifest {
         self.offsets.namespace.kv_dtype.text(&self.raw)
     }
 
-    /// How positions rotate K.
+    /// How K is rotated by position.
     #[must_use]
     pub fn rope(&self) -> &str {
         self.offsets.namespace.rope.text(&self.raw)
@@ -125,13 +131,13 @@ impl TransferManifest {
         Some(adapter.text(&self.raw))
     }
 
-    /// Whether the KV is shared with everybody. A manifest has no salt of a tenant, only its digest.
+    /// Whether the KV is shared with everybody. A manifest contains no tenant's salt, only its digest.
     #[must_use]
     pub fn is_shared(&self) -> bool {
         self.offsets.namespace.salt.is_none()
     }
 
-    /// The groups with their block sizes, ascending.
+    /// The groups with their block sizes, ascending by group.
     pub fn groups(&self) -> impl ExactSizeIterator<Item = (u32, usize)> {
         let groups = self.offsets.groups.iter();
         groups.map(|group| (group.group, group.block_size as usize))
@@ -142,7 +148,7 @@ impl TransferManifest {
         (0..self.offsets.groups.len()).flat_map(|at| self.runs_of(at))
     }
 
-    /// The highest end of a run with KV.
+    /// The highest end of a run with KV, in tokens.
     #[must_use]
     pub fn num_tokens(&self) -> usize {
         let computed = self.runs().filter(|run| !run.is_lookahead());
@@ -161,22 +167,23 @@ impl TransferManifest {
         })
     }
 
-    pub(super) fn verify(&self, key: &TransferKey, call: &str) -> Read<()> {
+    pub(super) fn verify(&self, key: &TransferKey, call: &'static str) -> Read<()> {
         let namespace = self.offsets.namespace.whole.of(&self.raw);
         for (at, (group, block_size)) in self.groups().enumerate() {
-            // Nothing to check, and the context of a group may be long.
+            // Without runs there is nothing to check, and the group's context may be long.
             if self.runs_of(at).len() == 0 {
                 continue;
             }
             let hasher = key.runs(namespace, group, block_size);
             for run in self.runs_of(at) {
-                // The canary of the target `transfer`: the digest is not checked.
+                // The canary of the fuzz target `transfer`: the digest is not checked.
                 let is_believed = cfg!(feature = "canary");
                 if !is_believed && !hasher.verifies(run.fields(), run.digest()) {
                     return Err(refused(
                         Refusal::Digest,
+                        call,
                         format!(
-                            "{call}: the digest of the run [{}, {}) of group {group} is wrong: another key, or a changed manifest",
+                            "the digest of the run [{}, {}) of group {group} is wrong: another key, or a changed manifest",
                             run.start(),
                             run.end()
                         ),
@@ -187,13 +194,17 @@ impl TransferManifest {
         Ok(())
     }
 
-    pub(super) fn is_of(&self, namespace: &Namespace, key: &TransferKey, call: &str) -> Read<()> {
+    pub(super) fn is_of(
+        &self,
+        namespace: &Namespace,
+        key: &TransferKey,
+        call: &'static str,
+    ) -> Read<()> {
         let refused = |field: &str, mine: &str, theirs: &str, more: &str| {
             Err(refused(
                 Refusal::Namespace,
-                format!(
-                    "{call}: {field} is {theirs} in the manifest and {mine} in the sequence{more}"
-                ),
+                call,
+                format!("{field} is {theirs} in the manifest and {mine} in the sequence{more}"),
             ))
         };
         let differs = |field: &str, mine: &str, theirs: &str| refused(field, mine, theirs, "");
@@ -251,7 +262,7 @@ impl fmt::Debug for TransferManifest {
     }
 }
 
-/// A name in a message, shortened: the manifest's writer chose it.
+/// A name in a message. It is shortened, because the manifest's writer chose it.
 struct Shown<'a>(Option<&'a str>);
 
 impl Shown<'_> {
@@ -302,7 +313,7 @@ impl<'a> BlockRun<'a> {
         self.offsets.start as usize
     }
 
-    /// Number of tokens; the last block may have fewer than `block_size`.
+    /// Number of tokens. The last block may have fewer than `block_size`.
     #[must_use]
     pub fn num_tokens(&self) -> usize {
         self.offsets.num_tokens as usize
@@ -330,7 +341,7 @@ impl<'a> BlockRun<'a> {
         self.offsets.hops
     }
 
-    /// Whether its blocks hold nothing final.
+    /// Whether its blocks are look-ahead, which hold nothing final.
     #[must_use]
     pub fn is_lookahead(&self) -> bool {
         self.offsets.flags == LOOKAHEAD

@@ -1,16 +1,16 @@
 //! Transfers between engines: manifests of blocks, and plans of what to load from them.
 //!
-//! A sender names runs of blocks with their positions and token digests. A receiver loads a token only if a digest proves
-//! that its own prompt has this token there; no length of the sender is trusted.
+//! A sender names runs of blocks with their positions and token digests. A receiver loads a token only if a digest
+//! proves that its own prompt has this token there. It trusts no length that the sender states.
 //!
 //! # Cost of hashing
 //!
 //! The prompt is hashed once per group as blocks, and once as prefixes if a run starts after position 0. A block of n
 //! tokens without items has 4n + 12 bytes; one compression takes 128.
 //!
-//! A search for moved blocks hashes, at every uncovered position, a window of one block, and one of the partial block
-//! if that is long enough to be moved alone, each at most once. Keyed digests do not roll, so each window takes about
-//! `block_size / 32` compressions.
+//! A search for moved blocks hashes two windows at every uncovered position: one of a block, and one of the partial
+//! block if that is long enough to be moved alone. Each window is hashed at most once. A keyed digest cannot be rolled
+//! from one window to the next, so each window takes about `block_size / 32` compressions.
 
 mod digests;
 mod limits;

@@ -1,9 +1,9 @@
-//! Moved runs: blocks of a sender elsewhere in the prompt, with one more hop.
+//! Finds moved runs: blocks of a sender whose tokens the prompt has at other positions. They have one hop more.
 //!
-//! A *match* is a maximal chain of consecutive blocks of the sender whose tokens the prompt has at one distance. At each
-//! token from left to right the match that reaches furthest is used; ties: fewer hops, smaller distance, lowest slot. A
-//! match that contains a token has a block that contains it, or ends in a partial block after one, so few windows are
-//! looked up per token.
+//! A *match* is a maximal chain of consecutive blocks of the sender whose tokens the prompt has at one distance. From
+//! left to right, the match that contains the next token and reaches furthest is used. Of several, it is the one with
+//! fewer hops, then the smaller distance, then the lowest slot. Every match that contains a token has a block that
+//! contains it, or ends in a partial block after such a block. So few windows are looked up per token.
 
 use std::ops::Range;
 
@@ -16,11 +16,11 @@ use crate::transfer::manifest::BlockRun;
 use crate::transfer::pairs::{Piece, distance};
 use crate::transfer::wire::short;
 
-/// Most places at which one window is tried: the nearest.
+/// The most places at which one window is tried. The nearest are chosen.
 pub(super) const MAX_CANDIDATES: usize = 64;
 pub(super) const MIN_RUN: usize = 16;
 
-/// A window: not hashed yet, and not known to the sender.
+/// Contents of a window that is not hashed yet, and of one that the sender does not have.
 const UNKNOWN: u32 = u32::MAX;
 const NOWHERE: u32 = u32::MAX - 1;
 
@@ -28,7 +28,7 @@ const NOWHERE: u32 = u32::MAX - 1;
 struct SentBlock {
     at: usize,
     len: usize,
-    /// Equal for blocks of equal tokens.
+    /// Number of the block's content. Blocks of equal tokens have the same.
     content: u32,
     run: usize,
     place: usize,
@@ -49,13 +49,13 @@ pub(super) struct MoveSearch<'a> {
     min_run: usize,
     block_size: usize,
     blocks: Vec<SentBlock>,
-    /// Of the partial block, and of a whole one.
+    /// Lengths of the partial block and of a whole block.
     lengths: [usize; 2],
     contents: HashMap<Digest, u32, FixedState>,
     places: Vec<Vec<u32>>,
-    /// By window length and position, the content of the window.
+    /// The content of each window, by window length and position.
     windows: [Vec<u32>; 2],
-    /// By distance, the match that was found last.
+    /// The match found last at each distance.
     known: HashMap<i64, MovedRun, FixedState>,
 }
 
@@ -122,7 +122,7 @@ impl<'a> MoveSearch<'a> {
         }
         for gap in gaps {
             let mut at = gap.start;
-            // A match that contains `at` has no window of use before this position.
+            // A match that contains `at` has a block from this position on, so earlier windows are not needed.
             let mut from = (at + 1).saturating_sub(self.block_size + self.lengths[0]);
             while at < gap.end {
                 let Some((found, end)) = self.best(from, at, gap.end) else {
@@ -140,12 +140,13 @@ impl<'a> MoveSearch<'a> {
         pieces
     }
 
-    /// The furthest match that contains `at`, with a window that starts in `from..=at`; and its end, at most `limit`.
+    /// The match that contains `at` and reaches furthest, found through a window that starts in `from..=at`, and its
+    /// end, which is at most `limit`.
     fn best(&mut self, from: usize, at: usize, limit: usize) -> Option<(MovedRun, usize)> {
         let mut best: Option<(usize, (u16, u64, u64), MovedRun)> = None;
         for window in from..=at {
             for length in [1, 0] {
-                // A partial block alone is a match if it is long enough.
+                // A partial block alone is a match only if it is long enough.
                 if length == 0 && (self.lengths[0] < self.min_run || self.lengths[0] == 0) {
                     continue;
                 }
@@ -192,7 +193,7 @@ impl<'a> MoveSearch<'a> {
         )
     }
 
-    /// At equal distance the earlier first.
+    /// The places of a content that are nearest to a window. At equal distance, the earlier place comes first.
     fn nearest(&self, content: u32, window: usize) -> Vec<usize> {
         let places = &self.places[content as usize];
         let at = |place: u32| self.blocks[place as usize].at;

@@ -1,4 +1,4 @@
-//! The manifest of a live request, from its ledger.
+//! Makes the manifest of a live request from its ledger.
 
 use kvtrie_core::{BlockId, Result, TokenSequence};
 
@@ -21,7 +21,7 @@ pub struct Offer {
 }
 
 impl Offer {
-    /// The offer of a request; `seq` is the sequence that it began with.
+    /// Makes the offer of a request. `seq` is the sequence that the request began with.
     ///
     /// # Errors
     /// - [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle): the request is not live.
@@ -45,7 +45,7 @@ impl Offer {
         })
     }
 
-    /// The manifest of the offer, with one group of blocks.
+    /// Writes the manifest of the offer, with one group of blocks.
     ///
     /// # Errors
     /// As [`TransferManifest::new`].

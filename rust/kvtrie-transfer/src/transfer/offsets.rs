@@ -1,4 +1,4 @@
-//! The format of a manifest, and the offsets of its parts.
+//! Constants of the manifest format, and the offsets of a manifest's parts.
 
 use kvtrie_core::BlockId;
 
@@ -48,7 +48,7 @@ pub(super) struct RunOffsets {
     pub(super) fields: u32,
     pub(super) hops: u16,
     pub(super) flags: u8,
-    /// Bytes between these fields and the digest.
+    /// Number of bytes between these fields and the digest.
     pub(super) tail: u8,
 }
 
@@ -73,7 +73,7 @@ pub(super) fn block_ids(raw: &[u8]) -> impl ExactSizeIterator<Item = BlockId> + 
 }
 
 pub(super) fn first_twice(ids: impl Iterator<Item = BlockId> + Clone) -> Option<BlockId> {
-    // Most tables ascend: no copy needed.
+    // Most tables ascend and need no copy.
     if ids.clone().is_sorted_by(|a, b| a < b) {
         return None;
     }

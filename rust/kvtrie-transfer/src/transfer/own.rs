@@ -1,4 +1,4 @@
-//! Blocks of a sender after the same whole prefix, at the same positions.
+//! Finds the sender's blocks that are at the prompt's own prefix and position.
 
 use std::collections::BTreeMap;
 
@@ -24,7 +24,7 @@ pub(super) fn prefixes(
     starts.into_iter().zip(digests).collect()
 }
 
-/// Of each run with the prompt's prefix, the blocks before the first that differs.
+/// For each run whose prefix is the prompt's, the blocks before the first that differs.
 pub(super) fn in_place(
     runs: &[BlockRun<'_>],
     prompt: Tokens<'_>,

@@ -1,4 +1,4 @@
-//! Pieces of the prompt that are loaded, and their pairs of blocks.
+//! The pieces of a prompt that are loaded, as pairs of a sender's and a receiver's block.
 
 use std::ops::Range;
 
@@ -6,20 +6,20 @@ use kvtrie_core::{BlockId, Class};
 
 use crate::transfer::manifest::BlockRun;
 
-/// Tokens to load, inside one block of the sender and one of the receiver.
+/// Tokens to load. They are inside one block of the sender and one of the receiver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockPair {
     /// The group that both blocks belong to.
     pub group: u32,
     /// The sender's block.
     pub remote: BlockId,
-    /// The receiver's block, if its table was given: block `start / block_size` of that.
+    /// The receiver's block, which is block `start / block_size` of its table. `None` if no table was given.
     pub local: Option<BlockId>,
-    /// First position in the prompt; the sender has it at `start - delta`.
+    /// First position in the prompt. At the sender, the token is at `start - delta`.
     pub start: usize,
     /// One past the last position.
     pub end: usize,
-    /// By how many positions K must be rotated.
+    /// Number of positions by which K must be rotated.
     pub delta: i64,
     /// The label of the KV in the prompt.
     pub class: Class,
@@ -27,7 +27,6 @@ pub struct BlockPair {
     pub hops: u16,
 }
 
-/// Consecutive tokens of the prompt that one run of the sender has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Piece {
     pub(super) start: usize,

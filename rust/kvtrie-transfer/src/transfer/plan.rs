@@ -1,4 +1,4 @@
-//! Which tokens of a manifest a receiver loads, and which it computes.
+//! Plans which tokens of a manifest a receiver loads, and which it computes.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -22,13 +22,14 @@ const LEAST_RUN: usize = 8;
 pub struct LocalGroup<'a> {
     /// The number of the group.
     pub group: u32,
-    /// Tokens per block. `None`: as in the manifest.
+    /// Tokens per block. `None` means as in the manifest.
     pub block_size: Option<usize>,
-    /// The block table, from position 0. `None`: there is none yet, and the plan's pairs name no local block.
+    /// The block table, from position 0. `None` means that there is none yet; then the plan's pairs name no local
+    /// block.
     pub blocks: Option<&'a [BlockId]>,
 }
 
-/// How to plan a transfer.
+/// Options of a transfer plan.
 #[derive(Clone, Debug)]
 pub struct TransferOptions<'a> {
     /// Tokens whose KV the receiver already has.
@@ -93,9 +94,9 @@ impl TransferPlan {
     /// - approximate with one more hop, if it is in consecutive blocks whose tokens the prompt has elsewhere: at least
     ///   [`min_run`](ReusePolicy::min_run) tokens (16) at one distance, from left to right.
     ///
-    /// Approximate tokens need a policy that allows them and that many hops, has no forbidden kinds, since a manifest
-    /// has none, and a [`max_approximate_share`](ReusePolicy::max_approximate_share) that is not exceeded; otherwise
-    /// nothing approximate is loaded. `partial_blocks` has no effect.
+    /// Approximate tokens are loaded only if the policy allows them and that many hops, forbids no kinds (a manifest
+    /// has none), and its [`max_approximate_share`](ReusePolicy::max_approximate_share) is not exceeded.
+    /// `partial_blocks` has no effect.
     ///
     /// # Errors
     /// - [`TransferRefused`](crate::TransferError::Refused): [`Digest`](Refusal::Digest), then
@@ -118,17 +119,20 @@ impl TransferPlan {
         policy.check(LEAST_RUN, CALL)?;
         let (cached, len) = (&options.cached, seq.len());
         if cached.start > cached.end || cached.end > len {
-            return Err(invalid(format!(
-                "{CALL}: cached is [{}, {}); it must ascend and lie in [0, {len}], the sequence",
-                cached.start, cached.end
-            ))
+            return Err(invalid!(
+                CALL,
+                "cached is [{}, {}); it must ascend and lie in [0, {len}], the sequence",
+                cached.start,
+                cached.end
+            )
             .into());
         }
         if len > u32::MAX as usize {
-            return Err(invalid(format!(
-                "{CALL}: the sequence has {len} tokens; the limit is {}",
+            return Err(invalid!(
+                CALL,
+                "the sequence has {len} tokens; the limit is {}",
                 u32::MAX
-            ))
+            )
             .into());
         }
         manifest.verify(key, CALL)?;
@@ -192,13 +196,13 @@ impl TransferPlan {
         &self.pairs
     }
 
-    /// The ranges to compute, neither cached nor loaded, and the last `keep_last` tokens.
+    /// The ranges to compute: tokens neither cached nor loaded, and the last `keep_last` tokens.
     #[must_use]
     pub fn compute(&self) -> &[(usize, usize)] {
         &self.compute
     }
 
-    /// The first token that is loaded and approximate.
+    /// Position of the first approximate token that is loaded, if there is one.
     #[must_use]
     pub fn first_approximate(&self) -> Option<usize> {
         self.first_approximate
@@ -222,13 +226,13 @@ impl TransferPlan {
         self.len == 0
     }
 
-    /// Tokens loaded and exact in every group.
+    /// Number of tokens that are loaded and exact in every group.
     #[must_use]
     pub fn num_exact(&self) -> usize {
         self.num_exact
     }
 
-    /// Tokens loaded and approximate in some group.
+    /// Number of tokens that are loaded and approximate in some group.
     #[must_use]
     pub fn num_approximate(&self) -> usize {
         self.num_approximate
@@ -303,10 +307,12 @@ fn check_groups(
     local: &[LocalGroup<'_>],
 ) -> Result<(), TransferError> {
     if let Some(pair) = local.windows(2).find(|pair| pair[0].group >= pair[1].group) {
-        return Err(invalid(format!(
-            "{CALL}: group {} after group {}; groups ascend",
-            pair[1].group, pair[0].group
-        ))
+        return Err(invalid!(
+            CALL,
+            "group {} after group {}; groups ascend",
+            pair[1].group,
+            pair[0].group
+        )
         .into());
     }
     let mine: Vec<u32> = local.iter().map(|group| group.group).collect();
@@ -316,7 +322,8 @@ fn check_groups(
     }
     Err(refused(
         Refusal::Groups,
-        format!("{CALL}: the manifest has the groups {theirs:?}, the receiver has {mine:?}"),
+        CALL,
+        format!("the manifest has the groups {theirs:?}, the receiver has {mine:?}"),
     ))
 }
 

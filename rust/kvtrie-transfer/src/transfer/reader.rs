@@ -1,6 +1,5 @@
-//! Reads manifests from untrusted bytes, and checks everything before it is stored.
-//!
-//! Every count is checked against its limit and the remaining bytes before memory is reserved for it.
+//! Reads manifests from untrusted bytes. Everything is checked before it is stored, and every count is checked against
+//! its limit and the remaining bytes before memory is reserved for it.
 
 use kvtrie_core::{BlockId, ReusePolicy};
 
@@ -17,7 +16,7 @@ const LEAST_GROUP: usize = 4;
 const LEAST_RUN: usize = 33;
 
 pub(super) fn read(raw: &[u8], limits: &TransferLimits) -> Read<Offsets> {
-    // Offsets are u32.
+    // Offsets are stored as `u32`.
     let max_bytes = limits.max_bytes.min(u32::MAX as usize);
     within(raw.len(), max_bytes, "bytes", "max_bytes")?;
     let mut cursor = ByteReader::new(raw);
@@ -30,7 +29,8 @@ pub(super) fn read(raw: &[u8], limits: &TransferLimits) -> Read<Offsets> {
     if version != VERSION as u64 {
         return Err(refused(
             Refusal::Version,
-            format!("{READ}: version {version}; this build reads version {VERSION}"),
+            READ,
+            format!("version {version}; this build reads version {VERSION}"),
         ));
     }
     if entries != 4 {
@@ -91,7 +91,7 @@ fn read_namespace(cursor: &mut ByteReader<'_>) -> Read<NamespaceOffsets> {
     })
 }
 
-/// The length of an array whose entries take at least `least` bytes each.
+/// Reads the length of an array whose entries take at least `least` bytes each.
 fn count(
     cursor: &mut ByteReader<'_>,
     what: &str,
@@ -117,7 +117,8 @@ fn within(value: usize, limit: usize, what: &str, name: &str) -> Read<()> {
     }
     Err(refused(
         Refusal::Limits,
-        format!("{READ}: {value} {what}; the limit is {limit} ({name})"),
+        READ,
+        format!("{value} {what}; the limit is {limit} ({name})"),
     ))
 }
 
@@ -146,7 +147,7 @@ impl Reading<'_> {
         }
         let block_size = cursor.uint("block_size")?;
         let block_size = usize::try_from(block_size).unwrap_or(usize::MAX);
-        // Positions are u32.
+        // Block sizes, like positions, are stored as `u32`.
         let limit = self.limits.max_block_size.min(u32::MAX as usize);
         within(block_size, limit, "tokens a block", "max_block_size")?;
         if block_size == 0 {
@@ -238,7 +239,6 @@ impl Reading<'_> {
             digests: short(digests.start),
             digest: short(digest.start),
             fields: short(fields),
-            // The digest's marker and length take two bytes, as for any value of less than 256 bytes.
             hops: u16::try_from(hops).unwrap_or(ReusePolicy::MAX_HOPS),
             flags: u8::try_from(flags).unwrap_or(LOOKAHEAD),
             tail: u8::try_from(digest.start - fields_end).unwrap_or(0),
@@ -253,12 +253,11 @@ impl Reading<'_> {
     }
 
     fn reaches(&self, end: usize) -> Read<()> {
-        // Positions are u32.
         let limit = self.limits.max_tokens.min(u32::MAX as usize);
         within(end, limit, "tokens", "max_tokens")
     }
 
-    /// Checks that no block is twice in the last group, whose first run is `first`.
+    /// Checks that no block occurs twice in the last group, whose first run is `first`.
     fn unique(&self, cursor: &ByteReader<'_>, first: usize) -> Read<()> {
         let runs = self.offsets.runs[first..].iter();
         match first_twice(runs.flat_map(|run| run.ids(self.raw, self.block_size()))) {

@@ -32,6 +32,55 @@ fn ids(count: usize, first: u32) -> Vec<BlockId> {
         .collect()
 }
 
+/// The group 0 as the sender has it.
+fn sent(block_size: usize, blocks: &[BlockId]) -> SentGroup<'_> {
+    SentGroup {
+        group: 0,
+        block_size,
+        blocks,
+    }
+}
+
+/// The receiver's table of group 0, in blocks of the sender's size.
+fn local(blocks: &[BlockId]) -> [LocalGroup<'_>; 1] {
+    [LocalGroup {
+        group: 0,
+        block_size: None,
+        blocks: Some(blocks),
+    }]
+}
+
+/// A label of tokens whose KV has no hops.
+fn label(start: usize, end: usize, class: Class) -> LabelRun {
+    LabelRun {
+        start,
+        end,
+        class,
+        hops: 0,
+    }
+}
+
+fn approximate_label(start: usize, end: usize, hops: u16) -> LabelRun {
+    LabelRun {
+        hops,
+        ..label(start, end, Class::Approximate)
+    }
+}
+
+fn approximate() -> ReusePolicy {
+    ReusePolicy {
+        approximate: true,
+        ..ReusePolicy::EXACT_ONLY
+    }
+}
+
+fn options(policy: &ReusePolicy) -> TransferOptions<'_> {
+    TransferOptions {
+        policy,
+        ..TransferOptions::default()
+    }
+}
+
 #[derive(Clone, Debug)]
 struct Sender {
     tokens: Vec<u32>,
@@ -40,6 +89,15 @@ struct Sender {
 }
 
 impl Sender {
+    /// A sender that has exact KV of all tokens.
+    fn exact(tokens: Vec<u32>, block_size: usize) -> Self {
+        Self {
+            labels: vec![Some((Class::Exact, 0)); tokens.len()],
+            tokens,
+            block_size,
+        }
+    }
+
     fn runs(&self) -> Vec<LabelRun> {
         let mut runs: Vec<LabelRun> = Vec::new();
         for (at, label) in self.labels.iter().enumerate() {
@@ -67,11 +125,7 @@ impl Sender {
 
     fn manifest(&self) -> Result<TransferManifest, Error> {
         let blocks = self.blocks();
-        let group = SentGroup {
-            group: 0,
-            block_size: self.block_size,
-            blocks: &blocks,
-        };
+        let group = sent(self.block_size, &blocks);
         let labels = self.runs();
         let end = labels.last().map_or(0, |label| label.end);
         TransferManifest::new(&sequence(&self.tokens), &[group], &labels, end, &key())
@@ -92,7 +146,7 @@ impl Sender {
         Some(worst)
     }
 
-    /// Whether the receiver may find the exact token at a position: the tokens are the same up to the end of its block.
+    /// Whether the receiver may load the exact token at a position: all tokens are equal up to the end of its block.
     fn offers(&self, mine: &[u32], at: usize) -> bool {
         let last = self
             .labels
@@ -209,19 +263,11 @@ proptest! {
 
 #[test]
 fn a_changed_byte_is_refused_at_any_place() {
-    let sender = Sender {
-        tokens: (0..40).collect(),
-        labels: vec![Some((Class::Exact, 0)); 40],
-        block_size: 16,
-    };
+    let sender = Sender::exact((0..40).collect(), 16);
     let raw = sender.manifest().unwrap().to_bytes().to_vec();
     let seq = sequence(&sender.tokens);
     let table = ids(3, 0);
-    let local = [LocalGroup {
-        group: 0,
-        block_size: None,
-        blocks: Some(&table),
-    }];
+    let local = local(&table);
     let plan = |raw: &[u8]| {
         let manifest = TransferManifest::from_bytes(raw, &TransferLimits::default())?;
         TransferPlan::new(&manifest, &seq, &local, &key(), &TransferOptions::default())
@@ -241,11 +287,7 @@ fn a_changed_byte_is_refused_at_any_place() {
 
 #[test]
 fn a_manifest_of_another_version_is_named_so() {
-    let sender = Sender {
-        tokens: vec![],
-        labels: vec![],
-        block_size: 16,
-    };
+    let sender = Sender::exact(vec![], 16);
     let mut raw = sender.manifest().unwrap().to_bytes().to_vec();
     let at = 1 + 1 + "kvtrie.manifest".len();
     assert_eq!(raw[at], 1);
@@ -256,11 +298,7 @@ fn a_manifest_of_another_version_is_named_so() {
 
 #[test]
 fn limits_are_those_of_the_reader() {
-    let sender = Sender {
-        tokens: (0..40).collect(),
-        labels: vec![Some((Class::Exact, 0)); 40],
-        block_size: 16,
-    };
+    let sender = Sender::exact((0..40).collect(), 16);
     let raw = sender.manifest().unwrap().to_bytes().to_vec();
     let fits = TransferLimits {
         max_bytes: raw.len(),
@@ -293,28 +331,14 @@ fn limits_are_those_of_the_reader() {
 
 #[test]
 fn a_crowded_search_tries_the_nearest_places() {
-    // 300 equal blocks: the prompt has them all one token later.
-    let sender = Sender {
-        tokens: vec![5; 600],
-        labels: vec![Some((Class::Exact, 0)); 600],
-        block_size: 2,
-    };
+    // 300 equal blocks, which the prompt has one token later.
+    let sender = Sender::exact(vec![5; 600], 2);
     let mut mine = vec![9];
     mine.extend([5; 600]);
     let table = ids(301, 0);
-    let local = [LocalGroup {
-        group: 0,
-        block_size: None,
-        blocks: Some(&table),
-    }];
-    let policy = ReusePolicy {
-        approximate: true,
-        ..ReusePolicy::EXACT_ONLY
-    };
-    let options = TransferOptions {
-        policy: &policy,
-        ..TransferOptions::default()
-    };
+    let local = local(&table);
+    let policy = approximate();
+    let options = options(&policy);
     let manifest = sender.manifest().unwrap();
     let plan = TransferPlan::new(&manifest, &sequence(&mine), &local, &key(), &options).unwrap();
     assert_eq!(plan.compute(), [(0, 1)]);
@@ -323,7 +347,7 @@ fn a_crowded_search_tries_the_nearest_places() {
 
 #[test]
 fn forbidden_kinds_leave_nothing_approximate() {
-    // The first block is exact, the second approximate, and the prompt has the third one token later.
+    // The first block is exact, the second approximate. The prompt has the third block one token later.
     let mut labels = vec![Some((Class::Exact, 0)); 48];
     labels[16..32].fill(Some((Class::Approximate, 1)));
     let sender = Sender {
@@ -335,22 +359,14 @@ fn forbidden_kinds_leave_nothing_approximate() {
     mine.push(99);
     mine.extend(32..48);
     let table = ids(4, 0);
-    let local = [LocalGroup {
-        group: 0,
-        block_size: None,
-        blocks: Some(&table),
-    }];
+    let local = local(&table);
     let manifest = sender.manifest().unwrap();
     let plan = |forbid_kinds| {
         let policy = ReusePolicy {
-            approximate: true,
             forbid_kinds,
-            ..ReusePolicy::EXACT_ONLY
+            ..approximate()
         };
-        let options = TransferOptions {
-            policy: &policy,
-            ..TransferOptions::default()
-        };
+        let options = options(&policy);
         TransferPlan::new(&manifest, &sequence(&mine), &local, &key(), &options).unwrap()
     };
     assert_eq!(plan(Vec::new()).compute(), [(32, 33)]);
@@ -364,19 +380,11 @@ fn forbidden_kinds_leave_nothing_approximate() {
 
 #[test]
 fn a_key_is_bound_to_a_context_of_1024_bytes_at_most() {
-    let sender = Sender {
-        tokens: (0..10).collect(),
-        labels: vec![Some((Class::Exact, 0)); 10],
-        block_size: 4,
-    };
+    let sender = Sender::exact((0..10).collect(), 4);
     let bound = |context: &[u8]| key().bound_to(context);
     let manifest = |key: &TransferKey| {
         let blocks = sender.blocks();
-        let group = SentGroup {
-            group: 0,
-            block_size: 4,
-            blocks: &blocks,
-        };
+        let group = sent(4, &blocks);
         TransferManifest::new(&sequence(&sender.tokens), &[group], &sender.runs(), 10, key).unwrap()
     };
     for len in [1_025, 2_000] {
@@ -414,18 +422,12 @@ fn a_live_request_offers_what_it_has() {
         in_place: None,
     };
     let id = ledger.begin(&mut seq, &table, begin).unwrap();
-    let label = |start, end, class, hops| LabelRun {
-        start,
-        end,
-        class,
-        hops,
-    };
     let offer = Offer::of(&ledger, id, &seq).unwrap();
     let labels = [
-        label(0, 2, Class::Exact, 0),
-        label(5, 8, Class::Exact, 0),
-        label(8, 12, Class::Approximate, 2),
-        label(13, 17, Class::Approximate, 2),
+        label(0, 2, Class::Exact),
+        label(5, 8, Class::Exact),
+        approximate_label(8, 12, 2),
+        approximate_label(13, 17, 2),
     ];
     assert_eq!(
         (offer.block_size, &offer.blocks, &offer.labels[..]),
@@ -447,7 +449,7 @@ fn a_live_request_offers_what_it_has() {
     let id = ledger.begin(&mut seq, &table, begin).unwrap();
     assert_eq!(
         Offer::of(&ledger, id, &seq).unwrap().labels,
-        [label(0, 8, Class::Exact, 0)]
+        [label(0, 8, Class::Exact)]
     );
     let mut seq = sequence(&[]);
     let id = ledger.begin(&mut seq, &table, Begin::default()).unwrap();
@@ -456,17 +458,8 @@ fn a_live_request_offers_what_it_has() {
 
 #[test]
 fn a_pair_is_as_long_as_both_blocks_allow() {
-    // Blocks of four tokens make two runs, blocks of eight one.
-    let label = |start, end, class, hops| LabelRun {
-        start,
-        end,
-        class,
-        hops,
-    };
-    let labels = [
-        label(0, 4, Class::Exact, 0),
-        label(4, 8, Class::Approximate, 1),
-    ];
+    // The labels give two runs of blocks of four tokens, but one run of blocks of eight.
+    let labels = [label(0, 4, Class::Exact), approximate_label(4, 8, 1)];
     let (seq, table) = (sequence(&(0..8).collect::<Vec<_>>()), ids(2, 0));
     let sent = [(0, 4), (1, 8)].map(|(group, block_size)| SentGroup {
         group,
@@ -479,15 +472,8 @@ fn a_pair_is_as_long_as_both_blocks_allow() {
         block_size: None,
         blocks: Some(&table),
     });
-    let policy = ReusePolicy {
-        approximate: true,
-        ..ReusePolicy::EXACT_ONLY
-    };
-    let options = TransferOptions {
-        policy: &policy,
-        ..TransferOptions::default()
-    };
-    let plan = TransferPlan::new(&manifest, &seq, &local, &key(), &options).unwrap();
+    let policy = approximate();
+    let plan = TransferPlan::new(&manifest, &seq, &local, &key(), &options(&policy)).unwrap();
     let pairs: Vec<_> = plan
         .pairs()
         .iter()

@@ -1,4 +1,4 @@
-//! `MessagePack` values, read and written only in their shortest form.
+//! Reads and writes `MessagePack` values, only in their shortest form.
 
 use std::ops::Range;
 
@@ -11,7 +11,7 @@ pub(super) type Read<T> = Result<T, TransferError>;
 
 pub(super) const READ: &str = "TransferManifest::from_bytes";
 
-/// A part of the bytes, of which there are fewer than 2³².
+/// A range of the bytes, of which there are fewer than 2³².
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct ByteRange {
     at: u32,
@@ -37,7 +37,7 @@ impl ByteRange {
     }
 }
 
-/// Reads values from the front of bytes. Values nest only as deep as the caller asks for.
+/// Reads values from the front of the bytes. Values nest only as deep as the caller asks for.
 #[derive(Debug)]
 pub(super) struct ByteReader<'a> {
     raw: &'a [u8],
@@ -60,7 +60,8 @@ impl<'a> ByteReader<'a> {
     pub(super) fn wrong(&self, message: impl AsRef<str>) -> TransferError {
         refused(
             Refusal::Malformed,
-            format!("{READ}: byte {}: {}", self.at, message.as_ref()),
+            READ,
+            format!("byte {}: {}", self.at, message.as_ref()),
         )
     }
 
@@ -144,7 +145,6 @@ impl<'a> ByteReader<'a> {
         )))
     }
 
-    /// A text that is not empty.
     pub(super) fn text(&mut self, what: &str) -> Read<Range<usize>> {
         let len = match self.marker(what)? {
             Marker::FixStr(len) => len.into(),
@@ -217,7 +217,7 @@ impl ByteWriter {
     }
 }
 
-/// A number below 2³², as all positions and lengths of a manifest are.
+/// Converts a number below 2³², as all positions and lengths of a manifest are.
 pub(super) fn short(number: usize) -> u32 {
     u32::try_from(number).unwrap_or(u32::MAX)
 }
@@ -258,7 +258,7 @@ mod tests {
                 }
             }
         }
-        // 5 and 300 as signed numbers, true, and a float.
+        // These are 5 and 300 as signed numbers, true, and a float.
         for raw in [
             &[0xd0, 5][..],
             &[0xd1, 1, 44],

@@ -1,4 +1,4 @@
-//! Writes manifests: which blocks are sent, in which runs.
+//! Writes manifests: chooses which blocks are sent, and in which runs.
 
 use std::ops::Range;
 
@@ -12,10 +12,10 @@ use crate::transfer::offsets::{
 };
 use crate::transfer::wire::ByteWriter;
 
-/// The blocks of one group that a sender has, in the order of their tokens.
+/// The blocks that a sender has in one group, in the order of their tokens.
 #[derive(Clone, Copy, Debug)]
 pub struct SentGroup<'a> {
-    /// The engine's number for layers that share a block table.
+    /// The group: the engine's number for layers that share a block table.
     pub group: u32,
     /// Tokens per block.
     pub block_size: usize,
@@ -23,7 +23,6 @@ pub struct SentGroup<'a> {
     pub blocks: &'a [BlockId],
 }
 
-/// The arguments of [`TransferManifest::new`](crate::TransferManifest::new).
 #[derive(Clone, Copy)]
 pub(super) struct Sent<'a> {
     pub(super) seq: &'a TokenSequence,
@@ -35,7 +34,7 @@ pub(super) struct Sent<'a> {
 /// The blocks of a group as runs: (first, end, flags, hops).
 type Runs = Vec<(usize, usize, u8, u16)>;
 
-pub(super) fn write(call: &str, sent: Sent<'_>, key: &TransferKey) -> Result<Vec<u8>> {
+pub(super) fn write(call: &'static str, sent: Sent<'_>, key: &TransferKey) -> Result<Vec<u8>> {
     let end = check(call, sent)?;
     let Sent {
         seq,
@@ -85,7 +84,6 @@ pub(super) fn write(call: &str, sent: Sent<'_>, key: &TransferKey) -> Result<Vec
                 out.bin(&[]);
                 out.bin(&[]);
             } else {
-                // `starts` contains the start of every run.
                 let prefix = starts.binary_search(&start).map(|at| prefixes[at]);
                 out.bin(&prefix.unwrap_or_default());
                 let digests = (first..last).map(|block| {
@@ -116,7 +114,7 @@ fn write_namespace(out: &mut ByteWriter, namespace: &Namespace, key: &TransferKe
     }
 }
 
-fn check(call: &str, sent: Sent<'_>) -> Result<usize> {
+fn check(call: &'static str, sent: Sent<'_>) -> Result<usize> {
     let Sent {
         seq,
         groups,
@@ -126,32 +124,38 @@ fn check(call: &str, sent: Sent<'_>) -> Result<usize> {
     let mut end = 0;
     for label in labels {
         if label.start < end || label.start >= label.end || label.class == Class::Compute {
-            return Err(invalid(format!(
-                "{call}: labels has [{}, {}) ({}) after {end}; labels are not empty, ascend, are disjoint, and are of computed KV",
-                label.start, label.end, label.class
-            )));
+            return Err(invalid!(
+                call,
+                "labels has [{}, {}) ({}) after {end}; labels are not empty, ascend, are disjoint, and are of computed KV",
+                label.start,
+                label.end,
+                label.class
+            ));
         }
         end = label.end;
     }
     if end > seq.len() {
-        return Err(invalid(format!(
-            "{call}: KV of {end} tokens, the sequence has {}",
+        return Err(invalid!(
+            call,
+            "KV of {end} tokens, the sequence has {}",
             seq.len()
-        )));
+        ));
     }
     if lookahead_end < end || lookahead_end > u32::MAX as usize {
-        return Err(invalid(format!(
-            "{call}: lookahead_end is {lookahead_end}; it must be in [{end}, {}]",
+        return Err(invalid!(
+            call,
+            "lookahead_end is {lookahead_end}; it must be in [{end}, {}]",
             u32::MAX
-        )));
+        ));
     }
     let mut before = None;
     for group in groups {
         if group.group > MAX_GROUP || before.is_some_and(|before| before >= group.group) {
-            return Err(invalid(format!(
-                "{call}: group {}; groups ascend and are in [0, {MAX_GROUP}]",
+            return Err(invalid!(
+                call,
+                "group {}; groups ascend and are in [0, {MAX_GROUP}]",
                 group.group
-            )));
+            ));
         }
         before = Some(group.group);
         check_table(
@@ -167,7 +171,7 @@ fn check(call: &str, sent: Sent<'_>) -> Result<usize> {
 
 /// Checks that a block table has blocks for `num_tokens` tokens, each id once.
 pub(super) fn check_table(
-    call: &str,
+    call: &'static str,
     group: u32,
     block_size: usize,
     blocks: &[BlockId],
@@ -176,34 +180,38 @@ pub(super) fn check_table(
     check_block_size(call, group, block_size)?;
     let needed = num_tokens.div_ceil(block_size);
     let Some(used) = blocks.get(..needed) else {
-        return Err(invalid(format!(
-            "{call}: group {group} has {} blocks, {num_tokens} tokens need {needed} of {block_size} tokens",
+        return Err(invalid!(
+            call,
+            "group {group} has {} blocks, {num_tokens} tokens need {needed} of {block_size} tokens",
             blocks.len()
-        )));
+        ));
     };
     if let Some(id) = used
         .iter()
         .find(|id| u64::from(id.0) >= BlockId::MAX_BLOCKS)
     {
-        return Err(invalid(format!(
-            "{call}: blocks has {id}; it must be in [0, {})",
+        return Err(invalid!(
+            call,
+            "blocks has {id}; it must be in [0, {})",
             BlockId::MAX_BLOCKS
-        )));
+        ));
     }
     match first_twice(used.iter().copied()) {
-        Some(id) => Err(invalid(format!(
-            "{call}: block {id} comes twice in the table of group {group}"
-        ))),
+        Some(id) => Err(invalid!(
+            call,
+            "block {id} comes twice in the table of group {group}"
+        )),
         None => Ok(()),
     }
 }
 
-pub(super) fn check_block_size(call: &str, group: u32, block_size: usize) -> Result<()> {
+pub(super) fn check_block_size(call: &'static str, group: u32, block_size: usize) -> Result<()> {
     if block_size == 0 || block_size > u32::MAX as usize {
-        return Err(invalid(format!(
-            "{call}: the block size of group {group} is {block_size}; it must be in [1, {}]",
+        return Err(invalid!(
+            call,
+            "the block size of group {group} is {block_size}; it must be in [1, {}]",
             u32::MAX
-        )));
+        ));
     }
     Ok(())
 }
@@ -224,11 +232,11 @@ fn runs_of(block_size: usize, labels: &[LabelRun], end: usize, lookahead_end: us
             break;
         };
         if label.start > range.start {
-            // The next block that can be complete.
+            // The next block that can have all its KV.
             block = label.start.div_ceil(block_size);
             continue;
         }
-        // All blocks within the label; `end` may be inside the last one.
+        // The end of the blocks within the label. The last block may end at `end`, inside the block.
         let whole = if label.end >= end {
             end.div_ceil(block_size)
         } else {

@@ -1,4 +1,4 @@
-//! Random calls on a ledger with injected errors: a call that fails changes nothing, and is made again.
+//! Makes random calls on a ledger with injected errors. A call that fails changes nothing, and is repeated.
 
 use std::collections::BTreeSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -10,9 +10,9 @@ use proptest::test_runner::TestRunner;
 use super::*;
 
 impl Test {
-    /// Makes a call of which the first point fails, if it has one, then makes it again. Returns the point.
+    /// Makes a call and lets its first point fail, if it has one, then repeats it. Returns the point.
     fn run_failing(&mut self, call: &Call) -> Option<&'static str> {
-        // These make several calls.
+        // These calls consist of several.
         if let Call::Begin { .. }
         | Call::Fill { .. }
         | Call::Speculate { .. }
@@ -48,7 +48,6 @@ impl Test {
 
 #[test]
 fn failed_calls_change_nothing() {
-    // Injected panics are not printed.
     let hook = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
         if !panic.to_string().contains("a failpoint") {
@@ -65,8 +64,8 @@ fn failed_calls_change_nothing() {
         }
     }
     let wanted = [
-        "RadixIndex.insert",
-        "RadixIndex.tag",
+        "RadixIndex::insert",
+        "RadixIndex::tag_within",
         "SequenceLedger::append",
         "SequenceLedger::confirm",
         "SequenceLedger::forget",
@@ -92,7 +91,7 @@ fn a_commit_and_a_finish_fail_before_their_first_change_or_not_at_all() {
             .begin(&mut seq, &table, Begin::default())
             .unwrap();
         test.ledger.schedule(id, 12, 0).unwrap();
-        // The first commit makes a plan; the second makes another and releases the first.
+        // The first commit makes a plan. The second makes another and releases the first.
         for end in [4, 8] {
             test.ledger.confirm(id, end).unwrap();
             let before = (format!("{:?}", test.ledger), index.digest());
@@ -100,7 +99,7 @@ fn a_commit_and_a_finish_fail_before_their_first_change_or_not_at_all() {
             let done = test.ledger.commit(id, &mut seq, &mut index);
             assert_eq!(
                 disarm().map(|fired| fired.place),
-                (nth == 1).then_some("RadixIndex.insert")
+                (nth == 1).then_some("RadixIndex::insert")
             );
             if done.is_err() {
                 assert_eq!(before, (format!("{:?}", test.ledger), index.digest()));

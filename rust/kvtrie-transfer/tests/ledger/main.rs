@@ -1,4 +1,5 @@
-//! Random calls on a ledger against a list of slots, and its commits against inserts into an index of the same history.
+//! Compares random calls on a ledger with a list of slots, and its commits with inserts into an index of the same
+//! history.
 
 #![expect(
     clippy::unwrap_used,
@@ -42,11 +43,11 @@ enum Call {
         tokens: usize,
         drafts: usize,
     },
-    /// All missing tokens are issued and computed.
+    /// Issues and computes all missing tokens.
     Fill {
         at: usize,
     },
-    /// Drafts are issued, and claimed before it is known which were accepted.
+    /// Issues drafts and claims them before it is known which are accepted.
     Speculate {
         at: usize,
         drafts: usize,
@@ -55,7 +56,7 @@ enum Call {
         at: usize,
         ids: Vec<i64>,
     },
-    /// Relative to the final and computed tokens or to the issued ones, so that most calls are valid.
+    /// A claim relative to the final and computed tokens or to the issued ones, so that most calls are valid.
     Confirm {
         at: usize,
         ahead: i64,
@@ -145,7 +146,7 @@ fn calls() -> impl Strategy<Value = Call> {
     ]
 }
 
-/// An index with its free list. The ledger commits to one; plain inserts go to its twin.
+/// An index with its free list. The ledger commits to one world, and plain inserts go to its twin.
 struct World {
     index: RadixIndex,
     pool: BlockAllocator,
@@ -185,13 +186,11 @@ impl World {
     }
 }
 
-/// A live request, on both sides.
 struct LiveRequest {
     id: RequestId,
     seq: TokenSequence,
     naive: Request,
     twin: TokenSequence,
-    /// The twin's.
     source: LedgerSource,
     /// The twin's plans of committed blocks, if the source is not a plan.
     pins: Vec<ReusePlan>,
@@ -199,9 +198,9 @@ struct LiveRequest {
     given: usize,
     given_until: usize,
     /// End of the exact tokens according to the source and the blocks in place.
-    said: usize,
+    by_source: usize,
     /// End of the exact tokens according to the index.
-    answered: usize,
+    by_index: usize,
 }
 
 struct Test {
@@ -211,7 +210,6 @@ struct Test {
     twin: World,
     live: Vec<Option<LiveRequest>>,
     refused: usize,
-    /// Requests that have ended.
     ended: usize,
 }
 
@@ -245,7 +243,7 @@ impl Test {
         }
     }
 
-    /// Everything that a refused call must leave alone.
+    /// The state that no refused call may change.
     fn dump(&self) -> String {
         let seqs: Vec<_> = self
             .live
@@ -273,7 +271,7 @@ impl Test {
         self.check();
     }
 
-    /// Makes the call on both sides. If both refuse it, returns the error.
+    /// Makes the call in both worlds. If both refuse it, returns the error.
     fn call(&mut self, call: &Call) -> Result<(), ()> {
         match call {
             Call::Begin {
@@ -357,11 +355,11 @@ impl Test {
                     self.ours.free(&new);
                     self.twin.free(&new);
                     new.clear();
-                    // The free list has another order; nothing else may differ.
+                    // Only the order of the free list may differ.
                     assert!(done.is_err() || bad.is_empty());
                     return Ok(());
                 }
-                // Without a plan, a block of the table may have been evicted since it was committed.
+                // Without a plan, a block of the table may have been evicted after it was committed.
                 let done = same(
                     self.ledger.add_blocks(live.id, &new),
                     live.naive.add_blocks(&plain(&new)),
@@ -468,7 +466,7 @@ impl Test {
         extra: usize,
     ) -> Result<(), ()> {
         if let Some(live) = &mut self.live[at] {
-            // The sequence is a live request's.
+            // A live request owns the sequence.
             let again = self.ledger.begin(&mut live.seq, &[], Begin::default());
             return same(again, Err(()));
         }
@@ -500,7 +498,7 @@ impl Test {
             LedgerSource::Plan(plan) => plan.blocks().to_vec(),
             _ => Vec::new(),
         };
-        // Sometimes one block too few.
+        // Some tables are one block too short.
         let wanted = (need - in_place.len() + extra).saturating_sub(1);
         let Some(fresh) = self.ours.allocate(wanted) else {
             if let (LedgerSource::Plan(plan), LedgerSource::Plan(twin)) = (&source, &theirs) {
@@ -524,7 +522,7 @@ impl Test {
                     .collect()
             }
             _ if how == 5 => {
-                // Two gaps at any place.
+                // There are two gaps at any places.
                 let (a, b) = (part % 7, part % 11);
                 let ranges = vec![(a, a + b), (a + b + 3, a + b + 5)];
                 let gone = positions_of(&ranges);
@@ -570,7 +568,7 @@ impl Test {
                 claimed: true,
             };
         }
-        let said = match &source {
+        let by_source = match &source {
             LedgerSource::Plan(plan) => plan
                 .segments()
                 .iter()
@@ -589,8 +587,8 @@ impl Test {
             spans: Vec::new(),
             given: 0,
             given_until: 0,
-            said,
-            answered: usize::MAX,
+            by_source,
+            by_index: usize::MAX,
         });
         Ok(())
     }
@@ -693,7 +691,7 @@ impl Test {
         if !done.blocks.is_empty()
             && done.num_exact < committed.min(live.exact_until() / SIZE * SIZE)
         {
-            live.answered = done.num_exact;
+            live.by_index = done.num_exact;
         }
         if !matches!(live.source, LedgerSource::Plan(_)) && !done.blocks.is_empty() {
             live.hold(done.num_exact, &mut self.twin.index);
@@ -810,7 +808,7 @@ fn positions_of(ranges: &[(usize, usize)]) -> Vec<usize> {
     ranges.iter().flat_map(|&(start, end)| start..end).collect()
 }
 
-/// Checks that both made the call, or both refused it.
+/// Checks that both worlds made the call, or both refused it.
 fn same<T: std::fmt::Debug, E: std::fmt::Debug>(
     ours: Result<T, E>,
     theirs: Result<(), ()>,
@@ -821,10 +819,10 @@ fn same<T: std::fmt::Debug, E: std::fmt::Debug>(
 
 impl LiveRequest {
     fn exact_until(&self) -> usize {
-        self.said.min(self.answered)
+        self.by_source.min(self.by_index)
     }
 
-    /// How exact a block is, and the hops of its KV.
+    /// The class of a block, and the hops of its KV.
     fn label(&self, block: usize) -> (Class, u16) {
         let (start, end) = (block * SIZE, (block + 1) * SIZE);
         if end <= self.exact_until() {
@@ -836,14 +834,14 @@ impl LiveRequest {
                 let inside = segments.filter(|segment| segment.start < end && segment.end > start);
                 inside.map(|segment| segment.hops).max().unwrap_or(0)
             }
-            // The block that the index has there is not known.
-            LedgerSource::Imported(imported) if end > self.said => imported.hops,
+            // It is unknown which block the index has there.
+            LedgerSource::Imported(imported) if end > self.by_source => imported.hops,
             _ => 0,
         };
         (Class::Approximate, hops)
     }
 
-    /// Plans the blocks in place, which pins them, then releases the previous plan.
+    /// Pins the blocks in place with a plan, then releases the previous plan.
     fn hold(&mut self, num_exact: usize, index: &mut RadixIndex) {
         let policy = ReusePolicy {
             approximate: num_exact < self.naive.committed,
@@ -866,7 +864,7 @@ impl LiveRequest {
         self.pins.push(plan);
     }
 
-    /// A position relative to what is final and computed, or the end of what is issued.
+    /// A position relative to the final and computed tokens, or to the end of the issued ones.
     fn ahead(&self, ahead: i64) -> usize {
         if ahead >= 20 {
             return self.naive.issued();
@@ -930,7 +928,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 2000, ..ProptestConfig::default() })]
 
     #[test]
-    fn a_ledger_answers_as_a_list_of_slots_does(calls in prop::collection::vec(calls(), 1..60)) {
+    fn a_ledger_equals_a_list_of_slots(calls in prop::collection::vec(calls(), 1..60)) {
         let mut test = Test::new();
         for call in &calls {
             test.run(call);

@@ -1,12 +1,11 @@
-//! The ledger's rules without counters: a list of slots with the state of each.
+//! The rules of the ledger without counters: a list of slots with the state of each.
 
-/// One slot of a request's table.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Slot {
-    /// It had KV when the request began.
+    /// Whether the slot had KV when the request began.
     pub(crate) present: bool,
     pub(crate) issued: bool,
-    /// The engine claimed that its KV is written.
+    /// Whether the engine has claimed that its KV is written.
     pub(crate) claimed: bool,
 }
 
@@ -21,8 +20,8 @@ pub(crate) struct Request {
     pub(crate) committed: usize,
 }
 
-/// The result of a call; an error if the call contradicts the slots.
-pub(crate) type Answer<T = ()> = Result<T, ()>;
+/// The result of a call: an error if the call contradicts the slots.
+pub(crate) type Outcome<T = ()> = Result<T, ()>;
 
 impl Request {
     pub(crate) fn new(block_size: usize, tokens: Vec<u32>, table: Vec<u32>) -> Self {
@@ -37,7 +36,7 @@ impl Request {
         }
     }
 
-    /// The first slot that is not like this, or the end of the table.
+    /// The first slot that does not fulfil a condition, or the end of the table.
     fn until(&self, like: impl Fn(usize, Slot) -> bool) -> usize {
         (0..self.slots.len())
             .find(|&at| !like(at, self.slots[at]))
@@ -66,7 +65,7 @@ impl Request {
             .collect()
     }
 
-    pub(crate) fn schedule(&mut self, tokens: usize, drafts: usize) -> Answer {
+    pub(crate) fn schedule(&mut self, tokens: usize, drafts: usize) -> Outcome {
         let free = |(at, slot): (usize, &Slot)| (!slot.present && !slot.issued).then_some(at);
         let next: Vec<usize> = self
             .slots
@@ -87,16 +86,16 @@ impl Request {
         Ok(())
     }
 
-    pub(crate) fn confirm(&mut self, computed: usize) -> Answer {
+    pub(crate) fn confirm(&mut self, computed: usize) -> Outcome {
         if !self.can_claim(computed) {
             return Err(());
         }
         let claimed = self.until(|_, slot| slot.present || slot.claimed);
         let drafts = self.drafts.len();
         self.claim(computed);
-        let from = self.behind_present(computed);
+        let from = self.after_present(computed);
         if from < claimed || self.drafts.len() < drafts {
-            // The engine's counter: it excludes the refused drafts.
+            // The engine's counter excludes the rejected drafts.
             for (at, slot) in self.slots.iter_mut().enumerate() {
                 slot.issued = at < computed;
             }
@@ -106,11 +105,11 @@ impl Request {
     }
 
     fn can_claim(&self, computed: usize) -> bool {
-        computed >= self.verified() && computed <= self.issued() && self.tells_whose(computed)
+        computed >= self.verified() && computed <= self.issued() && self.knows_which(computed)
     }
 
     /// Whether it is known which drafts a lower claim excludes.
-    fn tells_whose(&self, computed: usize) -> bool {
+    fn knows_which(&self, computed: usize) -> bool {
         let claimed = self.until(|_, slot| slot.present || slot.claimed);
         computed >= claimed
             || self
@@ -119,7 +118,7 @@ impl Request {
                 .is_none_or(|drafts| drafts[0] < self.tokens.len())
     }
 
-    fn behind_present(&self, mut at: usize) -> usize {
+    fn after_present(&self, mut at: usize) -> usize {
         while self.slots.get(at).is_some_and(|slot| slot.present) {
             at += 1;
         }
@@ -131,8 +130,8 @@ impl Request {
         let before = self.drafts.len();
         self.drafts.retain(|drafts| drafts[0] >= len);
         if self.drafts.len() < before {
-            // Issued positions move down by the number of refused drafts.
-            let refused = self.issued().saturating_sub(self.behind_present(computed));
+            // Issued positions move down by the number of rejected drafts.
+            let refused = self.issued().saturating_sub(self.after_present(computed));
             self.drafts
                 .retain(|drafts| drafts[0] >= self.tokens.len() + refused);
             for drafts in &mut self.drafts {
@@ -152,7 +151,7 @@ impl Request {
         computed: usize,
         scheduled: usize,
         drafts: usize,
-    ) -> Answer {
+    ) -> Outcome {
         let mut next = self.clone();
         if computed < next.verified() || computed > next.issued() {
             return Err(());
@@ -160,7 +159,7 @@ impl Request {
         next.append(new)?;
         next.claim(computed);
         // Cached slots after the counter are skipped.
-        let from = next.behind_present(computed);
+        let from = next.after_present(computed);
         next.drafts.retain(|drafts| drafts[0] < from);
         for slot in &mut next.slots[computed..] {
             slot.issued = false;
@@ -173,7 +172,7 @@ impl Request {
         Ok(())
     }
 
-    pub(crate) fn append(&mut self, ids: &[i64]) -> Answer {
+    pub(crate) fn append(&mut self, ids: &[i64]) -> Outcome {
         let known: Vec<i64> = {
             let mut ids = ids.to_vec();
             while ids.last() == Some(&-1) {
@@ -186,7 +185,7 @@ impl Request {
         Ok(())
     }
 
-    pub(crate) fn add_blocks(&mut self, blocks: &[u32]) -> Answer {
+    pub(crate) fn add_blocks(&mut self, blocks: &[u32]) -> Outcome {
         let mut all = self.table.clone();
         for id in blocks {
             if all.contains(id) {
@@ -200,8 +199,8 @@ impl Request {
         Ok(())
     }
 
-    /// Returns the positions whose KV is gone, and the blocks that were cut.
-    pub(crate) fn rollback(&mut self, to: usize, drop: bool) -> Answer<(Vec<usize>, Vec<u32>)> {
+    /// Returns the positions whose KV no longer counts, and the blocks that were cut off.
+    pub(crate) fn rollback(&mut self, to: usize, drop: bool) -> Outcome<(Vec<usize>, Vec<u32>)> {
         if to < self.committed || to > self.issued() {
             return Err(());
         }

@@ -1,16 +1,17 @@
-//! What a ledger refuses, one step on either side of each limit; a refused call changes nothing (L1 to L9).
+//! Tests what a ledger refuses, one step on either side of each limit, and that a refused call changes nothing (L1 to
+//! L9).
 
 use std::sync::Arc;
 
-use kvtrie_core::{
-    BlockId, Class, Config, Error, ErrorKind, Imported, InsertOptions, Namespace, PlanOptions,
-    RadixIndex, ReusePlan, ReusePolicy, Salt, Source, Span, TokenSequence,
-};
-use kvtrie_transfer::{Begin, LedgerSource, SequenceLedger, Step, StepError};
+use kvtrie_core::{BlockId, Class, Config, Error, ErrorKind, RadixIndex, ReusePlan, Source};
+use kvtrie_transfer::{Begin, SequenceLedger, Step, StepError};
 
-use super::rules::{SIZE, begun, ids, index, sequence};
+use super::rules::{SIZE, begin_imported, begun, ids, index, planned, put, sequence, span};
 
 const MAX_HOPS: u16 = 32_767;
+
+/// Makes one field of a step wrong.
+type Change<'a> = &'a dyn Fn(&mut Step<'_, i64>);
 
 fn assert_refused(error: &Error, kind: ErrorKind, words: &str) {
     assert_eq!(error.kind(), kind, "{error}");
@@ -24,36 +25,20 @@ fn assert_invalid<T: std::fmt::Debug>(done: Result<T, Error>, words: &str) {
 /// The tokens 0 to 8 in the blocks 9 and 10.
 fn filled() -> RadixIndex {
     let mut index = index();
-    let table = [BlockId(9), BlockId(10)];
-    let options = InsertOptions::new(8, Source::Computed);
-    index.insert(&mut sequence(0..8), &table, options).unwrap();
+    put(&mut index, 0..8, 9..11, Source::Computed);
     index
-}
-
-fn planned(index: &mut RadixIndex, seq: &mut TokenSequence, pin: bool) -> Arc<ReusePlan> {
-    let options = PlanOptions { keep_last: 1, pin };
-    Arc::new(index.plan(seq, &ReusePolicy::EXACT_ONLY, options).unwrap())
-}
-
-fn imported(hops: u16) -> Begin<'static> {
-    Begin {
-        source: LedgerSource::Imported(Imported {
-            exact_until: 0,
-            hops,
-        }),
-        ..Begin::default()
-    }
 }
 
 #[test]
 fn hops_of_what_was_imported() {
     let mut ledger = SequenceLedger::new(SIZE).unwrap();
     for hops in [MAX_HOPS + 1, u16::MAX] {
-        let done = ledger.begin(&mut sequence(0..4), &ids(0..1), imported(hops));
+        let done = ledger.begin(&mut sequence(0..4), &ids(0..1), begin_imported(0, hops, 0));
         assert_invalid(done, &format!("hops is {hops}; the limit is {MAX_HOPS}"));
     }
     assert!(ledger.is_empty());
-    let id = ledger.begin(&mut sequence(0..4), &ids(0..1), imported(MAX_HOPS));
+    let begin = begin_imported(0, MAX_HOPS, 0);
+    let id = ledger.begin(&mut sequence(0..4), &ids(0..1), begin);
     let labels = ledger.labels(id.unwrap(), 0, 4).unwrap();
     assert_eq!((labels.len(), labels[0].hops), (1, MAX_HOPS));
 }
@@ -76,7 +61,7 @@ fn ids_of_a_table() {
 
 #[test]
 fn ids_that_come_twice() {
-    // Few ids are searched one by one; many are sorted.
+    // A few ids are searched one by one; many are sorted.
     for count in [2, 7, 8, 9, 20] {
         let unique: Vec<BlockId> = (1..=count).map(BlockId).collect();
         let with = |id: u32| {
@@ -152,11 +137,11 @@ fn a_plan_that_does_not_fit() {
     };
     let done = ledger.begin(&mut seq, &table, twice);
     assert_invalid(done, "another plan is given with it");
-    let said = Begin {
+    let begin = Begin {
         num_computed: 8,
         ..Begin::planned(Arc::clone(&plan))
     };
-    assert_invalid(ledger.begin(&mut seq, &table, said), "a plan says itself");
+    assert_invalid(ledger.begin(&mut seq, &table, begin), "a plan says itself");
     assert!(ledger.is_empty() && !seq.is_owned());
     let [begin, _] = both(&plan);
     ledger.begin(&mut seq, &table, begin).unwrap();
@@ -207,7 +192,7 @@ fn computed_and_missing_tokens_of_begin() {
     let short = "KV is claimed up to position 9, the 2 blocks of 4 tokens end at 8";
     assert_invalid(begin(&table[..2], 9, None), short);
     assert_eq!(begin(&table[..2], 8, None), Ok((8, vec![(8, 12)])));
-    // Blocks in place count, whatever else is computed.
+    // Blocks in place count as computed, whatever `num_computed` says.
     assert_eq!(begin(&table, 3, None), Ok((8, vec![(8, 12)])));
     assert_eq!(begin(&table, 12, None), Ok((8, vec![])));
     let gaps = [(8, 9), (9, 9), (9, 10)];
@@ -266,7 +251,7 @@ fn another_sequence_or_index() {
     assert_invalid(ledger.finish(id, &mut seq, &mut other_size), words);
     assert_eq!(format!("{ledger:?}"), before);
 
-    // A request whose plan another index made, without new blocks: no insert would refuse it.
+    // Another index made the request's plan. Without new blocks, no insert would refuse it.
     let mut planning = sequence(0..9);
     let plan = planned(&mut index, &mut planning, true);
     let begin = Begin::planned(plan);
@@ -340,70 +325,39 @@ fn steps_whose_lists_do_not_fit() {
         offsets: &[0, 1, 2],
         num_drafts: Some(&[0, 0]),
     };
-    let cases = [
+    let cases: [(Change<'_>, &str); 8] = [
         (
-            Step {
-                num_scheduled: &[1],
-                ..good
-            },
+            &|step| step.num_scheduled = &[1],
             "num_scheduled has 1 items; 2 requests need 2",
         ),
         (
-            Step {
-                num_computed: &[0; 3],
-                ..good
-            },
+            &|step| step.num_computed = &[0; 3],
             "num_computed has 3 items; 2 requests need 2",
         ),
         (
-            Step {
-                num_drafts: Some(&[0]),
-                ..good
-            },
+            &|step| step.num_drafts = Some(&[0]),
             "num_drafts has 1 items; 2 requests need 2",
         ),
         (
-            Step {
-                offsets: &[0, 2],
-                ..good
-            },
+            &|step| step.offsets = &[0, 2],
             "offsets has 2 items; 2 requests need 3",
         ),
         (
-            Step {
-                offsets: &[1, 1, 2],
-                ..good
-            },
+            &|step| step.offsets = &[1, 1, 2],
             "offsets go from 1 to 2; they must ascend from 0 to the 2 ids",
         ),
-        (
-            Step {
-                offsets: &[0, 1, 1],
-                ..good
-            },
-            "offsets go from 0 to 1",
-        ),
-        (
-            Step {
-                offsets: &[0, 1, 3],
-                ..good
-            },
-            "offsets go from 0 to 3",
-        ),
-        (
-            Step {
-                offsets: &[0, 3, 2],
-                ..good
-            },
-            "offsets go from 0 to 2",
-        ),
+        (&|step| step.offsets = &[0, 1, 1], "offsets go from 0 to 1"),
+        (&|step| step.offsets = &[0, 1, 3], "offsets go from 0 to 3"),
+        (&|step| step.offsets = &[0, 3, 2], "offsets go from 0 to 2"),
     ];
     let refused = |done: Result<(), StepError>, at: Option<usize>, words: &str| {
         let error = done.unwrap_err();
         assert_eq!(error.at, at);
         assert_refused(&error.error, ErrorKind::InvalidArgument, words);
     };
-    for (step, words) in cases {
+    for (change, words) in cases {
+        let mut step = good;
+        change(&mut step);
         let done = ledger.step::<_, Error>(&step, |_, _| panic!("no ids are given"));
         refused(done, None, words);
     }
@@ -430,11 +384,6 @@ fn steps_whose_lists_do_not_fit() {
 #[test]
 fn spans_outside_the_sequence() {
     let (mut ledger, _seq, id) = begun(6);
-    let span = |start, end| Span {
-        start,
-        end,
-        kind: "user".to_owned(),
-    };
     assert_invalid(ledger.tag(id, &[span(0, 4), span(4, 7)]), "");
     assert_eq!(ledger.spans(id), Ok(vec![]));
     ledger.tag(id, &[span(0, 6)]).unwrap();
@@ -445,8 +394,7 @@ fn requests_that_ended() {
     let mut index = index();
     let (mut ledger, mut seq, id) = begun(4);
     ledger.finish(id, &mut seq, &mut index).unwrap();
-    let namespace = Namespace::new("m", "bfloat16", "default", None, Salt::Shared).unwrap();
-    let mut other = TokenSequence::new(Arc::new(namespace), vec![1], vec![]).unwrap();
+    let mut other = sequence(1..2);
     let stale = |error: Error| {
         assert_refused(
             &error,

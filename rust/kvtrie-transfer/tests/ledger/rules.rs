@@ -1,47 +1,78 @@
-//! Rules of the ledger, each with its smallest history.
+//! Tests the rules of the ledger, each with its smallest history.
 
 use std::cell::Cell;
+use std::ops::Range;
 use std::sync::Arc;
 
 use kvtrie_core::{
     BlockId, Class, Config, Error, Imported, InsertOptions, Namespace, PlanOptions, RadixIndex,
-    ReusePolicy, Salt, Source, Span, TokenSequence,
+    ReusePlan, ReusePolicy, Salt, Source, Span, TokenSequence,
 };
 use kvtrie_transfer::{Begin, LabelRun, LedgerSource, RequestId, SequenceLedger, Step, StepIds};
 
 pub(super) const SIZE: usize = 4;
 
-pub(super) fn sequence(tokens: std::ops::Range<u32>) -> TokenSequence {
+pub(super) fn sequence(tokens: impl IntoIterator<Item = u32>) -> TokenSequence {
     let namespace = Namespace::new("m", "bfloat16", "default", None, Salt::Shared).unwrap();
-    TokenSequence::new(Arc::new(namespace), tokens.collect(), Vec::new()).unwrap()
+    let tokens = tokens.into_iter().collect();
+    TokenSequence::new(Arc::new(namespace), tokens, Vec::new()).unwrap()
 }
 
-pub(super) fn ids(ids: std::ops::Range<u32>) -> Vec<BlockId> {
+pub(super) fn ids(ids: Range<u32>) -> Vec<BlockId> {
     ids.map(BlockId).collect()
 }
 
-pub(super) fn index() -> RadixIndex {
-    let config = Config {
+fn config() -> Config {
+    Config {
         num_blocks: 16,
         block_size: SIZE,
         ..Config::seeded(0)
-    };
-    RadixIndex::new(config).unwrap()
+    }
+}
+
+pub(super) fn index() -> RadixIndex {
+    RadixIndex::new(config()).unwrap()
 }
 
 /// An index that finds moved runs of eight tokens.
 fn index_of_moved_runs() -> RadixIndex {
-    let config = Config {
+    RadixIndex::new(Config {
         num_blocks: 32,
-        block_size: SIZE,
         moved_runs: true,
         min_run: 8,
-        ..Config::seeded(0)
-    };
-    RadixIndex::new(config).unwrap()
+        ..config()
+    })
+    .unwrap()
 }
 
-/// Runs of labels: (start, end, class, hops).
+/// Inserts the tokens into these blocks.
+pub(super) fn put(
+    index: &mut RadixIndex,
+    tokens: Range<u32>,
+    blocks: Range<u32>,
+    source: Source<'_>,
+) {
+    let mut seq = sequence(tokens);
+    let options = InsertOptions::new(seq.len(), source);
+    index.insert(&mut seq, &ids(blocks), options).unwrap();
+}
+
+pub(super) fn span(start: usize, end: usize) -> Span {
+    let kind = "user".to_owned();
+    Span { start, end, kind }
+}
+
+/// An exact plan of all tokens but the last.
+pub(super) fn planned(
+    index: &mut RadixIndex,
+    seq: &mut TokenSequence,
+    pin: bool,
+) -> Arc<ReusePlan> {
+    let options = PlanOptions { keep_last: 1, pin };
+    Arc::new(index.plan(seq, &ReusePolicy::EXACT_ONLY, options).unwrap())
+}
+
+/// The runs of labels as (start, end, class, hops).
 fn labels(ledger: &SequenceLedger, id: RequestId, end: usize) -> Vec<(usize, usize, Class, u16)> {
     let runs = ledger.labels(id, 0, end).unwrap();
     let fields = |run: &LabelRun| (run.start, run.end, run.class, run.hops);
@@ -52,7 +83,16 @@ fn imported(exact_until: usize, hops: u16) -> Imported {
     Imported { exact_until, hops }
 }
 
-/// A request of so many tokens, all computed, with room for 16.
+/// A request with imported KV that is exact up to `exact_until`.
+pub(super) fn begin_imported(exact_until: usize, hops: u16, num_computed: usize) -> Begin<'static> {
+    Begin {
+        source: LedgerSource::Imported(imported(exact_until, hops)),
+        num_computed,
+        ..Begin::default()
+    }
+}
+
+/// A request of so many tokens, all computed, in a table for 16.
 pub(super) fn begun(tokens: u32) -> (SequenceLedger, TokenSequence, RequestId) {
     let mut ledger = SequenceLedger::new(SIZE).unwrap();
     let mut seq = sequence(0..tokens);
@@ -117,7 +157,7 @@ fn a_step_that_fails_rolls_back_every_request_before() {
         };
         let error = ledger.step(&step, visit).unwrap_err();
         assert_eq!(error.at, Some(failing));
-        // Each request before it was visited twice: to append its ids, and to remove them.
+        // Each earlier request was visited twice: to append its ids, and to remove them.
         assert_eq!(calls.get(), 2 * failing + 1);
         for (seq, tokens) in seqs.iter().zip(4..) {
             let tokens: Vec<u32> = (0..tokens).collect();
@@ -130,13 +170,13 @@ fn a_step_that_fails_rolls_back_every_request_before() {
 #[test]
 fn a_step_forgets_the_drafts_that_were_given_up() {
     let (mut ledger, mut seq, id) = begun(4);
-    // A token and two drafts. The engine counts only the token: the drafts were refused.
+    // A token and two drafts are issued. The engine counts only the token, because the drafts were rejected.
     step(&mut ledger, (id, &mut seq), (4, 3, 2), &[]);
     step(&mut ledger, (id, &mut seq), (5, 2, 0), &[50]);
     assert_eq!(ledger.lookahead(id), Ok((5, 7)));
     ledger.append(id, &mut seq, &[51]).unwrap();
     ledger.confirm(id, 6).unwrap();
-    // Nothing was verified, so the issued positions stay issued.
+    // No draft was verified, so the positions stay issued.
     assert_eq!(ledger.lookahead(id), Ok((6, 7)));
 }
 
@@ -144,7 +184,7 @@ fn a_step_forgets_the_drafts_that_were_given_up() {
 fn a_rollback_forgets_the_draft_at_its_position() {
     for (to, kept) in [(4, false), (5, false), (6, true)] {
         let (mut ledger, mut seq, id) = begun(4);
-        // Drafts from 5 on.
+        // The drafts start at 5.
         ledger.schedule(id, 3, 2).unwrap();
         ledger.rollback(id, to, false).unwrap();
         ledger.schedule(id, 7 - to, 0).unwrap();
@@ -157,8 +197,8 @@ fn a_rollback_forgets_the_draft_at_its_position() {
 }
 
 #[test]
-fn a_rollback_forgets_the_islands_behind_it() {
-    // KV of 0..2, 4..6 and 8..10 of 12 tokens.
+fn a_rollback_drops_the_cached_segments_after_it() {
+    // Of 12 tokens, 0..2, 4..6 and 8..10 have KV.
     let begin = |ledger: &mut SequenceLedger, seq: &mut TokenSequence| {
         let begin = Begin {
             missing: Some(&[(2, 4), (6, 8), (10, 12)]),
@@ -166,7 +206,7 @@ fn a_rollback_forgets_the_islands_behind_it() {
         };
         ledger.begin(seq, &ids(0..3), begin).unwrap()
     };
-    // Issued positions, and the KV that is gone after the rollback.
+    // The issued positions, and the ranges that the rollback returns.
     let cases = [
         (0, 1, vec![(1, 2), (4, 6), (8, 10)]),
         (1, 3, vec![(4, 6), (8, 10)]),
@@ -187,7 +227,7 @@ fn a_rollback_forgets_the_islands_behind_it() {
             _ => &[(there, 12)],
         };
         assert_eq!(ledger.missing(id).unwrap(), missing, "rolled back to {to}");
-        // Positions issued after the rollback skip nothing.
+        // Positions that are issued after the rollback skip nothing.
         ledger.schedule(id, 12 - to, 0).unwrap();
         assert_eq!(ledger.lookahead(id), Ok((there, 12)));
     }
@@ -196,13 +236,10 @@ fn a_rollback_forgets_the_islands_behind_it() {
 #[test]
 fn a_finish_after_its_plan_claims_what_is_committed_as_exact() {
     let mut index = index();
-    let mut known = sequence(0..4);
-    let options = InsertOptions::new(4, Source::Computed);
-    index.insert(&mut known, &[BlockId(9)], options).unwrap();
+    put(&mut index, 0..4, 9..10, Source::Computed);
     let mut ledger = SequenceLedger::new(SIZE).unwrap();
     let mut seq = sequence(0..16);
-    let plan = index.plan(&mut seq, &ReusePolicy::EXACT_ONLY, PlanOptions::default());
-    let plan = Arc::new(plan.unwrap());
+    let plan = planned(&mut index, &mut seq, true);
     let table = [9, 0, 1, 2].map(BlockId);
     let begin = Begin::planned(Arc::clone(&plan));
     let id = ledger.begin(&mut seq, &table, begin).unwrap();
@@ -210,7 +247,7 @@ fn a_finish_after_its_plan_claims_what_is_committed_as_exact() {
     ledger.confirm(id, 8).unwrap();
     let done = ledger.commit(id, &mut seq, &mut index).unwrap();
     assert_eq!((done.blocks, done.num_exact), (vec![BlockId(0)], 8));
-    // Four more tokens are computed. The plan is released before they are committed.
+    // Four more tokens are computed, and the plan is released before they are committed.
     ledger.schedule(id, 4, 0).unwrap();
     ledger.confirm(id, 12).unwrap();
     index.release(&plan).unwrap();
@@ -224,7 +261,7 @@ fn a_finish_after_its_plan_claims_what_is_committed_as_exact() {
 fn a_finish_offers_what_is_final_and_computed_alone() {
     let mut index = index();
     let (mut ledger, mut seq, id) = begun(9);
-    // A draft at 10, and an id after it that no claim has confirmed.
+    // There is a draft at 10, and an id after it that no claim has confirmed.
     ledger.schedule(id, 3, 2).unwrap();
     ledger.confirm(id, 12).unwrap();
     ledger.append(id, &mut seq, &[50, 51, 52]).unwrap();
@@ -273,17 +310,14 @@ fn an_answer_that_is_less_exact_lowers_the_labels() {
     let pin = Arc::clone(&ledger.pins(id).unwrap()[0]);
     index.release(&pin).unwrap();
     assert_eq!(index.evict(1), ids(0..1));
-    let options = InsertOptions::new(4, Source::Imported(imported(0, 3)));
-    index
-        .insert(&mut sequence(0..4), &ids(9..10), options)
-        .unwrap();
+    put(&mut index, 0..4, 9..10, Source::Imported(imported(0, 3)));
     ledger.append(id, &mut seq, &[50, 51, 52, 53, 54]).unwrap();
     ledger.schedule(id, 4, 0).unwrap();
     ledger.confirm(id, 8).unwrap();
     assert_eq!(ledger.labels(id, 0, 8).unwrap().len(), 1);
     let done = ledger.commit(id, &mut seq, &mut index).unwrap();
     assert_eq!((done.blocks, done.num_exact), (ids(1..2), 0));
-    // The hops in the index are not known.
+    // The ledger does not know the hops in the index.
     assert_eq!(labels(&ledger, id, 16), [(0, 16, Class::Approximate, 0)]);
     // A commit without new blocks returns the same.
     let done = ledger.commit(id, &mut seq, &mut index).unwrap();
@@ -294,16 +328,11 @@ fn an_answer_that_is_less_exact_lowers_the_labels() {
 fn spans_that_the_index_has_are_not_taken_back() {
     let mut index = index();
     let (mut ledger, mut seq, id) = begun(8);
-    let span = |start, end| Span {
-        start,
-        end,
-        kind: "user".to_owned(),
-    };
     ledger.commit(id, &mut seq, &mut index).unwrap();
     ledger.append(id, &mut seq, &[50, 51, 52, 53]).unwrap();
     let given = [span(0, 4), span(6, 10), span(8, 12)];
     ledger.tag(id, &given).unwrap();
-    // Only spans are new: the committed part of the second, and nothing of the third.
+    // Only spans are new. The commit gives the committed part of the second and nothing of the third.
     ledger.commit(id, &mut seq, &mut index).unwrap();
     let told: Vec<_> = index.tags(&seq);
     let told: Vec<_> = told.iter().map(|span| (span.start, span.end)).collect();
@@ -316,17 +345,11 @@ fn spans_that_the_index_has_are_not_taken_back() {
 #[test]
 fn a_plan_in_place_leads_the_table_whatever_the_source_says() {
     let mut index = index();
-    let options = InsertOptions::new(8, Source::Computed);
-    index
-        .insert(&mut sequence(0..8), &ids(8..10), options)
-        .unwrap();
+    put(&mut index, 0..8, 8..10, Source::Computed);
     let mut seq = sequence(0..20);
-    let plan = index.plan(&mut seq, &ReusePolicy::EXACT_ONLY, PlanOptions::default());
     let begin = Begin {
-        source: LedgerSource::Imported(imported(13, 2)),
-        num_computed: 20,
-        missing: None,
-        in_place: Some(Arc::new(plan.unwrap())),
+        in_place: Some(planned(&mut index, &mut seq, true)),
+        ..begin_imported(13, 2, 20)
     };
     let mut ledger = SequenceLedger::new(SIZE).unwrap();
     let table = [8, 9, 0, 1, 2].map(BlockId);
@@ -341,21 +364,13 @@ fn a_plan_in_place_leads_the_table_whatever_the_source_says() {
 }
 
 #[test]
-fn what_is_held_is_in_place_alone_and_stays_beside_what_takes_its_place() {
+fn pins_hold_only_blocks_in_place_and_stay_when_a_block_is_replaced() {
     let mut index = index_of_moved_runs();
-    let mut known = sequence(0..24);
-    let options = InsertOptions::new(24, Source::Computed);
-    index.insert(&mut known, &ids(20..26), options).unwrap();
-    // Approximate blocks, whose later tokens are also cached elsewhere.
-    let tokens: Vec<u32> = (90..94).chain(2..22).collect();
-    let mut seq =
-        TokenSequence::new(Arc::clone(known.namespace()), tokens.clone(), vec![]).unwrap();
-    let begin = Begin {
-        source: LedgerSource::Imported(imported(0, 1)),
-        num_computed: 8,
-        missing: None,
-        in_place: None,
-    };
+    put(&mut index, 0..24, 20..26, Source::Computed);
+    // The blocks are approximate, and their later tokens are cached elsewhere as well.
+    let text = || sequence((90..94).chain(2..22));
+    let mut seq = text();
+    let begin = begin_imported(0, 1, 8);
     let mut ledger = SequenceLedger::new(SIZE).unwrap();
     let id = ledger.begin(&mut seq, &ids(0..6), begin).unwrap();
     ledger.commit(id, &mut seq, &mut index).unwrap();
@@ -365,9 +380,8 @@ fn what_is_held_is_in_place_alone_and_stays_beside_what_takes_its_place() {
         (pin.num_tokens(Class::Compute), pin.segments().len()),
         (16, 2)
     );
-    // Another request computes the first block: the ledger's pin of the block that it replaces must stay.
-    let mut other =
-        TokenSequence::new(Arc::clone(known.namespace()), tokens.clone(), vec![]).unwrap();
+    // Another request computes the first block. The ledger's pin of the block that it replaces must stay.
+    let mut other = text();
     let options = InsertOptions::new(4, Source::Computed);
     index.insert(&mut other, &ids(10..11), options).unwrap();
     assert_eq!(index.stats().condemned, 1);
@@ -428,12 +442,7 @@ fn an_answer_lowers_the_labels_of_what_was_said_to_be_exact_alone() {
     let mut index = index();
     let mut ledger = SequenceLedger::new(SIZE).unwrap();
     let mut seq = sequence(0..24);
-    let begin = Begin {
-        source: LedgerSource::Imported(imported(18, 2)),
-        num_computed: 8,
-        missing: None,
-        in_place: None,
-    };
+    let begin = begin_imported(18, 2, 8);
     let id = ledger.begin(&mut seq, &ids(0..6), begin).unwrap();
     ledger.commit(id, &mut seq, &mut index).unwrap();
     let pin = Arc::clone(&ledger.pins(id).unwrap()[0]);
@@ -461,11 +470,11 @@ fn an_answer_lowers_the_labels_of_what_was_said_to_be_exact_alone() {
 #[test]
 fn drafts_under_way_stand_so_much_further_in_front_as_others_were_refused() {
     let (mut ledger, mut seq, id) = begun(4);
-    // A token and three drafts; then, before their ids arrive, a token and two drafts more.
+    // A token and three drafts are issued, and before their ids arrive, another token and two drafts.
     step(&mut ledger, (id, &mut seq), (4, 4, 3), &[]);
     step(&mut ledger, (id, &mut seq), (8, 3, 2), &[]);
     assert_eq!(ledger.lookahead(id), Ok((4, 11)));
-    // One of the three is accepted and two are refused: the next step begins at 6, its drafts at 7.
+    // One of the three is accepted and two are rejected: the next step begins at 6, its drafts at 7.
     step(&mut ledger, (id, &mut seq), (9, 0, 0), &[50, 51]);
     assert_eq!(ledger.lookahead(id), Ok((6, 9)));
     ledger.append(id, &mut seq, &[52, 53]).unwrap();
@@ -480,30 +489,16 @@ fn drafts_under_way_stand_so_much_further_in_front_as_others_were_refused() {
 fn what_is_held_is_no_worse_than_what_was_committed() {
     let mut index = index_of_moved_runs();
     // After an exact block, the index has an approximate one.
-    let options = InsertOptions::new(8, Source::Imported(imported(4, 1)));
-    index
-        .insert(&mut sequence(0..8), &ids(8..10), options)
-        .unwrap();
+    put(&mut index, 0..8, 8..10, Source::Imported(imported(4, 1)));
     let (mut ledger, mut seq, id) = begun(4);
     ledger.append(id, &mut seq, &[4, 5, 6, 7, 8]).unwrap();
     ledger.commit(id, &mut seq, &mut index).unwrap();
     assert_eq!(ledger.pins(id).unwrap()[0].blocks(), ids(8..9));
     ledger.finish(id, &mut seq, &mut index).unwrap();
-    // All but the first token are also cached elsewhere. They are not copied.
-    index
-        .insert(
-            &mut sequence(40..56),
-            &ids(10..14),
-            InsertOptions::new(16, Source::Computed),
-        )
-        .unwrap();
+    // All tokens but the first are cached elsewhere as well, but they are not copied.
+    put(&mut index, 40..56, 10..14, Source::Computed);
     let mut seq = sequence(39..55);
-    let begin = Begin {
-        source: LedgerSource::Imported(imported(0, 1)),
-        num_computed: 4,
-        missing: None,
-        in_place: None,
-    };
+    let begin = begin_imported(0, 1, 4);
     let id = ledger.begin(&mut seq, &ids(20..24), begin).unwrap();
     ledger.commit(id, &mut seq, &mut index).unwrap();
     let pin = &ledger.pins(id).unwrap()[0];

@@ -16,7 +16,6 @@ impl Fingerprints {
         }
     }
 
-    /// Returns how many there were.
     pub(crate) fn remove_all(&mut self, entries: &[Entry]) -> usize {
         let (mut links, all) = (false, self.len);
         for batch in entries.chunks(BATCH) {
@@ -30,7 +29,8 @@ impl Fingerprints {
         all - self.len
     }
 
-    /// Reads a little of each cache line that a batch will need; of links only if most of the last batch were links.
+    /// Reads a little of each cache line that the batch will need. Links are read only if most of the last batch were
+    /// links.
     fn touch(&self, batch: &[Entry], links: bool) {
         let mut touched = 0;
         for &Entry { hash, .. } in batch {

@@ -1,21 +1,22 @@
-//! A bucket: entries in two cache lines.
+//! A bucket of the table: entries in two cache lines.
 
 use super::NO_NAME;
 use super::tag::Tag;
 
 pub(super) const SLOTS: usize = 18;
 
-/// Flag of a slot that represents chains and has no name.
+/// Flags a slot that stands for chains. It has no name.
 pub(super) const CHAINED: u8 = 0x80;
 
-/// Two cache lines of entries. The first shows whether a tag is here; entries of one tag are oldest first.
+/// Two cache lines of entries. The first line suffices to see whether a tag may be here. Entries of one tag are oldest
+/// first.
 #[derive(Clone, Copy, Debug)]
 #[repr(C, align(128))]
 pub(super) struct Bucket {
     low: [u16; SLOTS],
     pub(super) high: [u8; SLOTS],
     len: u8,
-    /// Marks of the entries that went on because the bucket was full.
+    /// Marks of the entries that were passed to a later bucket because this one was full.
     pub(super) passed: u8,
     pub(super) names: [u32; SLOTS],
 }
@@ -31,7 +32,7 @@ impl Bucket {
 
     #[inline]
     pub(super) fn len(&self) -> usize {
-        // The minimum changes nothing but removes the bounds checks of every slot.
+        // The minimum changes no value; it lets the compiler remove the bounds checks of every slot.
         usize::from(self.len).min(SLOTS)
     }
 
@@ -50,7 +51,7 @@ impl Bucket {
         self.passed & tag.mark() != 0
     }
 
-    /// Whether a slot may hold the tag, hardly ever wrongly. Compares all slots at once.
+    /// Whether a slot may hold the tag; a wrong `true` is rare. Compares all slots at once.
     #[inline]
     pub(super) fn may_hold(&self, tag: Tag) -> bool {
         let wanted = tag.low();
@@ -89,7 +90,7 @@ impl Bucket {
             self.high[slot] = self.high[last];
             self.names[slot] = self.names[last];
         } else {
-            // Another entry of the same tag must stay before the last one.
+            // The last entry may not move before another entry of its tag, so all following ones move down.
             self.low.copy_within(slot + 1..=last, slot);
             self.high.copy_within(slot + 1..=last, slot);
             self.names.copy_within(slot + 1..=last, slot);

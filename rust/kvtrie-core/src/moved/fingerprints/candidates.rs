@@ -1,4 +1,4 @@
-//! The places where a window may be cached.
+//! Finds the places where a window may be cached.
 
 use super::bucket::Bucket;
 use super::links::Links;
@@ -8,7 +8,8 @@ use super::{Fingerprints, MAX_INLINE, NO_NAME, index};
 const SCREEN: usize = 256;
 
 impl Fingerprints {
-    /// Most recently added first. Some may be of other windows, and up to four of other trees.
+    /// The places of a hash in a tree, most recently added first. Some may be of other windows, and up to four of other
+    /// trees.
     #[inline]
     pub(crate) fn candidates(&self, hash: u64, tree: u32) -> Candidates<'_> {
         let (number, tag) = self.locate(hash);
@@ -34,9 +35,9 @@ impl Fingerprints {
         found
     }
 
-    /// Appends the positions in `hashes` of those that have candidates, and of hardly any others. If few have any, this
+    /// Appends the positions in `hashes` of those that have candidates, and of very few others. If few have any, this
     /// is much faster than `candidates` for each: it reads one cache line per remaining hash in each of three rounds,
-    /// and waits for none before the next is requested.
+    /// and requests the next before the last has arrived.
     pub(crate) fn screen(&self, hashes: &[u64], found: &mut Vec<u32>) {
         let mut kept = [0_u32; SCREEN];
         for (chunk, first) in hashes.chunks(SCREEN).zip((0_u32..).step_by(SCREEN)) {
@@ -68,16 +69,16 @@ impl Fingerprints {
 #[derive(Clone, Debug)]
 pub(crate) struct Candidates<'a> {
     links: &'a Links,
-    /// The next place of the chain, and how many are left.
+    /// The next place of the chain. `chained` places of it are left.
     next: u32,
     chained: usize,
-    /// Places with a slot each, oldest first, and how many are left.
+    /// Places with a slot each, oldest first. The first `inline` of them are left.
     names: [u32; MAX_INLINE],
     inline: usize,
 }
 
 impl Candidates<'_> {
-    /// Of those left, the ones that may be of another tree.
+    /// The remaining places that may be of another tree.
     pub(crate) fn of_any_tree(&self) -> &[u32] {
         &self.names[..self.inline]
     }

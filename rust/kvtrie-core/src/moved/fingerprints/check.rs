@@ -1,15 +1,17 @@
+//! Checks of the table, for tests and [`check`](crate::RadixIndex::check).
+
 use super::bucket::Bucket;
 use super::shard::MOST;
 use super::{Entry, Fingerprints, NO_NAME, TAG_BITS, Tag, WORD_BITS, index};
 
 impl Fingerprints {
-    /// The entries must be those of `live`. O(entries · log entries).
+    /// Checks all invariants, and that the entries are those of `live`. O(entries · log entries).
     pub(crate) fn check(&self, live: impl IntoIterator<Item = Entry>) -> Result<(), String> {
         let must = |condition: bool, what: &str| {
             if condition {
                 Ok(())
             } else {
-                Err(format!("Fingerprints.check: {what}"))
+                Err(format!("fingerprints: {what}"))
             }
         };
         let mut entries = Vec::with_capacity(self.len);

@@ -2,7 +2,7 @@
 
 use super::WINDOW;
 
-/// Hashes each half by a folded product of tokens, and the two results by another.
+/// Hashes each half of a window by a folded product of its tokens, and the two results by another.
 #[derive(Clone, Debug)]
 pub(crate) struct WindowHasher {
     keys: [u64; 4],
@@ -21,7 +21,7 @@ impl WindowHasher {
         }
     }
 
-    /// `space`: one per tree.
+    /// Hashes one window. Each tree has a `space` of its own.
     #[inline]
     pub(crate) fn hash(&self, space: u64, window: &[u32; WINDOW]) -> u64 {
         let (first, second) = window.split_at(WINDOW / 2);
@@ -37,8 +37,8 @@ impl WindowHasher {
         let Some(first) = tokens.first_chunk::<{ WINDOW - 1 }>() else {
             return;
         };
-        // Each window needs one new half. With all halves in a loop of their own, the compiler would vectorise, and
-        // lose more by moving numbers than it gains.
+        // Each window needs one new half. In a loop of their own the halves would be vectorised, which costs more in
+        // moved numbers than it gains.
         let mut held: [u64; 4] = std::array::from_fn(|at| self.half(&first[at..]));
         let halves = tokens[WINDOW / 2..].windows(WINDOW / 2);
         for (hash, half) in hashes.iter_mut().zip(halves) {
@@ -48,7 +48,7 @@ impl WindowHasher {
         }
     }
 
-    /// With the keys, a product with one is the other factor.
+    /// Finds a window with a given hash. Whoever knows the keys can set one factor of a product to one.
     #[cfg(test)]
     pub(crate) fn window_of(&self, space: u64, hash: u64) -> [u32; WINDOW] {
         let tokens = |pair: u64| {
@@ -77,7 +77,6 @@ impl WindowHasher {
     }
 }
 
-/// Splitmix64.
 pub(super) fn random(state: &mut u64) -> u64 {
     *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let mut bits = *state;
@@ -120,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn tells_windows_tokens_orders_spaces_and_seeds_apart() {
+    fn distinguishes_windows_tokens_orders_spaces_and_seeds() {
         let hasher = WindowHasher::new(1, 64);
         let window = [5, 6, 7, 8, 9, 10, 11, 12];
         let mut seen = BTreeSet::from([hasher.hash(0, &window)]);

@@ -1,5 +1,5 @@
-//! Chains: linked lists of the places of windows that have many. There is one list per tree, found at once, so one
-//! tree's places cost another nothing.
+//! Chains: linked lists of the places of windows that have many. Each tree has its own list, found without a search, so
+//! one tree's places cost another tree nothing.
 
 use hashbrown::HashTable;
 
@@ -9,7 +9,7 @@ use super::{Entry, NO_NAME, index};
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Link {
     name: u32,
-    /// The place added after this one; in the newest, the length of the chain.
+    /// The place added after this one. In the newest link, it holds the length of the chain.
     pub(super) newer: u32,
     pub(super) older: u32,
 }
@@ -21,7 +21,7 @@ struct Head {
     newest: u32,
 }
 
-/// Places of all trees at a location.
+/// Number of places of all trees at a location.
 #[derive(Clone, Copy, Debug)]
 struct Count {
     location: u64,
@@ -100,7 +100,7 @@ impl<T: Record> Shards<T> {
         fold(T::number(key) ^ !secret, secret)
     }
 
-    /// Uses other bits than the shard's table.
+    /// The shard of a key. It uses other bits of the hash than the shard's table.
     fn shard(&self, hash: u64) -> usize {
         index((hash << 8 >> 1) >> (63 - self.shard_bits))
     }
@@ -159,7 +159,7 @@ impl<T: Record> Shards<T> {
     }
 }
 
-/// All chains. A *location* is the shard and the tag that windows share.
+/// All chains. A *location* is the shard and the tag that colliding windows share.
 #[derive(Clone, Debug)]
 pub(super) struct Links {
     places: Shards<Link>,
@@ -223,7 +223,7 @@ impl Links {
         }
     }
 
-    /// Returns how many places of all trees are left; `None` if it was not there.
+    /// Removes a place. Returns how many places of all trees are left, or `None` if it was not there.
     pub(super) fn remove(&mut self, location: u64, tree: u32, name: u32) -> Option<u32> {
         let newest = self.heads.get((location, tree))?.newest;
         let link = self.places.remove(name)?;
@@ -256,7 +256,7 @@ impl Links {
         Some(left)
     }
 
-    /// The newest first.
+    /// The names of a chain, the newest first.
     pub(super) fn names(&self, newest: u32) -> impl Iterator<Item = u32> {
         let next = |&name: &u32| self.get(name).map(|link| link.older);
         std::iter::successors(Some(newest), next).take_while(|&name| name != NO_NAME)
@@ -280,7 +280,7 @@ impl Links {
         is_counted(&self.places) && is_counted(&self.heads) && is_counted(&self.counts)
     }
 
-    /// A batch overlaps its cache misses.
+    /// Reads the links of a batch, so that their cache misses overlap.
     pub(super) fn touch(&self, batch: &[Entry]) {
         let links = batch.iter().filter_map(|entry| self.get(entry.name));
         std::hint::black_box(links.fold(0, |any, link| any | link.older));

@@ -65,10 +65,10 @@ pub(crate) const WINDOW: usize = 8;
 
 const NO_NAME: u32 = u32::MAX;
 
-/// Places of one window with a slot each; further ones share a slot.
+/// Places of one window that get a slot each. Further ones share a slot.
 const MAX_INLINE: usize = 4;
 
-/// Entries of a full table's shard: between half of this and all.
+/// Entries of a shard when the table is full: between half of this and all of it.
 const SHARD_ENTRIES: usize = 2048;
 
 /// The most shards, as a power of two.
@@ -77,7 +77,7 @@ const MAX_SHARD_BITS: u32 = 16;
 /// Filter words per shard, as a power of two.
 const WORD_BITS: u32 = 8;
 
-/// Entries whose cache lines are requested before the first is used.
+/// Number of entries whose cache lines are requested before the first is used.
 const BATCH: usize = 64;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -104,7 +104,7 @@ pub(crate) struct Fingerprints {
 }
 
 impl Fingerprints {
-    /// A table for `capacity` entries. With more, its longest pause and its false candidates grow.
+    /// A table for `capacity` entries. It takes more, but then its longest pause and its false candidates grow.
     pub(crate) fn new(seed: u64, capacity: usize) -> Self {
         let shard_bits = (capacity / SHARD_ENTRIES + 1)
             .next_power_of_two()
@@ -148,7 +148,7 @@ impl Fingerprints {
         (number as u64) << TAG_BITS | u64::from(tag.0)
     }
 
-    /// The name has no entry yet.
+    /// Adds an entry. Its name must not be in the table.
     pub(crate) fn add(&mut self, entry: Entry) {
         let Entry { hash, tree, name } = entry;
         debug_assert_ne!(name, NO_NAME, "no place has this name");
@@ -169,7 +169,7 @@ impl Fingerprints {
                 .map(|place| shard.buckets[place.bucket].names[place.slot]);
             shard.push(tag, 0, name);
             if copies.len > 0 {
-                // Room was found elsewhere, but the order must be that of age.
+                // Room was found in another bucket, so the names of the tag are put back into the order of their age.
                 let now = shard.copies(tag);
                 let names = names[..copies.len].iter().chain([&name]);
                 for (place, name) in now.places.iter().zip(names) {
@@ -184,7 +184,6 @@ impl Fingerprints {
         self.links.add(Self::location(number, tag), tree, name);
     }
 
-    /// Wipes or shrinks a shard, if it is due.
     fn settle(&mut self, number: usize) {
         let shard = &mut self.shards[number];
         if shard.gone > shard.slots / 4 + 8 {
@@ -197,7 +196,7 @@ impl Fingerprints {
         }
     }
 
-    /// Returns whether the place was there. No other hash or tree may have its name.
+    /// Removes an entry and returns whether it was there. No other hash or tree may have its name.
     pub(crate) fn remove(&mut self, entry: Entry) -> bool {
         let Entry { hash, tree, name } = entry;
         let (number, tag) = self.locate(hash);

@@ -5,12 +5,12 @@ use std::collections::BTreeMap;
 use super::Fingerprints;
 use super::shard::FILL;
 
-/// Most distinct windows with one home bucket; unchosen hashes give [`FILL`] on average.
+/// Most distinct windows with one home bucket. Hashes that nobody chose give [`FILL`] on average.
 const CROWD: usize = 512;
 
 impl Fingerprints {
-    /// Names of the windows whose location another window of their tree shares, in groups: each oldest first, and
-    /// groups sorted by their names. The order of other windows does not matter.
+    /// Names of the windows that share a location with another window of their tree, in groups: each group oldest
+    /// first, and groups sorted by their names. The order of other windows has no effect.
     pub(crate) fn grouped(&self, tree_of: impl Fn(u32) -> u32) -> Vec<u32> {
         let mut groups: BTreeMap<(u64, u32), Vec<u32>> = BTreeMap::new();
         for (number, shard) in self.shards.iter().enumerate() {
@@ -45,7 +45,7 @@ impl Fingerprints {
         groups.concat()
     }
 
-    /// Whether the hashes are spread as if nobody chose them: then none costs more than a few steps. Sorts them.
+    /// Whether the hashes are spread like unchosen ones, so that none costs more than a few steps. Sorts them.
     pub(crate) fn spreads(&self, hashes: &mut [u64]) -> bool {
         hashes.sort_unstable();
         let mut rest = hashes.iter().map(|&hash| self.locate(hash)).peekable();

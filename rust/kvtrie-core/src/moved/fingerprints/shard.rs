@@ -17,7 +17,7 @@ pub(super) struct Place {
 
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Copies {
-    /// Oldest first.
+    /// Places with a slot each, oldest first.
     pub(super) places: [Place; MAX_INLINE],
     pub(super) len: usize,
     pub(super) chained: Option<Place>,
@@ -27,7 +27,7 @@ pub(super) struct Copies {
 pub(super) struct Shard {
     pub(super) buckets: Box<[Bucket]>,
     pub(super) slots: u32,
-    /// Since the filter words were last wiped.
+    /// Entries removed since the filter words were last wiped.
     pub(super) gone: u32,
 }
 
@@ -50,7 +50,7 @@ impl Shard {
         }
     }
 
-    /// Buckets that may hold the tag, until `visit` returns a value.
+    /// Visits the buckets that may hold the tag, until `visit` returns a value.
     #[inline]
     pub(super) fn walk<T>(
         &self,
@@ -119,7 +119,7 @@ impl Shard {
         }
     }
 
-    /// The marks that a bucket needs, if those after it are right.
+    /// The marks that a bucket needs, if the marks of the following buckets are right.
     pub(super) fn marks(&self, bucket: usize) -> u8 {
         let buckets = self.buckets.len();
         let mut marks = 0;
@@ -153,7 +153,7 @@ impl Shard {
             slots: 0,
             gone: self.gone,
         };
-        // By home bucket: entries that overflowed from the last bucket are in the first ones.
+        // Entries are added by home bucket, because those that overflowed from the last bucket are in the first ones.
         for home in 0..self.buckets.len() {
             let mut at = home;
             for _ in 0..self.buckets.len() {

@@ -1,10 +1,10 @@
-//! The part of a hash that is kept.
+//! The tag: the part of a hash that the table keeps.
 
 use super::{WORD_BITS, index};
 
 pub(super) const TAG_BITS: u32 = 23;
 
-/// The bits below those that choose the shard.
+/// The bits of a hash below those that choose the shard.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Tag(pub(super) u32);
 
@@ -20,7 +20,6 @@ impl Tag {
         self.0.to_le_bytes()[2]
     }
 
-    /// Grows with the tag.
     #[inline]
     pub(super) fn home(self, buckets: usize) -> usize {
         index((u64::from(self.0) * buckets as u64) >> TAG_BITS)
@@ -36,7 +35,7 @@ impl Tag {
         1 << (self.0 & 63) | 1 << (self.0 >> 6 & 63)
     }
 
-    /// The bit of [`Bucket::passed`](super::bucket::Bucket::passed) for entries of this tag.
+    /// The bit of [`Bucket::passed`](super::bucket::Bucket::passed) that entries of this tag set.
     #[inline]
     pub(super) fn mark(self) -> u8 {
         1 << (self.0 & 7)

@@ -4,7 +4,7 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// Names by hash and tree, oldest first.
+/// Names by hash and tree, each list oldest first.
 #[derive(Default)]
 struct Model {
     places: BTreeMap<(u64, u32), Vec<u32>>,
@@ -82,14 +82,14 @@ fn of_first(hash: u64, name: u32) -> Entry {
 
 #[derive(Clone, Copy, Debug)]
 enum Shape {
-    /// Anywhere, cut to this many bits.
+    /// Any hashes, cut to this many bits.
     Cut(u32),
-    /// Nearly all in one home bucket.
+    /// Hashes that nearly all have one home bucket.
     Packed,
 }
 
 impl Shape {
-    /// Different numbers differ in the bits that every table keeps.
+    /// Hashes of different numbers differ in the bits that every table keeps.
     fn hash(self, number: u32) -> u64 {
         match self {
             Self::Cut(bits) => {
@@ -132,7 +132,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
 
 proptest! {
     #[test]
-    fn answers_what_lists_by_hash_would(
+    fn returns_what_lists_by_hash_would(
         steps in steps(),
         shape in prop_oneof![
             Just(Shape::Cut(0)), Just(Shape::Cut(4)), Just(Shape::Cut(8)), Just(Shape::Cut(64)), Just(Shape::Packed),
@@ -243,7 +243,7 @@ fn a_window_with_very_many_places_costs_its_neighbours_nothing() {
         let place = |n: u32| of_first(hash_of(n % period), n);
         let places: Vec<_> = (0..many).map(place).collect();
         table.add_all(&places);
-        // Four in slots of their own, and one slot for the others.
+        // Four places have slots of their own, and the others share one.
         assert_eq!(
             table.shards.iter().map(Shard::slots).sum::<usize>(),
             period as usize * (MAX_INLINE + 1)
@@ -290,7 +290,7 @@ fn forced_collisions_stay_near_linear() {
 
 #[test]
 fn the_same_calls_answer_the_same_and_other_seeds_find_the_same_places() {
-    let answers = |seed| {
+    let results = |seed| {
         let hasher = WindowHasher::new(seed, 64);
         let mut table = Fingerprints::new(seed, 5_000);
         let windows: Vec<[u32; WINDOW]> = (0..5_000_u32).map(|n| [n % 1_000; WINDOW]).collect();
@@ -304,8 +304,8 @@ fn the_same_calls_answer_the_same_and_other_seeds_find_the_same_places() {
         });
         all.collect::<Vec<_>>()
     };
-    assert_eq!(answers(1), answers(1));
-    assert_eq!(answers(1), answers(2));
+    assert_eq!(results(1), results(1));
+    assert_eq!(results(1), results(2));
 }
 
 #[test]
@@ -330,7 +330,7 @@ fn places_of_other_trees_are_neither_met_nor_counted_however_many_collide() {
         name,
     };
     table.add_all(&[of(0, 0), of(0, 1)]);
-    // Newer ones, some of them in many trees.
+    // Newer places, some of them in many trees.
     table.add_all(&(2..50_000).map(|name| of(1, name)).collect::<Vec<_>>());
     table.add_all(
         &(50_000..60_000)

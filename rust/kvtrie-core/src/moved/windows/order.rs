@@ -1,4 +1,5 @@
-//! The windows in a snapshot: those that share a hash in their order, the rest derived from the cached blocks.
+//! The windows in a snapshot. Those that share a hash are written in their order; the others are derived from the
+//! cached blocks.
 
 use std::collections::BTreeMap;
 
@@ -7,7 +8,7 @@ use crate::ids::{Depth, NodeIndex};
 use crate::moved::fingerprints::{Entry, Fingerprints, WINDOW};
 
 impl Windows {
-    /// By table, the names whose order matters, oldest first.
+    /// For each table, the names whose order has an effect, oldest first.
     pub(crate) fn order(&self, tree_of: impl Fn(u32) -> u32) -> impl Iterator<Item = Vec<u32>> {
         (0..).zip(&self.shelves).map(move |(number, shelf)| {
             let left = shelf.removes.iter().map(|entry| (entry.name, entry.tree));
@@ -28,7 +29,8 @@ impl Windows {
         self.shelves.len()
     }
 
-    /// Fills empty tables with the windows of `blocks` (id, tree, node, depth), ascending by id, those in `order` last.
+    /// Fills empty tables with the windows of `blocks` (id, tree, node, depth), which ascend by id. Names in `order`
+    /// come last.
     pub(crate) fn fill(
         &mut self,
         blocks: impl Iterator<Item = (u32, u32, NodeIndex, Depth)>,
@@ -92,7 +94,7 @@ mod tests {
         Windows::new(64, 8, 15, 7, bits)
     }
 
-    /// The newest first.
+    /// Names of one hash, the newest first.
     fn places(windows: &mut Windows, hash: u64) -> Vec<u32> {
         windows.apply();
         let table = windows.shelves[0].table.as_ref();
@@ -101,12 +103,12 @@ mod tests {
 
     proptest! {
         #[test]
-        fn tables_made_anew_know_the_order_of_equal_windows(
+        fn rebuilt_tables_keep_the_order_of_equal_windows(
             steps in prop::collection::vec((0_u32..20, 0_u32..4, prop::bool::weighted(0.1)), 0..120),
             bits in prop_oneof![Just(0_u32), Just(4), Just(64)],
         ) {
             let mut windows = empty(bits);
-            // A second step for a block removes it.
+            // A second step for the same block removes it.
             let mut live: BTreeMap<u32, [u32; WINDOW]> = BTreeMap::new();
             for (id, token, apply) in steps {
                 if let Some(window) = live.remove(&id) {
@@ -143,14 +145,14 @@ mod tests {
     }
 
     #[test]
-    fn chosen_hashes_are_told_from_others() {
+    fn chosen_hashes_are_distinguished_from_others() {
         let table = Fingerprints::new(7, 1 << 16);
         let hash = |n: u64| n.wrapping_mul(0x9e37_79b9_7f4a_7c15);
         let mut spread: Vec<u64> = (0..100_000).map(hash).collect();
         assert!(table.spreads(&mut spread));
         let mut equal = vec![hash(5); 100_000];
         assert!(table.spreads(&mut equal));
-        // Many in one segment with the same home bucket.
+        // Many hashes of one segment with the same home bucket.
         let mut chosen: Vec<u64> = (0..5_000)
             .map(|n| n << 36)
             .chain((0..99).map(|n| n << 50))

@@ -11,7 +11,7 @@ const USES: u8 = 1 << 3;
 const SOURCES: u8 = 1 << 4;
 const DEAD: u8 = 1 << 5;
 
-/// Valid or not.
+/// The optional parts of an edge's record, valid or not.
 #[derive(Default)]
 struct Edge {
     has: u8,
@@ -63,15 +63,10 @@ fn tokens() -> Vec<u32> {
     (100..120).collect()
 }
 
-/// A path of blocks of four tokens with edges over the depths [0, 2) and [2, 5), both last used at 3; the clock is at
-/// 9.
+/// Writes a path with blocks of four tokens: edges over the depths [0, 2) and [2, 5), both last used at 3. The clock is
+/// at 9.
 fn two_edges(middle: u32, above: &Edge, below: &Edge) -> Vec<u8> {
-    let mut index = RadixIndex::new(Config {
-        num_blocks: 8,
-        block_size: 4,
-        ..Config::seeded(0)
-    })
-    .unwrap();
+    let mut index = empty(8, 4);
     *index.parts_mut().clock = 9;
     let mut out = Writer::default();
     out.len(1);
@@ -204,18 +199,9 @@ fn uses_end_inside_the_edge_after_the_last_of_the_whole() {
 
 #[test]
 fn labels_of_blocks_that_left_are_not_written() {
-    let mut index = RadixIndex::new(Config {
-        num_blocks: 8,
-        block_size: 2,
-        ..Config::seeded(0)
-    })
-    .unwrap();
+    let mut index = empty(8, 2);
     let mut seq = sequence("x", &[1, 2, 3, 4], Vec::new());
-    let imported = Source::Imported(Imported {
-        exact_until: 2,
-        hops: 3,
-    });
-    add(&mut index, &mut seq, &[5, 6], imported);
+    add(&mut index, &mut seq, &[5, 6], imported(2, 3));
     let kind = index.kinds()[0].clone();
     let tag = Span {
         start: 0,
@@ -233,7 +219,7 @@ fn labels_of_blocks_that_left_are_not_written() {
 fn an_edge_ends_above_the_greatest_number_of_a_depth() {
     let bytes = two_edges(3, &Edge::default(), &Edge::default());
     let tree = bytes.windows(4).position(|name| name == b"TREE").unwrap();
-    // Two counts, the namespace, the number of edges.
+    // The name and length of the section, two counts, the namespace and the number of edges precede the first edge.
     let first = tree + 12 + 16 + (9 + 16 + 15) + 2 * 10 + 8;
     // Each edge has 17 bytes, plus 20 per block.
     let second = first + 17 + 2 * 20;
@@ -249,7 +235,7 @@ fn an_edge_ends_above_the_greatest_number_of_a_depth() {
             let what = format!("an edge of {blocks} blocks at depth {depth}");
             says(&what, &with(edge, blocks));
         }
-        // One block fewer is a valid edge without its tokens.
+        // One block fewer is valid, but the tokens are missing.
         let most = u32::MAX - depth - 1;
         let what = format!("{} bytes announced", u64::from(most) * 16);
         says(&what, &with(edge, most));
@@ -258,21 +244,12 @@ fn an_edge_ends_above_the_greatest_number_of_a_depth() {
 
 #[test]
 fn so_many_edges_are_read_under_short_hashes() {
-    let mut index = RadixIndex::new(Config {
-        num_blocks: 1 << 15,
-        block_size: 1,
-        ..Config::seeded(0)
-    })
-    .unwrap();
+    let mut index = empty(1 << 15, 1);
     let add = |index: &mut RadixIndex, salt: &str, id: u32| {
-        add(
-            index,
-            &mut sequence(salt, &[id], Vec::new()),
-            &[id],
-            Source::Computed,
-        );
+        let mut seq = sequence(salt, &[id], Vec::new());
+        add(index, &mut seq, &[id], Source::Computed);
     };
-    // With the two roots, as many edges as allowed.
+    // Together with the two roots, these are as many edges as allowed.
     for id in 0..(1 << 14) - 2 {
         add(&mut index, if id % 2 == 0 { "x" } else { "y" }, id);
     }
@@ -289,25 +266,16 @@ fn so_many_edges_are_read_under_short_hashes() {
 
 #[test]
 fn what_has_no_adapter_and_no_salt_comes_back() {
-    let mut index = RadixIndex::new(Config {
-        num_blocks: 8,
-        block_size: 2,
-        ..Config::seeded(0)
-    })
-    .unwrap();
+    let mut index = empty(8, 2);
     let namespace = Namespace::new("m", "bfloat16", "default", None, Salt::Shared).unwrap();
     let mut seq = TokenSequence::new(Arc::new(namespace), vec![1, 2, 3, 4], Vec::new()).unwrap();
-    let imported = Source::Imported(Imported {
-        exact_until: 2,
-        hops: 3,
-    });
-    add(&mut index, &mut seq, &[5, 6], imported);
+    add(&mut index, &mut seq, &[5, 6], imported(2, 3));
     let bytes = index.snapshot();
     let again = RadixIndex::restore(&bytes, POOL).unwrap();
     assert_eq!(again.digest(), index.digest());
     assert_eq!(again.snapshot(), bytes);
     assert_eq!(again.stats().approximate, 1);
-    // Without tags, no call looks for any.
+    // Without tags, no call searches for any.
     assert!(!again.tagging().is_tagged());
     assert_eq!(again.namespaces(), [Arc::clone(seq.namespace())]);
     assert_eq!(RadixIndex::pool_of_snapshot(&bytes).unwrap(), [0; 16]);
@@ -366,7 +334,7 @@ fn contradictions_of_one_edge_are_refused() {
         "an item over the tokens [3, 6) of an edge over [6, 22)",
         |index| {
             let edge = edge_with_extras(index);
-            // Nothing else is wrong with it.
+            // Only the item's range is wrong.
             let item = Item::new(3, 6, b"cat").unwrap();
             index.node_mut(edge).extras_mut().items = vec![item];
         },
@@ -394,7 +362,7 @@ fn contradictions_of_one_edge_are_refused() {
 fn counts_are_checked_against_the_bytes_that_are_left() {
     let bytes = full().snapshot();
     let name = bytes.windows(4).position(|name| name == b"TREE").unwrap();
-    // Tree indices, vacant ones.
+    // Counts of tree indices and of vacant ones begin here.
     let trees = name + 4 + 8;
     let word = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap());
     let number = |at: usize| usize::try_from(word(at)).unwrap();
@@ -405,7 +373,7 @@ fn counts_are_checked_against_the_bytes_that_are_left() {
         other[at..at + len].copy_from_slice(&(number as u64).to_le_bytes()[..len]);
         refused(&sealed(other))
     };
-    // Three names of a letter, two flags, and the number of edges.
+    // A tree takes at least three one-letter names, two flags and the number of edges.
     let most = left / 37 + 1;
     let announced = format!("{} trees announced, 1 of them vacant", most + 1);
     says(&announced, &with(trees, most + 1, 8));
@@ -413,7 +381,7 @@ fn counts_are_checked_against_the_bytes_that_are_left() {
     assert!(!message.contains("trees announced"), "{message}");
     let few = with(trees, 0, 8);
     says("0 trees announced, 1 of them vacant", &few);
-    // Names of 1, 8 and 7 letters, an adapter of one, and a salt of one.
+    // The namespace has names of 1, 8 and 7 letters, an adapter of one letter and a salt of one.
     let edges = trees + 20 + (8 + 1) + (8 + 8) + (8 + 7) + (1 + 8 + 1) + (1 + 8 + 1);
     let left = trees + number(trees - 8) - edges - 8;
     let most = left / (17 + 4 * 3);
@@ -425,6 +393,6 @@ fn counts_are_checked_against_the_bytes_that_are_left() {
     says(&announced, &message);
     let message = with(edges, most, 8);
     assert!(!message.contains("announced"), "{message}");
-    // The parent of an edge is the root or an earlier edge.
+    // An edge's parent must be the root or an earlier edge.
     says("edge 1 hangs below edge 1", &with(edges + 8, 1, 4));
 }

@@ -1,4 +1,4 @@
-//! Entries and their counters. Blocks enter only by [`Forest::place`], [`Forest::fill`] and a restore, and leave only
+//! Entries and their counters. Blocks enter only by [`Forest::place`], [`Forest::fill`] and a restore. They leave only
 //! by [`Forest::vacate`], [`Forest::vacate_end`] and with their node.
 
 use crate::ids::{ABSENT, BlockId, Depth, NodeIndex};
@@ -11,7 +11,7 @@ use crate::tokens::{Item, View};
 #[derive(Clone, Copy)]
 pub(crate) struct NewBlocks<'a> {
     pub(crate) ids: &'a [BlockId],
-    /// One per block, or empty if all are exact.
+    /// One label per block, or none if all are exact.
     pub(crate) labels: &'a [Label],
 }
 
@@ -52,7 +52,7 @@ impl Forest {
         self.counts.approximate += u64::from(edge.num_approximate() - before);
         for item in Item::within(tokens.items, start, end) {
             let items = &mut edge.extras_mut().items;
-            // An item across the old end had been cut there.
+            // An item across the old end was cut there, and is replaced by the longer one.
             if items
                 .last()
                 .is_some_and(|last| last.start() == item.start())
@@ -68,7 +68,7 @@ impl Forest {
     pub(crate) fn fill(&mut self, node: NodeIndex, place: Depth, new: Payload) {
         let block_size = self.block_size;
         let edge = &mut self.nodes[node];
-        // Siblings are sorted by whether their first block is exact.
+        // Siblings are ordered by whether their first block is exact, so the node may have to move.
         let sorts = place == edge.depth && edge.starts_exact(block_size) != new.is_exact();
         if sorts {
             siblings::remove(&mut self.nodes, node);
@@ -80,7 +80,7 @@ impl Forest {
         crate::failpoints::within("insert: a hole was filled");
         self.counts.holes -= 1;
         self.counts.approximate += u64::from(!new.label.is_exact());
-        // The canary of the target `engine`: a filled hole counts as evictable even if it is pinned.
+        // The canary of the fuzz target `engine`: a filled hole counts as evictable even if it is pinned.
         if !cfg!(feature = "canary") {
             let is_protected = place < self.protected_end(node);
             self.protection.count(is_protected.into(), true);
@@ -88,8 +88,8 @@ impl Forest {
         self.blocks.enter(new.id, node, place);
     }
 
-    /// Makes holes of blocks, unmarked and cut out of their pins. Calls `report` with each id and whether it is
-    /// condemned: whether `is_pinned`.
+    /// Replaces blocks with holes. They have no marks and were cut out of their pins. Calls `report` with each id and
+    /// whether it is condemned, which is what `is_pinned` returns.
     pub(crate) fn vacate(
         &mut self,
         node: NodeIndex,
@@ -124,8 +124,8 @@ impl Forest {
         self.protection.count(protected.into(), false);
     }
 
-    /// Unpinned blocks leave the end of an edge that has nothing else; [`Self::truncate`] or [`Self::remove_leaf`]
-    /// follows. Calls `report` from the end.
+    /// Removes unpinned blocks from the end of an edge without extras; [`Self::truncate`] or [`Self::remove_leaf`] must
+    /// follow. Calls `report` for each, the last first.
     pub(crate) fn vacate_end(&mut self, node: NodeIndex, end: Depth, mut report: impl FnMut(u32)) {
         let edge = &self.nodes[node];
         let from = (end - edge.depth) as usize;
@@ -135,14 +135,14 @@ impl Forest {
         }
     }
 
-    /// Its blocks have left.
+    /// Cuts the edge at `end`, after the blocks from there on have left.
     pub(crate) fn truncate(&mut self, node: NodeIndex, end: Depth) {
         let holes = self.nodes[node].truncate(end, self.block_size);
         self.nodes.renew(node);
         self.counts.holes -= u64::from(holes);
     }
 
-    /// Removes an edge with its tree. Calls `report` as [`Self::vacate`].
+    /// Removes an edge while its tree is removed. Calls `report` as [`Self::vacate`] does.
     pub(crate) fn drop_node(
         &mut self,
         at: NodeIndex,
@@ -175,7 +175,7 @@ impl Forest {
         self.blocks.enter(id, node, place);
     }
 
-    /// The edge's start if there is none.
+    /// The end of the last present block; the edge's start if there is none.
     pub(crate) fn present_end(&self, at: NodeIndex) -> Depth {
         let edge = &self.nodes[at];
         if edge.num_holes() == 0 {

@@ -1,4 +1,4 @@
-//! The links between nodes: children, splits, removal.
+//! Links nodes to their parents and splits and removes them.
 
 use crate::ids::{ABSENT, Depth, NodeIndex};
 use crate::storage::forest::Forest;
@@ -6,7 +6,7 @@ use crate::storage::node::Node;
 use crate::storage::siblings;
 
 impl Forest {
-    /// Children are hashed from the second one on.
+    /// Links a node to its parent. Children are hashed if there are at least two.
     pub(crate) fn link(&mut self, node: NodeIndex) {
         let parent = self.nodes[node].parent;
         if self.nodes[parent].has_children() {
@@ -47,8 +47,8 @@ impl Forest {
         self.edges.remove(self.edge_hash(node), node);
     }
 
-    /// The lower part keeps the record and the children, so cursors and leases that name it stay valid. Its dead blocks
-    /// are not queued.
+    /// Cuts an edge in two and returns the upper node. The lower part keeps the record and the children, so cursors and
+    /// leases that name it stay valid. The caller queues the dead blocks of the lower part again.
     pub(crate) fn split(&mut self, tail: NodeIndex, at: Depth) -> NodeIndex {
         let block_size = self.block_size;
         let parent = self.nodes[tail].parent;
@@ -83,13 +83,12 @@ impl Forest {
         self.trees.remove(tree);
     }
 
-    /// A new edge without blocks; [`Self::link`] follows.
+    /// Adds an edge without blocks; [`Self::link`] must follow.
     pub(crate) fn new_edge(&mut self, parent: NodeIndex, from: Depth) -> NodeIndex {
         let tree = self.nodes[parent].tree;
         self.nodes.insert(Node::new(tree, parent, from))
     }
 
-    /// Returns the children.
     pub(crate) fn unhash_children(&mut self, node: NodeIndex) -> Vec<NodeIndex> {
         let children = self.children(node);
         if children.len() > 1 {
@@ -100,7 +99,7 @@ impl Forest {
         children
     }
 
-    /// Nodes compared until the table of children returns this one.
+    /// Number of nodes compared until the hash table returns this one.
     #[cfg(test)]
     pub(crate) fn comparisons_of(&self, node: NodeIndex) -> Option<usize> {
         let mut compared = 0;

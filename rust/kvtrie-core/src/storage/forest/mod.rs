@@ -1,5 +1,5 @@
-//! The forest: one radix tree per namespace, and the block ids that its entries name. `entries` is the only writer of
-//! entries and of their counters, [`protection`] of what pins protect.
+//! The forest: one radix tree per namespace, and the block ids that its entries name. Only `entries` writes entries and
+//! their counters; only [`protection`] writes what pins protect.
 
 mod entries;
 mod links;
@@ -31,7 +31,7 @@ pub(crate) use places::PathPart;
 pub(crate) use protection::{Change, Sources};
 pub(crate) use walk::Walked;
 
-/// `depth` blocks from the root. `node` is the edge with the last of them.
+/// The place after `depth` blocks of a path. `node` is the edge with the last of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Position {
     pub(crate) node: NodeIndex,
@@ -44,7 +44,7 @@ impl Position {
     }
 }
 
-/// Present blocks of one edge: a copy source.
+/// Present blocks of one edge that a plan copies from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct SourceRun {
     pub(crate) node: NodeIndex,
@@ -57,7 +57,7 @@ pub(crate) struct Forest {
     uid: u64,
     block_size: usize,
     nodes: Arena,
-    /// Every node with a sibling, by (parent, first block). An only child is followed without hashing.
+    /// Every node with a sibling, by (parent, first block). An only child is found without hashing.
     edges: EdgeTable,
     hasher: EdgeHasher,
     trees: Trees,
@@ -95,7 +95,7 @@ impl Forest {
         &self.nodes[at]
     }
 
-    /// In no useful order.
+    /// All nodes, in no useful order.
     pub(crate) fn nodes(&self) -> impl Iterator<Item = &Node> {
         self.nodes.iter()
     }
@@ -152,7 +152,7 @@ impl Forest {
         Position::at(root, 0)
     }
 
-    /// Returns the root, and whether the namespace is new.
+    /// Adds a tree at a given place. Returns its root, and whether the namespace is new.
     pub(crate) fn restore_tree(
         &mut self,
         tree: u32,
@@ -170,7 +170,7 @@ impl Forest {
         self.trees.renew(self.nodes[node].tree);
     }
 
-    /// The part of a note's digest before its block: the namespace, if no place is before it.
+    /// What a departure note digests before its block: the namespace for a first block, nothing for others.
     pub(crate) fn prefix_digest(&self, tree: u32, depth: Depth) -> u64 {
         if depth > 0 {
             0
@@ -183,12 +183,11 @@ impl Forest {
         siblings::only(&self.nodes, parent)
     }
 
-    /// In no useful order.
+    /// The children of a node, in no useful order.
     pub(crate) fn children(&self, parent: NodeIndex) -> Vec<NodeIndex> {
         siblings::all(&self.nodes, parent)
     }
 
-    /// As [`siblings::nearest`].
     pub(crate) fn nearest_child(
         &self,
         parent: NodeIndex,
@@ -197,14 +196,13 @@ impl Forest {
         siblings::nearest(&self.nodes, self.block_size, parent, wanted)
     }
 
-    /// As [`siblings::likest`].
-    pub(crate) fn likest_children<'a>(
+    pub(crate) fn most_similar_children<'a>(
         &'a self,
         parent: NodeIndex,
         exact: bool,
         wanted: View<'a>,
     ) -> impl Iterator<Item = (NodeIndex, usize)> + 'a {
-        siblings::likest(&self.nodes, self.block_size, parent, exact, wanted)
+        siblings::most_similar(&self.nodes, self.block_size, parent, exact, wanted)
     }
 
     pub(crate) fn are_children_sorted(&self, parent: NodeIndex) -> bool {

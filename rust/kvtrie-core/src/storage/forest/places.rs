@@ -1,4 +1,4 @@
-//! Where blocks are: places by id, and the parts of a path.
+//! Where blocks are: the place of a block id, and the parts of a path.
 
 use foldhash::quality::FixedState;
 use hashbrown::HashMap;
@@ -39,7 +39,7 @@ impl Forest {
         under == node
     }
 
-    /// From depth `start` to the indexed block `last`, by node, last first.
+    /// The blocks from depth `start` to the indexed block `last`, by node, the last node first.
     pub(crate) fn parts(&self, last: u32, start: Depth) -> impl Iterator<Item = SourceRun> {
         let mut next = self.place_of(last).map(|(node, depth)| (node, depth + 1));
         std::iter::from_fn(move || {
@@ -51,7 +51,6 @@ impl Forest {
         })
     }
 
-    /// From depth `from` to this indexed block.
     pub(crate) fn path_through(&self, id: u32, from: Depth) -> Vec<BlockId> {
         let mut ids = Vec::new();
         if let Some((node, depth)) = self.place_of(id) {
@@ -68,7 +67,7 @@ impl Forest {
         }
     }
 
-    /// Whether a hole is above its end. `known` caches results.
+    /// Whether the path to the end of an edge has a hole. `known` caches results.
     pub(crate) fn is_cut_off(
         &self,
         from: NodeIndex,
@@ -78,8 +77,8 @@ impl Forest {
         let mut at = from;
         let is_cut_off = loop {
             let node = &self.nodes[at];
-            if let Some(&answer) = known.get(&at) {
-                break answer;
+            if let Some(&cached) = known.get(&at) {
+                break cached;
             }
             passed.push(at);
             if node.num_holes() > 0 || node.is_root() {
@@ -91,7 +90,8 @@ impl Forest {
         is_cut_off
     }
 
-    /// The present blocks of the path of `seq` inside ranges, by edge, ascending; extended ones only if requested.
+    /// The present blocks of the path of `seq` inside ranges, by edge, ascending. Extended blocks (see
+    /// [`Self::extended_end`]) are included only if `with_extended` is set.
     pub(crate) fn parts_inside(
         &self,
         seq: &TokenSequence,
@@ -122,7 +122,7 @@ impl Forest {
             }
             let mut parts = Vec::new();
             while let Some(&(from, to)) = ranges.peek() {
-                // All blocks before `extended` are extended, and none after it.
+                // The blocks before `extended` are extended, and those after it are not.
                 let (low, high) = (from.max(start), to.min(end));
                 for (from, to) in [(low, high.min(extended)), (low.max(extended), high)] {
                     let mut at = from;
@@ -150,11 +150,11 @@ impl Forest {
         Some(found)
     }
 
-    /// The blocks of a path before this depth are extended: a present block below them is not on the path. A block
-    /// below one is below all above it.
+    /// The depth before which the blocks of a path are extended: a present block below them is not on the path. Such a
+    /// block is below all blocks above it as well.
     fn extended_end(&self, end: Position, steps: &mut Steps) -> Option<Depth> {
         let edge = &self.nodes[end.node];
-        // The last block of a path is present, or a block below it is.
+        // An edge ends with a present block or has children with some, so a present block follows the path's end.
         if end.depth < edge.end() || edge.has_children() {
             return Some(end.depth);
         }

@@ -1,4 +1,5 @@
-//! What pins protect: the ends of pinned paths and the pinned sources of each node, and the blocks above them.
+//! What pins protect. A node records the ends of pinned paths and the pinned sources in it, and the blocks above them
+//! are protected.
 
 use foldhash::quality::FixedState;
 use hashbrown::HashMap;
@@ -9,7 +10,7 @@ use crate::ids::{Depth, NO_NODE, NodeIndex};
 use crate::storage::forest::{Forest, SourceRun};
 use crate::storage::node::{Guard, Node};
 
-/// (end, number of pins), ascending.
+/// Pairs of the depth at which pinned paths end and the number of pins, ascending.
 type Anchors = SmallVec<[(Depth, u32); 2]>;
 
 #[derive(Debug)]
@@ -28,7 +29,6 @@ impl Protection {
         }
     }
 
-    /// Of blocks that are protected now, or no longer.
     pub(super) fn count(&mut self, blocks: u64, is_new: bool) {
         if is_new {
             self.num_blocks += blocks;
@@ -53,11 +53,10 @@ pub(crate) struct Change {
     pub(crate) after: Depth,
 }
 
-/// Pins of sources that protect blocks of a node.
 #[derive(Debug, Default)]
 pub(crate) struct Sources {
     pub(crate) children: u32,
-    /// (end, first, number of pins), ascending.
+    /// Triples of (end, first, number of pins), ascending.
     pub(crate) runs: SmallVec<[(Depth, Depth, u32); 1]>,
 }
 
@@ -93,7 +92,7 @@ impl Sources {
         self.runs[first..].iter().any(|&(_, from, _)| from <= depth)
     }
 
-    /// As ascending ranges that do not touch.
+    /// The pinned depths, as ascending ranges that do not touch.
     pub(crate) fn pinned(&self) -> Vec<(Depth, Depth)> {
         let mut found: Vec<(Depth, Depth)> = Vec::new();
         for &(to, from, _) in self.runs.iter().rev() {
@@ -116,7 +115,7 @@ impl Sources {
 }
 
 impl Forest {
-    /// End of the blocks that are pinned or above a pinned block.
+    /// End of the blocks of this edge that are pinned or above a pinned block.
     pub(crate) fn protected_end(&self, at: NodeIndex) -> Depth {
         let node = &self.nodes[at];
         match node.protection {
@@ -126,7 +125,7 @@ impl Forest {
         }
     }
 
-    /// End of the blocks on a pinned path.
+    /// End of the blocks of this edge that are on a pinned path.
     pub(crate) fn path_end(&self, at: NodeIndex) -> Depth {
         let node = &self.nodes[at];
         match node.protection & !Node::SOURCED {
@@ -143,7 +142,7 @@ impl Forest {
         }
     }
 
-    /// End of the pinned sources, and of the blocks above a source that is on no pinned path.
+    /// End of the blocks of this edge that are pinned sources, or above a source that is on no pinned path.
     fn source_end(&self, at: NodeIndex) -> Depth {
         let node = &self.nodes[at];
         match self.protection.sources.get(&at) {
@@ -163,7 +162,8 @@ impl Forest {
         }
     }
 
-    /// In `at` and above, until a node has another value than `from` or dead blocks. Returns that node.
+    /// Sets `protection` to `to` in `at` and the nodes above, until one has another value than `from` or dead blocks.
+    /// Returns that node.
     fn climb_over(&mut self, at: NodeIndex, from: u32, to: u32) -> NodeIndex {
         let (block_size, mut present, mut next) = (self.block_size, 0, at);
         self.nodes.climb(at, |node| {
@@ -219,7 +219,7 @@ impl Forest {
         }
     }
 
-    /// May be true for an unpinned block above the rest of a cut path.
+    /// Whether a block may be pinned. Cut pins can make this true for an unpinned block above the rest of a cut path.
     pub(crate) fn may_be_pinned(&self, node: NodeIndex, place: Depth) -> bool {
         let is_source = || {
             let sources = self.sources_of(node);
@@ -240,7 +240,7 @@ impl Forest {
         self.protection.sources.get(&at)
     }
 
-    /// (end, number of pins), ascending.
+    /// The ends of pinned paths in a node and their numbers of pins, ascending.
     pub(crate) fn anchors_of(&self, at: NodeIndex) -> &[(Depth, u32)] {
         self.protection.anchors.get(&at).map_or(&[], |ends| ends)
     }
@@ -286,7 +286,7 @@ impl Forest {
         self.anchors_changed(at, guard, before, after)
     }
 
-    /// Its other protection did not change.
+    /// What changes when the last end of a pinned path in a node does. The node's other protection is unchanged.
     #[inline]
     fn anchors_changed(
         &self,
@@ -346,7 +346,7 @@ impl Forest {
         }
     }
 
-    /// Protection ends at `after`, not at `before`.
+    /// Counts blocks after the end of protection in a node moved from `before` to `after`.
     #[inline]
     pub(crate) fn recount(&mut self, at: NodeIndex, before: Depth, after: Depth) {
         let (node, block_size) = (&self.nodes[at], self.block_size);
@@ -357,8 +357,8 @@ impl Forest {
         }
     }
 
-    /// Updates `at` and the edges above that only its child protects. Returns the first other node and its guard
-    /// before.
+    /// Updates `at` and the edges above that only its child protects. Returns the first other node and its former
+    /// guard.
     #[inline]
     pub(crate) fn guard_changed(
         &mut self,
@@ -366,7 +366,7 @@ impl Forest {
         before: Guard,
         after: Guard,
     ) -> Option<(NodeIndex, Guard)> {
-        // The usual case: only this path protects the edges above.
+        // Usually only this path protects the edges above.
         if before == Guard::Nothing && after == Guard::Path {
             at = self.climb_over(at, 0, 1);
         } else if before == Guard::Path && after == Guard::Nothing {

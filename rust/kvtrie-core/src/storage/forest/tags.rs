@@ -33,7 +33,7 @@ impl Forest {
         }
     }
 
-    /// Ascending, disjoint runs inside the present blocks.
+    /// Adds tags to an edge: ascending, disjoint runs inside its present blocks.
     pub(crate) fn merge_tags(&mut self, node: NodeIndex, tags: &[TagRun]) {
         self.nodes[node].extras_mut().tags.merge(tags);
     }

@@ -1,4 +1,4 @@
-//! What a use or a mark changes in an edge.
+//! Records uses and dead marks in edges.
 
 use crate::ids::{Depth, NodeIndex};
 use crate::storage::extras::Dead;
@@ -14,7 +14,6 @@ impl Forest {
         extras.source_uses.set(run.from, run.to, time);
     }
 
-    /// Of any age.
     pub(crate) fn add_use(&mut self, node: NodeIndex, time: u64) {
         self.nodes[node].add_use(time);
     }
@@ -24,7 +23,6 @@ impl Forest {
         self.nodes[node].set_queued(position);
     }
 
-    /// Returns how many are new.
     pub(crate) fn mark(
         &mut self,
         node: NodeIndex,
@@ -35,12 +33,11 @@ impl Forest {
         u64::from(dead.marks.fill(parts, mark))
     }
 
-    /// [`Self::drop_marks`] follows a removal.
+    /// The record of dead blocks. After removing marks from it, call [`Self::drop_marks`].
     pub(crate) fn dead_mut(&mut self, node: NodeIndex) -> Option<&mut Dead> {
         self.nodes[node].dead_mut()
     }
 
-    /// Drops the record of dead blocks once it is empty.
     pub(crate) fn drop_marks(&mut self, node: NodeIndex) {
         let node = &mut self.nodes[node];
         if node.dead_marks().is_empty() {

@@ -1,4 +1,4 @@
-//! Finds the path of a sequence, from its cursor on, block by block.
+//! Finds the path of a sequence block by block, starting at its cursor.
 
 use std::sync::Arc;
 
@@ -18,7 +18,7 @@ pub(crate) struct Walked {
 }
 
 impl Forest {
-    /// How far the path of the cursor is known, and how far it is exact.
+    /// The end of the known path of a sequence, and up to where it is exact. `None` if the cursor is not valid here.
     pub(crate) fn at_cursor(&self, seq: &TokenSequence) -> Option<(Position, Depth)> {
         let cursor = seq
             .cursor
@@ -37,7 +37,8 @@ impl Forest {
         ))
     }
 
-    /// The path to `at` is present, its first `exact` blocks exact. `walked` edges are after the old cursor.
+    /// Remembers that the path to `at` is present and its first `exact` blocks are exact. `walked` counts the edges
+    /// after the old cursor.
     pub(crate) fn set_cursor(
         &self,
         seq: &mut TokenSequence,
@@ -46,7 +47,7 @@ impl Forest {
         walked: u64,
     ) {
         let node = &self.nodes[at.node];
-        // Ids of a valid old cursor that end at or before the new one are still right.
+        // Ids of a valid old cursor stay right if they end at or before the new one.
         let known = self.at_cursor(seq).is_some();
         let old = seq.cursor.take().filter(|_| known);
         let edges = old.as_ref().map_or(0, |old| old.edges) + walked;
@@ -64,7 +65,7 @@ impl Forest {
         });
     }
 
-    /// Those in the cursor are not read again.
+    /// The ids of the path to `at`, possibly followed by more. Those that the cursor has are not read again.
     pub(crate) fn remembered_ids(
         &self,
         seq: &mut TokenSequence,
@@ -91,7 +92,7 @@ impl Forest {
         ids
     }
 
-    /// The same place, with the edge of the block before it.
+    /// The same place, given by the edge of the block before it.
     pub(crate) fn normal(&self, mut at: Position) -> Position {
         while at.depth <= self.nodes[at.node].depth && !self.nodes[at.node].is_root() {
             at.node = self.nodes[at.node].parent;
@@ -100,7 +101,7 @@ impl Forest {
     }
 
     /// Follows `tokens` from `at` to at most `limit`, or until `effort` is used up. In an edge, only the blocks before
-    /// `within(node, from, to)` are compared; `pass(node, from, to)` is called for equal ones.
+    /// `within(node, from, to)` are compared. `pass(node, from, to)` is called for the blocks that are equal.
     pub(crate) fn walk(
         &self,
         tokens: View<'_>,
@@ -125,7 +126,7 @@ impl Forest {
                 let same = tokens
                     .slice(from, until)
                     .common(node.view(block_size).slice(from, until));
-                // The first different token was compared too.
+                // The first different token was compared as well.
                 let compared = (same + 1).min(until - from);
                 work.bytes_compared += (compared * size_of::<u32>()) as u64;
                 let reached = at.depth + depth(same / block_size);
@@ -154,8 +155,8 @@ impl Forest {
         }
     }
 
-    /// The end of the path of `seq` through holes and approximate blocks; the inner `None` without a tree, the outer if this takes
-    /// more than `effort`.
+    /// The end of the path of `seq` through holes and approximate blocks. The inner `None` means that there is no tree,
+    /// the outer one that this takes more than `effort`.
     #[expect(
         clippy::option_option,
         reason = "there may be no path, and finding it may take too much"
@@ -178,7 +179,7 @@ impl Forest {
         (!walked.gave_up).then_some(Some(walked.at))
     }
 
-    /// An only child is returned unchecked: the caller compares.
+    /// Finds a child by its first block. An only child is returned without a comparison: the caller compares it.
     pub(crate) fn child(&self, parent: NodeIndex, first: View<'_>) -> Option<NodeIndex> {
         if !self.nodes[parent].has_children() {
             return None;
@@ -199,13 +200,13 @@ impl Forest {
         })
     }
 
-    /// (node, first depth, end), from depth `from` to `at`.
+    /// The edges between depth `from` and `at`: (node, first depth, end).
     pub(crate) fn edges_to(&self, at: Position, from: Depth) -> Vec<(NodeIndex, Depth, Depth)> {
         let edges = self.edges_within(at, from, &mut Effort::ANY.steps());
         edges.unwrap_or_default()
     }
 
-    /// As [`Self::edges_to`], one step per edge; `None` if fewer are left.
+    /// As [`Self::edges_to`], at one step per edge; `None` if fewer are left.
     pub(crate) fn edges_within(
         &self,
         at: Position,
@@ -225,14 +226,14 @@ impl Forest {
         Some(found)
     }
 
-    /// From depth `from` to `at`, with [`ABSENT`](crate::ids::ABSENT) for holes.
+    /// Writes the ids from depth `from` to `at`, with [`ABSENT`](crate::ids::ABSENT) for holes.
     pub(crate) fn path_ids(&self, at: Position, from: Depth, out: &mut Vec<BlockId>) {
         let block_size = self.block_size;
         out.clear();
         let (mut node, mut end) = (at.node, at.depth);
         let edge = &self.nodes[node];
         if edge.depth <= from && from < end {
-            // One edge, the usual case: no slot is written twice.
+            // Usually there is one edge, and no slot is written twice.
             out.extend(edge.ids(from, end, block_size));
             return;
         }
@@ -249,7 +250,7 @@ impl Forest {
         }
     }
 
-    /// Up to position `end`, inclusive, of the path through a node that contains it.
+    /// The last `N` tokens up to position `end`, inclusive, on the path through `node`, which contains that position.
     pub(crate) fn last_tokens<const N: usize>(&self, node: NodeIndex, end: usize) -> [u32; N] {
         let block_size = self.block_size;
         let (mut edge, mut until) = (&self.nodes[node], end + 1);

@@ -2,10 +2,10 @@
 
 use kvtrie_core::Item;
 
-use super::refusals::{label, made};
+use super::refusals::made;
 use super::*;
 
-/// Start, end, class and ids of each run.
+/// The start, end, class and ids of each run.
 fn runs(manifest: &TransferManifest) -> Vec<(usize, usize, Class, Vec<BlockId>)> {
     let run = |run: BlockRun<'_>| (run.start(), run.end(), run.class(), run.blocks().collect());
     manifest.runs().map(run).collect()
@@ -86,7 +86,7 @@ fn a_table_may_end_before_the_sequence() {
     assert_eq!(offer.manifest(&seq, 0, &key()).unwrap().num_tokens(), 4);
 }
 
-/// The longer forms of a value.
+/// Longer encodings of one value.
 type Longer = &'static [&'static [u8]];
 
 #[test]
@@ -94,7 +94,7 @@ fn a_value_in_a_longer_form_is_refused() {
     let exact = [label(0, 10, Class::Exact)];
     let raw = made(&[(0, 4)], &ids(3, 0), &exact, 10).unwrap();
     let raw = raw.to_bytes();
-    // By offset: the version, the array and the first text of the namespace, and the digest of the salt.
+    // Offsets of the version, of the namespace's array and first text, and of the salt's digest.
     let cases: [(usize, &[u8], Longer); 4] = [
         (17, &[1], &[&[0xcc, 1], &[0xcd, 0, 1], &[0xce, 0, 0, 0, 1]]),
         (18, &[0x95], &[&[0xdc, 0, 5], &[0xdd, 0, 0, 0, 5]]),
@@ -128,18 +128,10 @@ fn the_digest_before_an_item_does_not_depend_on_it() {
         TokenSequence::new(namespace, vec![1; 12], items).unwrap()
     };
     let table = ids(3, 0);
-    let group = SentGroup {
-        group: 0,
-        block_size: 4,
-        blocks: &table,
-    };
     let exact = [label(0, 12, Class::Exact)];
-    let manifest = TransferManifest::new(&with(b"a"), &[group], &exact, 12, &key()).unwrap();
-    let local = [LocalGroup {
-        group: 0,
-        block_size: None,
-        blocks: Some(&table),
-    }];
+    let sent = [sent(4, &table)];
+    let manifest = TransferManifest::new(&with(b"a"), &sent, &exact, 12, &key()).unwrap();
+    let local = local(&table);
     let options = TransferOptions::default();
     for (mine, computed) in [
         (with(b"a"), &[][..]),

@@ -1,4 +1,4 @@
-//! Compares plans with the rules, token by token: from which of several places a token must be loaded.
+//! Compares plans with the rules for each token: from which of several places it must be loaded.
 
 use std::cmp::Reverse;
 use std::ops::Range;
@@ -83,7 +83,7 @@ impl Model<'_> {
     fn with(&self, approximate: bool) -> Vec<Option<Origin>> {
         let blocks = self.blocks();
         let mut origins = vec![None; self.mine.len()];
-        // In place, up to the first block of a run that differs.
+        // Blocks in place, up to the first block of each run that differs.
         let mut goes_on: Option<(usize, Class, u16)> = None;
         for block in &blocks {
             let Range { start, end } = block.range;
@@ -119,7 +119,7 @@ impl Model<'_> {
             .iter()
             .filter(|block| block.hops < self.policy.max_hops)
             .collect();
-        // Each chain of blocks whose tokens the prompt has at one distance: its start in the prompt, and its blocks.
+        // For each chain of blocks whose tokens the prompt has at one distance, its start in the prompt and its blocks.
         let mut chains: Vec<(usize, &[&Named])> = Vec::new();
         for first in 0..blocks.len() {
             for start in 0..self.mine.len() {
@@ -257,7 +257,7 @@ proptest! {
         let wanted: Vec<bool> = (0..mine.len()).map(|at| at < kept && !(from..until).contains(&at)).collect();
         let models = |policy: &ReusePolicy| -> Vec<Vec<Option<Origin>>> {
             let of_group = |sender: &Sender| {
-                // The share counts what is finally loaded, over all groups.
+                // The share counts what is finally loaded in all groups.
                 let policy = &ReusePolicy { max_approximate_share: 1.0, ..policy.clone() };
                 Model { sender, mine: &mine, policy, wanted: wanted.clone() }.origins()
             };

@@ -6,21 +6,12 @@ use super::*;
 
 /// A manifest of tokens that all have exact KV.
 fn all_exact(tokens: &[u32], block_size: usize, blocks: &[BlockId]) -> TransferManifest {
-    let group = SentGroup {
-        group: 0,
-        block_size,
-        blocks,
-    };
-    let label = LabelRun {
-        start: 0,
-        end: tokens.len(),
-        class: Class::Exact,
-        hops: 0,
-    };
-    TransferManifest::new(&sequence(tokens), &[group], &[label], tokens.len(), &key()).unwrap()
+    let (group, end) = (sent(block_size, blocks), tokens.len());
+    let label = label(0, end, Class::Exact);
+    TransferManifest::new(&sequence(tokens), &[group], &[label], end, &key()).unwrap()
 }
 
-/// The tokens that may be loaded, and the shortest moved run.
+/// Which tokens may be loaded, and the length of the shortest moved run.
 struct Asked {
     cached: Range<usize>,
     keep_last: usize,
@@ -37,12 +28,11 @@ impl Asked {
     }
 }
 
-/// By token of the prompt, the sender's position that it is loaded from.
+/// For each token of the prompt, the sender's position from which it is loaded.
 fn sources(manifest: &TransferManifest, mine: &[u32], asked: &Asked) -> Vec<Option<usize>> {
     let policy = ReusePolicy {
-        approximate: true,
         min_run: Some(asked.min_run),
-        ..ReusePolicy::EXACT_ONLY
+        ..approximate()
     };
     let options = TransferOptions {
         cached: asked.cached.clone(),
@@ -50,11 +40,10 @@ fn sources(manifest: &TransferManifest, mine: &[u32], asked: &Asked) -> Vec<Opti
         policy: &policy,
     };
     let table = ids(mine.len(), 0);
-    let local = [LocalGroup {
-        group: 0,
+    let local = local(&table).map(|group| LocalGroup {
         block_size: Some(16),
-        blocks: Some(&table),
-    }];
+        ..group
+    });
     let plan = TransferPlan::new(manifest, &sequence(mine), &local, &key(), &options).unwrap();
     let mut sources = vec![None; mine.len()];
     for pair in plan.pairs() {
@@ -65,12 +54,12 @@ fn sources(manifest: &TransferManifest, mine: &[u32], asked: &Asked) -> Vec<Opti
     sources
 }
 
-/// `count` tokens that no sender has.
+/// Returns `count` tokens that no sender has.
 fn noise(count: usize) -> Vec<u32> {
     vec![999; count]
 }
 
-/// Texts of blocks of four equal tokens, each named by its token.
+/// A text of blocks of four equal tokens; each name is the token of a block.
 fn blocks_of_four(names: &[u32]) -> Vec<u32> {
     names.iter().flat_map(|&name| [name; 4]).collect()
 }
@@ -79,11 +68,11 @@ fn from(start: usize, count: usize) -> Vec<Option<usize>> {
     (start..start + count).map(Some).collect()
 }
 
-/// A block at 130 places, and the first of the blocks after it, each of which is at one place.
+/// A block at 130 places, and the first of the blocks that follow it, each at one place only.
 const CROWD: u32 = 1;
 const AFTER: u32 = 100;
 
-/// A block at one place, then the crowd, then `more`.
+/// A manifest of a block at one place, then the crowd, then `more`.
 fn crowd(more: &[u32]) -> TransferManifest {
     let mut names = vec![50];
     names.extend((0..130).flat_map(|place| [CROWD, AFTER + place]));
@@ -96,7 +85,7 @@ fn crowd(more: &[u32]) -> TransferManifest {
 fn of_a_block_in_many_places_the_64_nearest_are_tried() {
     let manifest = crowd(&[]);
     let places: Vec<usize> = (0..130).map(|place| 4 + 8 * place).collect();
-    // Before all places, at one, next to it, between two, and after all.
+    // The windows are before all places, at one, next to it, between two, and after all.
     for window in [0, 500, 501, 504, 1100] {
         let mut nearest = places.clone();
         // A stable sort: at equal distance, the earlier place comes first.
@@ -105,7 +94,7 @@ fn of_a_block_in_many_places_the_64_nearest_are_tried() {
             let mut mine = noise(window);
             mine.extend(blocks_of_four(&[CROWD, after]));
             let found = sources(&manifest, &mine, &Asked::runs_of(8));
-            // The block after it is at one place, and is always found.
+            // The block after it is at one place, so it is always found.
             let mut expected = vec![None; window];
             expected.extend(if nearest[..64].contains(place) {
                 from(*place, 4)
@@ -130,7 +119,7 @@ fn a_token_is_found_through_windows_that_hold_it() {
     let mut whole = vec![None; 5];
     whole.extend(from(far, 12));
     assert_eq!(sources(&manifest, &mine, &asked), whole);
-    // The block before it is not wanted, or another run has it.
+    // The block before it is not to be loaded, or belongs to another run.
     let cached = Asked {
         cached: 0..9,
         ..asked
@@ -171,7 +160,7 @@ fn a_part_of_a_block_that_is_no_run_alone_is_found_through_the_block_before_it()
 
 #[test]
 fn of_two_places_as_near_the_lowest_slot_is_taken() {
-    // The text repeats every 40 tokens, and the prompt has it 20 tokens shifted in either direction.
+    // The text repeats every 40 tokens. The prompt has it shifted by 20 tokens, in either direction.
     let tokens: Vec<u32> = (0..112).map(|at| at % 40).collect();
     let mine: Vec<u32> = (20..120).map(|at| at % 40).collect();
     let asked = Asked {
@@ -184,7 +173,7 @@ fn of_two_places_as_near_the_lowest_slot_is_taken() {
         let found = sources(&all_exact(&tokens, 16, &table), &mine, &asked);
         assert_eq!(found[60..80], from(source, 20));
     }
-    // Both are in one block: the lower slot wins.
+    // Both places are in one block, and the lower slot wins.
     let tokens: Vec<u32> = (0..64).map(|at| at % 4).collect();
     let mine: Vec<u32> = (2..68).map(|at| at % 4).collect();
     let asked = Asked {
@@ -199,7 +188,7 @@ fn of_two_places_as_near_the_lowest_slot_is_taken() {
 
 #[test]
 fn what_the_sender_lacks_in_place_is_moved_before_what_it_has() {
-    // The third block equals the first, whose KV is gone.
+    // The third block equals the first, which has no KV.
     let tokens: Vec<u32> = (0..32).chain(0..16).collect();
     let mut labels = vec![Some((Class::Exact, 0)); 48];
     labels[..16].fill(None);

@@ -11,10 +11,10 @@ use super::*;
 #[derive(Clone)]
 struct Run {
     entries: usize,
-    /// First token, number of tokens, flags and hops.
+    /// The first token, the number of tokens, the flags and the hops.
     numbers: [usize; 4],
     ids: Vec<u32>,
-    /// Bytes of the digests: of the prefix, of the blocks, of the run.
+    /// Number of bytes of the digests: of the prefix, of the blocks, of the run.
     prefix: usize,
     blocks: usize,
     digest: usize,
@@ -26,11 +26,11 @@ struct Group {
     number: usize,
     block_size: usize,
     runs: Vec<Run>,
-    /// The encoded number of runs.
+    /// The number of runs that is encoded.
     announced: usize,
 }
 
-/// Makes one part wrong.
+/// Makes one part of a value wrong.
 type Change<'a, T> = &'a dyn Fn(&mut T);
 
 /// A valid run of blocks of four tokens, whose ids start at `first`.
@@ -57,7 +57,7 @@ fn group(number: usize, runs: Vec<Run>) -> Group {
     }
 }
 
-/// Encodes these groups and reads them.
+/// Encodes groups and reads the bytes.
 fn read(groups: &[Group], limits: &TransferLimits) -> Result<TransferManifest, TransferError> {
     let mut out = ByteWriter::default();
     out.array(4);
@@ -185,7 +185,7 @@ fn runs_that_nobody_would_write() {
     for (change, words) in cases {
         assert_malformed(wrong(change), words);
     }
-    // Look-ahead blocks are whole, have no digests and no hops, and come last. Only they may follow a partial block.
+    // Look-ahead blocks are whole, have neither digests nor hops, and come last. Only they may follow a partial block.
     let ahead = || run(8, 8, 2, 0, 10);
     read_runs(vec![ahead()]).unwrap();
     read_runs(vec![run(0, 7, 0, 0, 0), ahead()]).unwrap();
@@ -266,43 +266,22 @@ fn limits_are_on_all_groups_together() {
         ..TransferLimits::default()
     };
     read(&groups, &fits).unwrap();
-    for limits in [
-        TransferLimits {
-            max_groups: 1,
-            ..fits
-        },
-        TransferLimits {
-            max_runs: 1,
-            ..fits
-        },
-        TransferLimits {
-            max_blocks: 3,
-            ..fits
-        },
-        TransferLimits {
-            max_tokens: 7,
-            ..fits
-        },
-        TransferLimits {
-            max_block_size: 3,
-            ..fits
-        },
-    ] {
+    let shrinks: [Change<'_, TransferLimits>; 5] = [
+        &|limits| limits.max_groups = 1,
+        &|limits| limits.max_runs = 1,
+        &|limits| limits.max_blocks = 3,
+        &|limits| limits.max_tokens = 7,
+        &|limits| limits.max_block_size = 3,
+    ];
+    for shrink in shrinks {
+        let mut limits = fits;
+        shrink(&mut limits);
         let error = read(&groups, &limits).unwrap_err();
         assert_eq!(error.refusal(), Some(Refusal::Limits), "{error}");
     }
 }
 
-pub(super) fn label(start: usize, end: usize, class: Class) -> LabelRun {
-    LabelRun {
-        start,
-        end,
-        class,
-        hops: 0,
-    }
-}
-
-/// A manifest of ten tokens in groups of (number, tokens per block) with one common table.
+/// A manifest of ten tokens in groups, given as (number, tokens per block), with one common table.
 pub(super) fn made(
     groups: &[(u32, usize)],
     table: &[BlockId],
@@ -379,7 +358,7 @@ fn groups_that_no_manifest_is_made_of() {
     made(&[(2, 4)], &table, &exact, 12).unwrap();
 }
 
-/// A namespace of these fields: model, element type, rope, adapter, salt.
+/// A namespace, given as (model, element type, rope, adapter, salt).
 fn namespace(
     (model, kv_dtype, rope): (&str, &str, &str),
     adapter: Option<&str>,
@@ -393,15 +372,10 @@ fn namespace(
     Arc::new(Namespace::new(model, kv_dtype, rope, adapter, salt).unwrap())
 }
 
-/// A manifest without blocks in one namespace.
+/// A manifest of one namespace, without blocks.
 fn manifest_of(namespace: &Arc<Namespace>) -> TransferManifest {
     let seq = TokenSequence::new(Arc::clone(namespace), vec![1, 2], vec![]).unwrap();
-    let group = SentGroup {
-        group: 0,
-        block_size: 16,
-        blocks: &[],
-    };
-    TransferManifest::new(&seq, &[group], &[], 0, &key()).unwrap()
+    TransferManifest::new(&seq, &[sent(16, &[])], &[], 0, &key()).unwrap()
 }
 
 #[test]
@@ -421,11 +395,7 @@ fn a_manifest_says_whose_it_is() {
 fn manifests_of_other_namespaces_are_refused_by_the_field() {
     let plan = |theirs: &Arc<Namespace>, mine: &Arc<Namespace>| {
         let seq = TokenSequence::new(Arc::clone(mine), vec![1, 2], vec![]).unwrap();
-        let local = [LocalGroup {
-            group: 0,
-            block_size: None,
-            blocks: Some(&[BlockId(3)]),
-        }];
+        let local = local(&[BlockId(3)]);
         let options = TransferOptions::default();
         TransferPlan::new(&manifest_of(theirs), &seq, &local, &key(), &options)
     };
@@ -491,18 +461,11 @@ fn manifests_of_other_namespaces_are_refused_by_the_field() {
 
 #[test]
 fn what_a_plan_is_asked_wrongly() {
-    let sender = Sender {
-        tokens: (0..10).collect(),
-        labels: vec![Some((Class::Exact, 0)); 10],
-        block_size: 4,
-    };
+    let sender = Sender::exact((0..10).collect(), 4);
     let manifest = sender.manifest().unwrap();
     let table = ids(3, 0);
-    let group = |group| LocalGroup {
-        group,
-        block_size: None,
-        blocks: Some(&table),
-    };
+    let [first] = local(&table);
+    let group = |group| LocalGroup { group, ..first };
     let seq = sequence(&sender.tokens);
     let plan = |local: &[LocalGroup<'_>], cached: Range<usize>, policy: &ReusePolicy| {
         let options = TransferOptions {

@@ -1,0 +1,18 @@
+//! The parts of an index that a plan reads.
+
+use crate::config::Config;
+use crate::moved::Windows;
+use crate::plan::path::CachedPath;
+use crate::storage::forest::Forest;
+use crate::tagging::Tagging;
+
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Cached<'a> {
+    pub(crate) forest: &'a Forest,
+    /// The windows, with an empty queue; `None` if moved runs are off.
+    pub(crate) windows: Option<&'a Windows>,
+    pub(crate) tagging: &'a Tagging,
+    pub(crate) config: &'a Config,
+    /// If set, only blocks of this path may be used.
+    pub(crate) path: Option<&'a CachedPath>,
+}
