@@ -128,7 +128,7 @@ def test_edited_histories_of_the_shipped_conversation(run: Run) -> None:
 def test_answers_of_policies_are_shown_once_each(run: Run, talk: Path) -> None:
     shown = " ".join(run(talk).stdout.split())
     assert "answers to the last question (Thanks, and ten times that?)" in shown
-    assert re.search(r"W01 > .+ \(full, exact", shown)
+    assert re.search(r"one by one > .+ \(full, exact", shown)
 
 
 def test_json_leaves_progress_on_stderr(run: Run, talk: Path) -> None:
