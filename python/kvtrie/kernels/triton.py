@@ -324,7 +324,7 @@ def _settings(
         "FLOAT": _FLOATS[dtype],
         "INT": _INTS[dtype.itemsize],
         "MATH": tl.float32 if dtype.itemsize == 2 else tl.float64,
-        "BY_HAND": triton.knobs.runtime.interpret and dtype == torch.bfloat16,
+        "BY_HAND": not isinstance(_move_rows, triton.JITFunction) and dtype == torch.bfloat16,
         "ALIGNMENT": _alignment(layers, dtype.itemsize),
         "ROTATES": bool(shapes),
         "ALIKE": len(shapes) == 1,
