@@ -80,7 +80,7 @@ $(VENV)/.extension: $(VENV)/.packages $(RUST_MANIFESTS) $(RUST_SOURCES) | check-
 
 # Exit code 3: it cannot be fetched. Any other failure is one.
 REAL_MODEL := target/models/smollm2-135m-instruct
-REAL_DEMO := tools/real_conversation.jsonl --model $(REAL_MODEL) --dtype float32 --threads 1 --repeats 1 --max-new-tokens 32
+REAL_DEMO := tools/real_conversation.jsonl --model $(REAL_MODEL) --dtype float32 --repeats 1 --max-new-tokens 32
 
 .PHONY: demo
 demo: setup ## SmolLM2-135M (93 MB, fetched once) answers a conversation while kvtrie finds its KV; without it, the shipped toy
