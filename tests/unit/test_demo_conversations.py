@@ -142,3 +142,10 @@ def test_load_refuses_what_is_not_utf8(tmp_path: Path) -> None:
 def test_load_reports_a_missing_file_as_an_os_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         load_conversations(tmp_path / "none.jsonl")
+
+
+def test_a_recorded_reply_is_given_and_not_generated() -> None:
+    recorded = {**REPLY, "recorded": True}
+    (turn,) = Conversation((USER, recorded, RESULT, REPLY)).turns()
+    assert turn.given == (USER, recorded, RESULT)
+    assert turn.reference == "Hello."

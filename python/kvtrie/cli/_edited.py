@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -23,9 +23,11 @@ from kvtrie.engines.transformers import Generator
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvtrie.engines.transformers import Event
     from kvtrie.pool.kv_pool import KVPool
 
-_POLICIES: Final = ("full", "exact", "rotated", "rotated+first4", "rotated+last4")
+_POLICIES: Final = ("full", "exact", "rotated", "rotated+first4")
+_KEPT: Final = {"preserve_thinking": True}
 _STRIPPED: Final = {"preserve_thinking": False}
 
 
@@ -43,7 +45,7 @@ class Edited:
 
     Tokens are those of the prompts that drop something. ``seconds`` is the median time to first
     token of the last prompt, ``kl_mean`` is in nats, ``top1`` the share of ``positions`` with the
-    same likeliest token.
+    same likeliest token. ``answer`` is the greedy answer to the last prompt.
     """
 
     shape: str
@@ -56,6 +58,7 @@ class Edited:
     kl_mean: float
     top1: float
     positions: int
+    answer: str
 
 
 def measure(
@@ -64,6 +67,7 @@ def measure(
     *,
     tools: list[dict[str, Any]] | None,
     repeats: int,
+    max_new_tokens: int,
 ) -> tuple[list[Edited], str | None]:
     """One row per history and policy, and the reason if there are none."""
     if len(replies) < 2:
@@ -72,27 +76,38 @@ def measure(
         model = Model(live.model, live.pool.layout.block_size)
     except UnsupportedRopeError as error:
         return [], str(error)
+    # It reuses what a gate would refuse: the rows say what that costs.
+    timed = Generator(
+        live.model,
+        live.tokenizer,
+        num_blocks=live.pool.num_blocks,
+        block_size=live.pool.layout.block_size,
+        gate="unchecked",
+    )
     rows: list[Edited] = []
     for shape, steps in _histories(live, replies, tools).items():
         if not any(step.is_measured for step in steps):
             return [], "every prompt continues all the text before it"
         full = [model.whole(step) if step.is_measured else None for step in steps]
         pool = model.pool(tokens_needed(steps, model.layout.block_size))
-        rows += [_row(live, model, pool, shape, steps, full, name, repeats) for name in _POLICIES]
+        for name in _POLICIES:
+            row = _row(model, pool, shape, steps, full, name)
+            seconds, answer = _last(timed, policies.policy(name), steps, repeats, max_new_tokens)
+            rows.append(replace(row, seconds=seconds, answer=answer))
     return rows, None
 
 
 def _histories(
     live: Generator, replies: Sequence[Reply], tools: list[dict[str, Any]] | None
 ) -> dict[str, list[Step]]:
-    def prompts(options: dict[str, Any] | None) -> list[list[int]]:
+    def prompts(options: dict[str, Any]) -> list[list[int]]:
         encoded = (
             live.encode(reply.messages, tools=tools, chat_template_kwargs=options)
             for reply in replies
         )
         return [[int(token) for token in ids] for ids in encoded]
 
-    kept, stripped = prompts(None), prompts(_STRIPPED)
+    kept, stripped = prompts(_KEPT), prompts(_STRIPPED)
     return {
         "one by one": _steps(stripped, replies),
         "all at once": _steps([*kept[:-1], stripped[-1]], replies),
@@ -120,15 +135,14 @@ def _steps(prompts: Sequence[list[int]], replies: Sequence[Reply]) -> list[Step]
 
 
 def _row(
-    live: Generator,
     model: Model,
     pool: KVPool,
     shape: str,
     steps: Sequence[Step],
     full: Sequence[torch.Tensor | None],
     name: str,
-    repeats: int,
 ) -> Edited:
+    """One row, but for the time and the answer."""
     policy = policies.policy(name)
     replay = None if policy.mode == "full" else Replay(model, pool, policy)
     divergences: list[torch.Tensor] = []
@@ -153,31 +167,47 @@ def _row(
         exact=exact,
         moved=moved,
         computed=computed,
-        seconds=_seconds(live, policy, steps, repeats),
+        seconds=0,
         kl_mean=float(every.mean()),
         top1=agreeing / len(every),
         positions=len(every),
+        answer="",
     )
 
 
-def _seconds(
-    live: Generator, policy: policies.Policy, steps: Sequence[Step], repeats: int
-) -> float:
-    """Median time to first token of the last prompt, after the reply before it."""
-    generator = Generator(
-        live.model,
-        num_blocks=live.pool.num_blocks,
-        block_size=live.pool.layout.block_size,
-        gate="unchecked",
-    )
+def _last(
+    generator: Generator,
+    policy: policies.Policy,
+    steps: Sequence[Step],
+    repeats: int,
+    max_new_tokens: int,
+) -> tuple[float, str]:
+    """Median time to first token of the last prompt after the reply before it, and its answer."""
     before, last = steps[-2], steps[-1]
-    times = []
-    for _ in range(repeats + 1):
+    times: list[float] = []
+    answer = ""
+    for run in range(repeats + 1):
         generator.forget()
         if policy.mode != "full":
             generator.generate([*before.prompt, *before.reply], max_new_tokens=1)
         began = time.perf_counter()
-        generator.generate(last.prompt, max_new_tokens=1, policy=policy.reuse)
-        times.append(time.perf_counter() - began)
-    # The first round allocates.
-    return statistics.median(times[1:])
+        events = generator.stream(
+            last.prompt, max_new_tokens=1 if run else max_new_tokens, policy=policy.reuse
+        )
+        first = next(events)
+        if run:
+            times.append(time.perf_counter() - began)
+            events.close()
+        else:  # It allocates: it gives the answer, and no time.
+            answer = _text(generator, [first, *events])
+    return statistics.median(times), answer
+
+
+def _text(live: Generator, events: Sequence[Event]) -> str:
+    """With special tokens, except the last: reasoning may be between two of them."""
+    tokens = [event.token for event in events if event.token is not None]
+    if live.tokenizer is None:
+        return ""
+    kept = tokens[:-1] if events[-1].finish_reason == "stop" else tokens
+    text = live.tokenizer.decode(kept, clean_up_tokenization_spaces=False)
+    return text if isinstance(text, str) else "".join(text)

@@ -203,7 +203,11 @@ class _ConversationReplay:
             found = turns[-1].usage
             self._step(f"turn {number}: {found.exact} of {found.prompt} prompt tokens found")
         edited, why_not = _edited.measure(
-            self._live, self._replies, tools=self._tools, repeats=self._settings.repeats
+            self._live,
+            self._replies,
+            tools=self._tools,
+            repeats=self._settings.repeats,
+            max_new_tokens=self._settings.max_new_tokens,
         )
         return ConversationResult(
             line=self._conversation.line,

@@ -112,7 +112,8 @@ def _show_answers(console: Console, conversation: ConversationResult) -> None:
     console.print(Text(f"\nconversation of line {conversation.line}", style="bold"))
     for number, turn in enumerate(conversation.turns, start=1):
         console.print(Text(f"{number:3} ? {_shortened(turn.question)}", style="dim"))
-        mark = {True: " (as recorded)", False: " (not as recorded)", None: ""}
+        recorded = _shortened(turn.reference or "")
+        mark = {True: " (as recorded)", False: f" (recorded: {recorded})", None: ""}
         answer = _shortened(answer_of(turn.answer)) or _shortened(turn.answer) or "(nothing)"
         console.print(Text(f"    > {answer}{mark[turn.matches_reference]}"))
 
@@ -185,7 +186,20 @@ def _show_edited(console: Console, conversation: ConversationResult) -> None:
             f"{row.top1:.1%}",
         )
     console.print(table)
+    question = _shortened(conversation.turns[-1].question)
+    console.print(Text(f"answers to the last question ({question})", style="dim"))
+    for (shape, answer), names in _same_answers(conversation).items():
+        console.print(Text(f"{shape} > {answer} ({', '.join(names)})"))
     console.print(Text(_ABOUT_EDITED))
+
+
+def _same_answers(conversation: ConversationResult) -> dict[tuple[str, str], list[str]]:
+    """The policies that give each answer, by history and answer."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for row in conversation.edited:
+        answer = _shortened(answer_of(row.answer)) or _shortened(row.answer) or "(nothing)"
+        found.setdefault((row.shape, answer), []).append(row.policy)
+    return found
 
 
 def _summary(result: DemoResult) -> str:

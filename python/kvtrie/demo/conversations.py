@@ -49,16 +49,17 @@ class Conversation:
     def turns(self) -> list[ReplayTurn]:
         """Split the conversation into the replies that the model generates.
 
-        An assistant message without tool calls after a user or tool message is generated; its
-        recorded text is the reference. Tool calls and tool results are given as recorded. A user or
-        tool message without a reply gets one without a reference. Messages after the last reply
-        belong to no turn.
+        An assistant message after a user or tool message is generated; its recorded text is the
+        reference. One with tool calls, or with a true ``recorded``, is given as recorded, and so
+        are tool results. A user or tool message without a reply gets one without a reference.
+        Messages after the last reply belong to no turn.
         """
         turns: list[ReplayTurn] = []
         given: list[dict[str, Any]] = []
         for message in self.messages:
             asked = bool(given) and given[-1]["role"] in {"user", "tool"}
-            spoken = message["role"] == "assistant" and not message.get("tool_calls")
+            is_given = message.get("tool_calls") or message.get("recorded")
+            spoken = message["role"] == "assistant" and not is_given
             if asked and spoken:
                 turns.append(ReplayTurn(tuple(given), answer_of(message["content"])))
                 given = []
