@@ -78,7 +78,7 @@ $(VENV)/.extension: $(VENV)/.packages $(RUST_MANIFESTS) $(RUST_SOURCES) | check-
 
 # --- what people run ------------------------------------------------------------------------------
 
-# Exit code 3: it cannot be fetched. Any other failure is one.
+# Exit code 3 of tools.real_models: it cannot be fetched. Any other failure is one.
 REAL_MODEL := target/models/smollm2-135m-instruct
 REAL_DEMO := tools/real_conversation.jsonl --model $(REAL_MODEL) --dtype float32 --repeats 1 --max-new-tokens 32
 
@@ -198,7 +198,8 @@ $(VLLM_ENV)/.kvtrie: $(VLLM_ENV)/.packages target/wheels/.built
 	@touch $@
 
 .PHONY: test-vllm
-test-vllm: $(VLLM_ENV)/.kvtrie ## the vLLM connector in a real engine, on tiny models (VLLM_FLAGS: more for pytest)
+test-vllm: $(VLLM_ENV)/.kvtrie ## the vLLM connector in a real engine, on tiny models and SmolLM2-135M (VLLM_FLAGS: more for pytest)
+	@$(PY) -m tools.real_models smollm2 || [ $$? = 3 ]
 	$(VLLM_ENV)/bin/python -m pytest --config-file tests/vllm/pytest.toml tests/vllm $(VLLM_FLAGS)
 
 # The newest release has no CPU build, but a scheduler needs no model: the release itself, without what it computes with.
