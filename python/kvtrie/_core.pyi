@@ -25,6 +25,7 @@ __all__ = [
     "KvTrieError",
     "LayoutError",
     "Match",
+    "MovedRun",
     "Namespace",
     "NamespaceDifference",
     "OutOfBlocksError",
@@ -621,6 +622,71 @@ class Match:
     def num_tokens(self, /) -> int:
         """
         Tokens from position 0 that match exactly: a whole number of blocks.
+        """
+
+@final
+class MovedRun:
+    """
+    A moved run of a plan, and how the tokens before it differ from those that it was computed
+    after.
+
+    A token of the prompt before the run is *kept* if its KV comes from the run's own source, from
+    before the run: in place, or by a copy of the same plan. Kept tokens are counted in the prompt.
+
+    Example:
+        >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+        >>> index = kvtrie.RadixIndex(num_blocks=64, block_size=4)
+        >>> seq = kvtrie.TokenSequence(range(40), space)
+        >>> done = index.insert(seq, range(10), num_computed=40, source=kvtrie.COMPUTED)
+        >>> prompt = kvtrie.TokenSequence([*range(8), *range(16, 40), 99], space)
+        >>> with index.plan(prompt, kvtrie.ReusePolicy()) as plan:
+        ...     plan.moved_runs[0]
+        MovedRun(8, 32, old_start=16, cuts=1, lost_context=0.5, new_context=0.0)
+    """
+    def __eq__(self, value: object, /) -> bool: ...
+    def __ne__(self, value: object, /) -> bool: ...
+    @property
+    def cuts(self, /) -> int:
+        """
+        Number of places before the run at which kept tokens stop being consecutive, in the prompt
+        or in the source; a change of order is one too. 65535 if this was not worked out.
+        """
+    @property
+    def delta(self, /) -> int:
+        """
+        New position minus old position.
+        """
+    @property
+    def distance(self, /) -> int:
+        """
+        Number of positions by which the run moves.
+        """
+    @property
+    def end(self, /) -> int:
+        """
+        One past the last token.
+        """
+    @property
+    def lost_context(self, /) -> float:
+        """
+        Share of the source's tokens before the run that are not kept, 0 to 1. 1 if this was not
+        worked out.
+        """
+    @property
+    def new_context(self, /) -> float:
+        """
+        Share of the prompt's tokens before the run that are not kept, 0 to 1. 1 if this was not
+        worked out.
+        """
+    @property
+    def old_start(self, /) -> int:
+        """
+        Position of the source's first token.
+        """
+    @property
+    def start(self, /) -> int:
+        """
+        First token of the prompt.
         """
 
 @final
@@ -1407,6 +1473,12 @@ class ReusePlan:
         """
         Ranges (start, end) to compute: int64 of shape (n, 2), ascending.
         """
+    @property
+    def moved_runs(self, /) -> tuple[MovedRun, ...]:
+        """
+        The moved runs, ascending: one per piece of the cover that is moved, without the tokens that
+        the policy recomputes at its ends.
+        """
     def moves(
         self, /, table: _Integers, start: SupportsIndex = 0, end: SupportsIndex | None = None
     ) -> npt.NDArray[np.void]:
@@ -1565,6 +1637,12 @@ class ReusePolicy:
         recompute_last: Tokens at the end of every moved run that are computed anyway.
         forbid_kinds: Kinds of spans that are not reused approximately. A kind that no tag of the
             index has raises a `UserWarning`, once, with the nearest kind.
+        max_cuts: Most cuts before a moved run (`MovedRun.cuts`), 0 to 65535; None means any number. A
+            run beyond this limit, or one of the next two, is computed.
+        max_lost_context: Largest share of the tokens before a moved run in its source that may be
+            lost (`MovedRun.lost_context`), 0 to 1.
+        max_new_context: Largest share of the tokens before a moved run in the prompt that may be new
+            to it (`MovedRun.new_context`), 0 to 1.
         partial_blocks: Whether the exact tokens of the block in which the match ends are copied. An
             engine that copies nothing needs False, and `approximate=False`.
 
@@ -1591,6 +1669,9 @@ class ReusePolicy:
         recompute_first: SupportsIndex = 0,
         recompute_last: SupportsIndex = 0,
         forbid_kinds: Iterable[str] = ...,
+        max_cuts: SupportsIndex | None = None,
+        max_lost_context: SupportsFloat = 1.0,
+        max_new_context: SupportsFloat = 1.0,
         partial_blocks: bool = True,
     ) -> ReusePolicy: ...
     def __replace__(self, /, **changes: object) -> ReusePolicy:
@@ -1613,9 +1694,24 @@ class ReusePolicy:
         Largest approximate share of the prompt's tokens.
         """
     @property
+    def max_cuts(self, /) -> int | None:
+        """
+        Most cuts before a moved run, or None.
+        """
+    @property
     def max_hops(self, /) -> int:
         """
         Most hops of approximate KV.
+        """
+    @property
+    def max_lost_context(self, /) -> float:
+        """
+        Largest share of a moved run's own context that may be lost.
+        """
+    @property
+    def max_new_context(self, /) -> float:
+        """
+        Largest share of the prompt before a moved run that may be new to it.
         """
     @property
     def min_run(self, /) -> int | None:

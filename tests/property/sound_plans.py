@@ -4,8 +4,9 @@
 
 A side table has for every slot the token, the position, a digest of its whole prefix, the label and
 the tags. Each token of every plan is looked up there: same token, the plan's delta, the class and
-hops that follow from the two prefixes. Where no candidate was dropped, coverage is compared with
-the union of all usable shared windows. The exit status is 1 when anything is wrong.
+hops that follow from the two prefixes. What is reused is in the union of all usable shared windows.
+Where no candidate was dropped, no such window is computed whole. The exit status is 1 when anything
+is wrong.
 """
 
 from __future__ import annotations
@@ -447,10 +448,16 @@ class World:
             hits = contains(view.windows, self.windows(tokens))
             found |= spread(hits, count, self.min_run)
         found[:start] = True
-        if plan.candidates_dropped:
-            require("nothing but what is cached", not (reused[:count] & ~found).any())
-        else:
-            require("coverage", np.array_equal(reused[:count], found))
+        require("nothing but what is cached", not (reused[:count] & ~found).any())
+        if not plan.candidates_dropped:
+            computed = np.concatenate([[0], np.cumsum(~reused[:count])])
+            whole = computed[self.min_run :] - computed[:least] if least else computed[:0]
+            missed = (own == self.min_run) & (whole == self.min_run)
+            require("coverage of its own prefix", not missed.any())
+            if policy.approximate:
+                require("coverage", not (hits & (whole == self.min_run)).any())
+            else:
+                require("exact coverage", np.array_equal(reused[:count], found))
             self.counts["coverage compared"] += 1
         require("nothing of what is kept", not reused[count:].any())
 

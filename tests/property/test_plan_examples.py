@@ -167,19 +167,85 @@ def test_plan_any_order(kit: Kit, index: Any) -> None:
 
 def test_plan_match_may_begin_before_the_uncovered_part(kit: Kit, index: Any) -> None:
     cache(index, kit.seq("abcdefgh"))
-    cache(index, kit.seq("wxyzefghijkl"), 10)
-    # "efghijkl" is a match of eight, of which four are in place already.
-    plan = plan_of(index, kit.seq("abcdefghijkl?"))
-    assert shown(plan) == "0-8 e, 8-12 a1, 12-13 c"
-    assert plan.source_blocks.tolist() == [12]
+    cache(index, kit.seq("wxyzefghijklmnop"), 10)
+    # "efghijklmnop" is a match of twelve, of which four are in place already.
+    plan = plan_of(index, kit.seq("abcdefghijklmnop?"))
+    assert shown(plan) == "0-8 e, 8-16 a1, 16-17 c"
+    assert plan.source_blocks.tolist() == [12, 13]
+
+
+def test_plan_computes_what_is_left_of_a_match_if_it_is_shorter_than_min_run(
+    kit: Kit, index: Any
+) -> None:
+    cache(index, kit.seq("abcdefgh"))
+    cache(index, kit.seq("wxyzefghijklmnop"), 10)
+    assert planned(index, kit.seq("abcdefghijklmno?")) == "0-8 e, 8-16 c"
+    cache(index, kit.seq("....1234567890ab"), 20)
+    cache(index, kit.seq("::::890abcdefghi"), 30)
+    # Six tokens are left of the second.
+    assert planned(index, kit.seq("-1234567890abcdefgh-")) == "0-1 c, 1-13 a1 from 4, 13-20 c"
 
 
 def test_plan_reaches_furthest_not_longest(kit: Kit, index: Any) -> None:
     cache(index, kit.seq("....abcdefghijkl"))
-    cache(index, kit.seq("::::efghijklmnop"), 10)
-    # From a: only the first. From m on: the second, of which four tokens are left.
-    plan = plan_of(index, kit.seq("-abcdefghijklmnop-"))
-    assert shown(plan) == "0-1 c, 1-13 a1 from 4, 13-17 a1 from 12, 17-18 c"
+    cache(index, kit.seq("::::efghijklmnopqrst"), 10)
+    # From a: only the first. From m on: the second, of which eight tokens are left.
+    plan = plan_of(index, kit.seq("-abcdefghijklmnopqrst-"))
+    assert shown(plan) == "0-1 c, 1-13 a1 from 4, 13-21 a1 from 12, 21-22 c"
+
+
+def test_plan_prefers_a_source_in_order_to_a_repeat_that_reaches_further(
+    kit: Kit, index: Any
+) -> None:
+    cache(index, kit.seq("abcd1234ijklmnop...."))
+    cache(index, kit.seq("::::ijklmnopqrst"), 10)
+    plan = plan_of(index, kit.seq("abcdijklmnopqrst?"))
+    assert shown(plan) == "0-4 e, 4-12 a1 from 8, 12-17 c"
+    assert plan.source_blocks.tolist() == [2, 3]
+    # Nothing is in place, and no piece comes before: both are in order.
+    assert rows(plan_of(index, kit.seq("?ijklmnopqrst?")))[1] == "1-13 a1 from 4"
+    # The previous piece ends after it in its text.
+    prompt = kit.seq("abcdmnop....!ijklmnopqrst?")
+    assert rows(plan_of(index, prompt))[1:4] == ["4-12 a1 from 12", "12-13 c", "13-25 a1 from 4"]
+
+
+def moved_runs(plan: Any) -> list[tuple[Any, ...]]:
+    return [
+        (run.start, run.end, run.delta, run.cuts, run.lost_context, run.new_context)
+        for run in plan.moved_runs
+    ]
+
+
+def test_plan_says_how_the_context_of_a_moved_run_differs(kit: Kit, index: Any) -> None:
+    cache(index, kit.seq("abcdefghijklmnopqrstuvwxyz012345"))
+    plan = plan_of(index, kit.seq("abcdefgh", "qrstuvwx", "ijklmnop", "yz012345", "?"))
+    assert moved_runs(plan) == [
+        (8, 16, -8, 1, 0.5, 0.0),
+        (16, 24, 8, 1, 0.0, 0.5),
+        (24, 32, 0, 3, 0.0, 0.0),
+    ]
+    assert [run.distance for run in plan.moved_runs] == [8, 8, 0]
+    assert [run.old_start for run in plan.moved_runs] == [16, 8, 24]
+    plan = plan_of(index, kit.seq("????", "qrstuvwx", "?"))
+    assert moved_runs(plan) == [(4, 12, -12, 0, 1.0, 1.0)]
+
+
+def test_plan_computes_a_run_beyond_the_limits_of_its_context(kit: Kit, index: Any) -> None:
+    cache(index, kit.seq("abcdefghijklmnopqrstuvwxyz012345"))
+    prompt = kit.seq("abcdefgh", "qrstuvwx", "ijklmnop", "yz012345", "?")
+    first, second, third = "8-16 a1 from 16", "16-24 a1 from 8", "24-32 a1"
+    for policy, found in (
+        (ReusePolicy(max_cuts=1), ["0-8 e", first, second, "24-33 c"]),
+        (ReusePolicy(max_cuts=0), ["0-8 e", "8-33 c"]),
+        # Without the first run the others have fewer cuts, and more lost context.
+        (ReusePolicy(max_lost_context=0.4), ["0-8 e", "8-16 c", second, third, "32-33 c"]),
+        (ReusePolicy(max_lost_context=0.3), ["0-8 e", "8-16 c", second, "24-33 c"]),
+        (ReusePolicy(max_new_context=0.4), ["0-8 e", first, "16-24 c", third, "32-33 c"]),
+    ):
+        plan = plan_of(index, prompt, policy)
+        assert rows(plan) == found, policy
+        starts = [run.start for run in plan.moved_runs]
+        assert starts == [int(row.split("-")[0]) for row in found if "a1" in row]
 
 
 def test_plan_prefers_the_match_that_reaches_further(kit: Kit, index: Any) -> None:
@@ -190,15 +256,15 @@ def test_plan_prefers_the_match_that_reaches_further(kit: Kit, index: Any) -> No
 
 def test_plan_pieces_of_one_delta_stay_apart(kit: Kit, index: Any) -> None:
     cache(index, kit.seq("....abcdefghij..____"))
-    cache(index, kit.seq("::::::::cdefghijklmn"), 10)
-    prompt = kit.seq("!!!!!!abcdefghijklmn!")
-    # abcdefghij moves by +2, cdefghijklmn by 0.
-    assert planned(index, prompt) == "0-6 c, 6-16 a1 from 4, 16-20 a1, 20-21 c"
+    cache(index, kit.seq("::::::::cdefghijklmnopqr"), 10)
+    prompt = kit.seq("!!!!!!abcdefghijklmnopqr!")
+    # abcdefghij moves by +2, cdefghijklmnopqr by 0.
+    assert planned(index, prompt) == "0-6 c, 6-16 a1 from 4, 16-24 a1, 24-25 c"
     other = make(kit)
     cache(other, kit.seq("......abcdefghij...."))
-    cache(other, kit.seq("::::::::cdefghijklmn"), 10)
+    cache(other, kit.seq("::::::::cdefghijklmnopqr"), 10)
     # Both with delta 0: still two pieces.
-    assert planned(other, prompt) == "0-6 c, 6-16 a1, 16-20 a1, 20-21 c"
+    assert planned(other, prompt) == "0-6 c, 6-16 a1, 16-24 a1, 24-25 c"
 
 
 def test_plan_path_goes_on_into_the_child_that_fits(kit: Kit, index: Any) -> None:
@@ -247,7 +313,8 @@ def test_plan_repetitive_prompt(kit: Kit, index: Any) -> None:
     cache(index, kit.seq("a" * 12))
     # In place 12; from there on the match that reaches furthest ends with a slot of the path: its
     # source is all twelve, and the next piece starts again.
-    assert planned(index, kit.seq("a" * 30)) == "0-12 e, 12-24 a1 from 0, 24-29 a1 from 7, 29-30 c"
+    assert planned(index, kit.seq("a" * 33)) == "0-12 e, 12-24 a1 from 0, 24-32 a1 from 4, 32-33 c"
+    assert planned(index, kit.seq("a" * 32)) == "0-12 e, 12-24 a1 from 0, 24-32 c"
 
 
 def test_plan_namespaces_are_walls(kit: Kit, index: Any) -> None:
@@ -317,17 +384,17 @@ def test_plan_ties_smaller_delta(kit: Kit, index: Any) -> None:
 
 
 def test_plan_ties_lowest_slot_one_by_one(kit: Kit, index: Any) -> None:
-    put(index, kit.seq("1111abcdefgh"), [30, 5, 9])
-    put(index, kit.seq("2222abcdefgh"), [31, 6, 2])
-    put(index, kit.seq("3333abcdefgh"), [32, 5 + 2, 1])
-    seq = kit.seq("!!!!abcdefgh!")
-    assert plan_of(index, seq).source_blocks.tolist() == [5, 9]
+    put(index, kit.seq("1111abcdefghijkl"), [30, 5, 9, 20])
+    put(index, kit.seq("2222abcdefghijkl"), [31, 6, 2, 21])
+    put(index, kit.seq("3333abcdefghijkl"), [32, 5 + 2, 1, 22])
+    seq = kit.seq("!!!!abcdefghijkl!")
+    assert plan_of(index, seq).source_blocks.tolist() == [5, 9, 20]
     index.discard([5])
-    assert plan_of(index, seq).source_blocks.tolist() == [2, 6]
+    assert plan_of(index, seq).source_blocks.tolist() == [2, 6, 21]
     # Where a match is needed from its second block on, the second block decides.
     put(index, kit.seq("abcd"), [40])
     put(index, kit.seq("1111abcd"), [30, 5])
-    assert plan_of(index, kit.seq("abcdefgh!")).source_blocks.tolist() == [1]
+    assert plan_of(index, kit.seq("abcdefghijkl!")).source_blocks.tolist() == [1, 22]
 
 
 # --- exactness ------------------------------------------------------------------------------------
@@ -518,10 +585,10 @@ def test_plan_recompute_first_and_last(kit: Kit, index: Any) -> None:
 
 def test_plan_recompute_is_per_piece(kit: Kit, index: Any) -> None:
     cache(index, kit.seq("....abcdefghijkl"))
-    cache(index, kit.seq("::::efghijklmnop"), 10)
-    plan = plan_of(index, kit.seq("-abcdefghijklmnop-"), ReusePolicy(recompute_first=1))
+    cache(index, kit.seq("::::efghijklmnopqrst"), 10)
+    plan = plan_of(index, kit.seq("-abcdefghijklmnopqrst-"), ReusePolicy(recompute_first=1))
     # Tokens that are computed anyway are not offered to the other match.
-    assert shown(plan) == "0-2 c, 2-13 a1 from 5, 13-14 c, 14-17 a1 from 13, 17-18 c"
+    assert shown(plan) == "0-2 c, 2-13 a1 from 5, 13-14 c, 14-21 a1 from 13, 21-22 c"
 
 
 def test_plan_recompute_leaves_exact_and_in_place_alone(kit: Kit, index: Any) -> None:
@@ -616,12 +683,12 @@ def test_plan_touches_sources_by_themselves(kit: Kit, index: Any) -> None:
 
 def test_plan_validates_by_segment(kit: Kit, index: Any) -> None:
     cache(index, kit.seq("....document.one...."))
-    cache(index, kit.seq("::::document.two::::"), 10)
-    seq = kit.seq("....document.twodocument.one?")
+    cache(index, kit.seq("::::document.two_or_more"), 10)
+    seq = kit.seq("....document.two_or_moredocument.one?")
     pinned, loose = index.plan(seq, ANY), index.plan(seq, ANY, pin=False)
     # "document." is in place in part: 0 and 1 and 2 whole, one token of 3.
-    assert shown(pinned) == "0-12 e, 12-13 e, 13-16 a1, 16-28 a1 from 4, 28-29 c"
-    assert pinned.source_blocks.tolist() == [1, 2, 3, 13]
+    assert shown(pinned) == "0-12 e, 12-13 e, 13-24 a1, 24-36 a1 from 4, 36-37 c"
+    assert pinned.source_blocks.tolist() == [1, 2, 3, 13, 14, 15]
     index.discard([13])
     assert pinned.validate().tolist() == [True] * 5
     assert loose.validate().tolist() == [True, True, False, True, True]

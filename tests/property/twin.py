@@ -94,7 +94,15 @@ def _plain(value: Any) -> Any:
         names = value.dtype.names
         kind = value.dtype.str if names is None else str(names)
         return (kind, value.shape, value.tolist())
+    if isinstance(value, tuple):
+        return [tuple(getattr(run, name) for name in MOVED_RUN) for run in value]
     return value
+
+
+MOVED_RUN = (
+    *("start", "end", "old_start", "delta", "distance"),
+    *("cuts", "lost_context", "new_context"),
+)
 
 
 MATCH = ("num_tokens", "blocks")
@@ -108,6 +116,7 @@ PLAN = (
     "num_compute",
     "gaps",
     "segments",
+    "moved_runs",
     "source_blocks",
     "candidates_dropped",
     "released",
@@ -505,6 +514,9 @@ class Twin:
             recompute_first=choice([0, 0, 0, 1, 4]),
             recompute_last=choice([0, 0, 0, 1, 4]),
             forbid_kinds=choice([(), (), (), ("reasoning",), ("user", "mine"), ("unknown",)]),
+            max_cuts=choice([None, None, None, 0, 1, 2]),
+            max_lost_context=choice([1.0, 1.0, 1.0, 0.75, 0.25]),
+            max_new_context=choice([1.0, 1.0, 1.0, 0.75, 0.25]),
             partial_blocks=self.chance(0.8),
         )
 

@@ -62,6 +62,9 @@ def test_values_differ_in_every_field() -> None:
         {"recompute_first": 1},
         {"recompute_last": 1},
         {"forbid_kinds": ("user",)},
+        {"max_cuts": 3},
+        {"max_lost_context": 0.25},
+        {"max_new_context": 0.25},
         {"partial_blocks": False},
     ]
     policies = {kvtrie.ReusePolicy(**change) for change in changes}

@@ -106,6 +106,7 @@ STAYS: dict[str, Callable[[Any], object]] = {
     "candidates_dropped": lambda plan: plan.candidates_dropped,
     "gaps": lambda plan: plan.gaps.tolist(),
     "segments": lambda plan: plan.segments.tolist(),
+    "moved_runs": lambda plan: plan.moved_runs,
     "validate": lambda plan: plan.validate().tolist(),
     "pinned": lambda plan: plan.pinned,
     "__exit__": lambda plan: plan.__exit__(None, None, None),

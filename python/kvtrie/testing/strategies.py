@@ -179,6 +179,9 @@ def policies(draw: st.DrawFn, *, min_run: int = 8) -> kvtrie.ReusePolicy:
         recompute_first=draw(st.sampled_from([0, 0, 1, 4])),
         recompute_last=draw(st.sampled_from([0, 0, 1, 4])),
         forbid_kinds=draw(st.sampled_from([(), (), KINDS[2:3], KINDS[1:5]])),
+        max_cuts=draw(st.sampled_from([None, None, 0, 1])),
+        max_lost_context=draw(st.sampled_from([1.0, 1.0, 0.5, 0.0])),
+        max_new_context=draw(st.sampled_from([1.0, 1.0, 0.5, 0.0])),
         partial_blocks=draw(st.booleans()),
     )
 

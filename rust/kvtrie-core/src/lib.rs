@@ -138,7 +138,7 @@ pub use inspection::explain::{
 };
 pub use inspection::stats::Stats;
 pub use namespace::{Namespace, Salt};
-pub use plan::{Class, Move, PlanOptions, ReusePlan, Segment};
+pub use plan::{Class, Move, MovedRun, PlanOptions, ReusePlan, Segment};
 pub use policy::ReusePolicy;
 pub use snapshot::{RestoreLimits, RestoredPool};
 pub use span::{BUILT_IN_KINDS, MAX_KINDS, Span};

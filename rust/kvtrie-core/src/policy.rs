@@ -23,6 +23,15 @@ pub struct ReusePolicy {
     pub recompute_last: usize,
     /// Kinds of spans that are not reused approximately.
     pub forbid_kinds: Vec<String>,
+    /// Most cuts in the context of a moved run ([`MovedRun::cuts`](crate::MovedRun::cuts)). `None` means any number. A
+    /// run beyond this limit, or one of the next two, is computed.
+    pub max_cuts: Option<u16>,
+    /// Largest share of a moved run's context that may be lost, 0 to 1
+    /// ([`MovedRun::lost_context`](crate::MovedRun::lost_context)).
+    pub max_lost_context: f64,
+    /// Largest share of the prompt before a moved run that may be new to it, 0 to 1
+    /// ([`MovedRun::new_context`](crate::MovedRun::new_context)).
+    pub max_new_context: f64,
     /// Whether the exact tokens of the block in which the match ends are copied. If this and `approximate` are `false`,
     /// nothing is copied.
     pub partial_blocks: bool,
@@ -31,6 +40,9 @@ pub struct ReusePolicy {
 impl ReusePolicy {
     /// The most hops that an index can record.
     pub const MAX_HOPS: u16 = Label::MAX_HOPS;
+
+    /// The most cuts that are counted in a context.
+    pub const MAX_CUTS: u16 = u16::MAX;
 
     /// Allows only exact KV. This is the default everywhere.
     pub const EXACT_ONLY: Self = Self {
@@ -41,6 +53,9 @@ impl ReusePolicy {
         recompute_first: 0,
         recompute_last: 0,
         forbid_kinds: Vec::new(),
+        max_cuts: None,
+        max_lost_context: 1.0,
+        max_new_context: 1.0,
         partial_blocks: true,
     };
 
@@ -65,12 +80,17 @@ impl ReusePolicy {
                 Self::MAX_HOPS
             ));
         }
-        if !(0.0..=1.0).contains(&self.max_approximate_share) {
-            return Err(invalid!(
-                call,
-                "the policy's max_approximate_share is {}; it must be in [0, 1]",
-                self.max_approximate_share
-            ));
+        for (name, share) in [
+            ("max_approximate_share", self.max_approximate_share),
+            ("max_lost_context", self.max_lost_context),
+            ("max_new_context", self.max_new_context),
+        ] {
+            if !(0.0..=1.0).contains(&share) {
+                return Err(invalid!(
+                    call,
+                    "the policy's {name} is {share}; it must be in [0, 1]"
+                ));
+            }
         }
         if self.forbid_kinds.iter().any(String::is_empty) {
             return Err(invalid!(

@@ -247,27 +247,38 @@ fn limits_of_a_policy() {
         change(&mut policy);
         index.plan(&mut sequence(4), &policy, PlanOptions::default())
     };
-    let good: [&dyn Fn(&mut ReusePolicy); 5] = [
+    let good: [&dyn Fn(&mut ReusePolicy); 9] = [
         &|policy| policy.min_run = Some(min_run),
         &|policy| policy.max_hops = 0,
         &|policy| policy.max_hops = ReusePolicy::MAX_HOPS,
         &|policy| policy.max_approximate_share = 0.0,
         &|policy| policy.max_approximate_share = 1.0,
+        &|policy| policy.max_cuts = Some(0),
+        &|policy| policy.max_cuts = Some(ReusePolicy::MAX_CUTS),
+        &|policy| policy.max_lost_context = 0.0,
+        &|policy| policy.max_new_context = 0.0,
     ];
     for change in good {
         of(change).unwrap();
     }
-    let bad: [&dyn Fn(&mut ReusePolicy); 6] = [
+    let bad: [&dyn Fn(&mut ReusePolicy); 10] = [
         &|policy| policy.min_run = Some(min_run - 1),
         &|policy| policy.max_hops = ReusePolicy::MAX_HOPS + 1,
         &|policy| policy.max_approximate_share = -0.1,
         &|policy| policy.max_approximate_share = 1.1,
         &|policy| policy.max_approximate_share = f64::NAN,
+        &|policy| policy.max_lost_context = -0.1,
+        &|policy| policy.max_lost_context = f64::NAN,
+        &|policy| policy.max_new_context = 1.1,
+        &|policy| policy.max_new_context = f64::NAN,
         &|policy| policy.forbid_kinds = vec![String::new()],
     ];
     for change in bad {
         assert_refused(&of(change).unwrap_err(), "RadixIndex::plan");
     }
+    let error = of(&|policy| policy.max_new_context = 1.5).unwrap_err();
+    let wanted = "the policy's max_new_context is 1.5; it must be in [0, 1]";
+    assert!(error.to_string().contains(wanted), "{error}");
 }
 
 fn assert_named<const N: usize>(errors: [(&str, Option<Error>); N]) {

@@ -7,12 +7,14 @@ use kvtrie_core::{Class, RadixIndex, ReusePlan};
 use numpy::PyArray1;
 use pyo3::exceptions::PyResourceWarning;
 use pyo3::prelude::*;
+use pyo3::types::PyTuple;
 
 use crate::arguments::{arg, call, int, optional_int};
 use crate::buffers::{Arg, block_ids};
 use crate::detach::{Cost, Enter, inherited};
 use crate::errors::released;
-use crate::hints::{Counts, Flags, Ids, Records};
+use crate::hints::{Counts, Flags, Ids, MovedRuns, Records};
+use crate::moved_run::PyMovedRun;
 use crate::output::{self, ids, listed, truth};
 use crate::shared::{INDEX, OFFERS_PER_VISIT, SharedIndex};
 
@@ -171,6 +173,15 @@ impl PyReusePlan {
     #[getter]
     fn segments<'py>(&self, py: Python<'py>) -> PyResult<Records<'py>> {
         output::segments(py, self.core.segments())
+    }
+
+    /// The moved runs, ascending: one per piece of the cover that is moved, without the tokens that
+    /// the policy recomputes at its ends.
+    #[getter]
+    fn moved_runs<'py>(&self, py: Python<'py>) -> PyResult<MovedRuns<'py>> {
+        let runs = self.core.moved_runs().iter();
+        let runs: Vec<PyMovedRun> = runs.copied().map(PyMovedRun::from).collect();
+        Ok(PyTuple::new(py, runs)?.into())
     }
 
     /// Ids that are copied from (int32), ascending and each once. A block in place may be among

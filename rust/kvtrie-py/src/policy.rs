@@ -14,6 +14,7 @@ use crate::hints::{Names, NewArguments};
 use crate::output::{quoted, truth};
 
 pub(crate) const MAX_HOPS: u16 = ReusePolicy::MAX_HOPS;
+const MAX_CUTS: u16 = ReusePolicy::MAX_CUTS;
 pub(crate) static EXACT_ONLY: PyReusePolicy = PyReusePolicy::EXACT_ONLY;
 pub(crate) const MIN_RUN: i64 = 8;
 
@@ -34,6 +35,12 @@ pub(crate) const MIN_RUN: i64 = 8;
 ///     recompute_last: Tokens at the end of every moved run that are computed anyway.
 ///     forbid_kinds: Kinds of spans that are not reused approximately. A kind that no tag of the
 ///         index has raises a `UserWarning`, once, with the nearest kind.
+///     max_cuts: Most cuts before a moved run (`MovedRun.cuts`), 0 to 65535; None means any number. A
+///         run beyond this limit, or one of the next two, is computed.
+///     max_lost_context: Largest share of the tokens before a moved run in its source that may be
+///         lost (`MovedRun.lost_context`), 0 to 1.
+///     max_new_context: Largest share of the tokens before a moved run in the prompt that may be new
+///         to it (`MovedRun.new_context`), 0 to 1.
 ///     partial_blocks: Whether the exact tokens of the block in which the match ends are copied. An
 ///         engine that copies nothing needs False, and `approximate=False`.
 ///
@@ -50,7 +57,7 @@ pub(crate) struct PyReusePolicy {
     core: ReusePolicy,
 }
 
-// Equality is total because the share is never NaN.
+// Equality is total because no share is NaN.
 impl Eq for PyReusePolicy {}
 
 impl Hash for PyReusePolicy {
@@ -59,7 +66,10 @@ impl Hash for PyReusePolicy {
         (policy.approximate, policy.min_run, policy.max_hops).hash(state);
         policy.max_approximate_share.to_bits().hash(state);
         (policy.recompute_first, policy.recompute_last).hash(state);
-        (&policy.forbid_kinds, policy.partial_blocks).hash(state);
+        (&policy.forbid_kinds, policy.max_cuts).hash(state);
+        policy.max_lost_context.to_bits().hash(state);
+        policy.max_new_context.to_bits().hash(state);
+        policy.partial_blocks.hash(state);
     }
 }
 
@@ -82,6 +92,9 @@ impl Value for PyReusePolicy {
         "recompute_first",
         "recompute_last",
         "forbid_kinds",
+        "max_cuts",
+        "max_lost_context",
+        "max_new_context",
         "partial_blocks",
     ];
 }
@@ -96,8 +109,9 @@ value_methods! {
             *, approximate: "bool" = true, min_run: "SupportsIndex | None" = None, max_hops: "SupportsIndex" = 1,
             max_approximate_share: "SupportsFloat" = 1.0, recompute_first: "SupportsIndex" = 0,
             recompute_last: "SupportsIndex" = 0, forbid_kinds: "Iterable[str]" = nothing(),
-            partial_blocks: "bool" = true
-        ), text_signature = "(*, approximate=True, min_run=None, max_hops=1, max_approximate_share=1.0, recompute_first=0, recompute_last=0, forbid_kinds=(), partial_blocks=True)")]
+            max_cuts: "SupportsIndex | None" = None, max_lost_context: "SupportsFloat" = 1.0,
+            max_new_context: "SupportsFloat" = 1.0, partial_blocks: "bool" = true
+        ), text_signature = "(*, approximate=True, min_run=None, max_hops=1, max_approximate_share=1.0, recompute_first=0, recompute_last=0, forbid_kinds=(), max_cuts=None, max_lost_context=1.0, max_new_context=1.0, partial_blocks=True)")]
         #[expect(clippy::too_many_arguments, reason = "all are keywords")]
         fn new(
             #[pyo3(from_py_with = flag::<call::ReusePolicy, arg::Approximate>)] approximate: bool,
@@ -110,6 +124,12 @@ value_methods! {
             #[pyo3(from_py_with = int::<call::ReusePolicy, arg::RecomputeFirst>)] recompute_first: i128,
             #[pyo3(from_py_with = int::<call::ReusePolicy, arg::RecomputeLast>)] recompute_last: i128,
             forbid_kinds: Option<&Bound<'_, PyAny>>,
+            #[pyo3(from_py_with = optional_int::<call::ReusePolicy, arg::MaxCuts>)]
+            max_cuts: Option<i128>,
+            #[pyo3(from_py_with = share::<call::ReusePolicy, arg::MaxLostContext>)]
+            max_lost_context: f64,
+            #[pyo3(from_py_with = share::<call::ReusePolicy, arg::MaxNewContext>)]
+            max_new_context: f64,
             #[pyo3(from_py_with = flag::<call::ReusePolicy, arg::PartialBlocks>)] partial_blocks: bool,
         ) -> PyResult<Self> {
             const CALL: &str = "ReusePolicy";
@@ -120,21 +140,26 @@ value_methods! {
                 }
                 None => None,
             };
-            if !(0.0..=1.0).contains(&max_approximate_share) {
-                return Err(PyValueError::new_err(format!(
-                    "{CALL}: max_approximate_share is {max_approximate_share}; it must be in [0, 1]"
-                )));
-            }
+            let max_cuts = max_cuts.map(|most| Arg::new(CALL, "max_cuts").within(most, 0, MAX_CUTS));
+            // The sign of a negative zero is removed, so that equal policies have equal hashes.
+            let share = |name: &str, share: f64| match share {
+                0.0..=1.0 => Ok(share.abs()),
+                _ => Err(PyValueError::new_err(format!(
+                    "{CALL}: {name} is {share}; it must be in [0, 1]"
+                ))),
+            };
             Ok(Self {
                 core: ReusePolicy {
                     approximate,
                     min_run,
                     max_hops: Arg::new(CALL, "max_hops").within(max_hops, 0, MAX_HOPS)?,
-                    // The sign of a negative zero is removed, so that equal policies have equal hashes.
-                    max_approximate_share: max_approximate_share.abs(),
+                    max_approximate_share: share("max_approximate_share", max_approximate_share)?,
                     recompute_first: Arg::new(CALL, "recompute_first").count(recompute_first)?,
                     recompute_last: Arg::new(CALL, "recompute_last").count(recompute_last)?,
                     forbid_kinds: kinds(forbid_kinds)?,
+                    max_cuts: max_cuts.transpose()?,
+                    max_lost_context: share("max_lost_context", max_lost_context)?,
+                    max_new_context: share("max_new_context", max_new_context)?,
                     partial_blocks,
                 },
             })
@@ -182,6 +207,24 @@ value_methods! {
             Ok(PyTuple::new(py, &self.core.forbid_kinds)?.into())
         }
 
+        /// Most cuts before a moved run, or None.
+        #[getter]
+        fn max_cuts(&self) -> Option<u16> {
+            self.core.max_cuts
+        }
+
+        /// Largest share of a moved run's own context that may be lost.
+        #[getter]
+        fn max_lost_context(&self) -> f64 {
+            self.core.max_lost_context
+        }
+
+        /// Largest share of the prompt before a moved run that may be new to it.
+        #[getter]
+        fn max_new_context(&self) -> f64 {
+            self.core.max_new_context
+        }
+
         /// Whether the exact tokens of the block in which the match ends are copied.
         #[getter]
         fn partial_blocks(&self) -> bool {
@@ -201,7 +244,8 @@ value_methods! {
             };
             Ok(format!(
                 "ReusePolicy(approximate={}, min_run={}, max_hops={}, max_approximate_share={:?}, recompute_first={}, \
-                 recompute_last={}, forbid_kinds=({kinds}), partial_blocks={})",
+                 recompute_last={}, forbid_kinds=({kinds}), max_cuts={}, max_lost_context={:?}, max_new_context={:?}, \
+                 partial_blocks={})",
                 truth(policy.approximate),
                 policy
                     .min_run
@@ -210,6 +254,11 @@ value_methods! {
                 policy.max_approximate_share,
                 policy.recompute_first,
                 policy.recompute_last,
+                policy
+                    .max_cuts
+                    .map_or_else(|| "None".to_owned(), |most| most.to_string()),
+                policy.max_lost_context,
+                policy.max_new_context,
                 truth(policy.partial_blocks)
             ))
         }

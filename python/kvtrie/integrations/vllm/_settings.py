@@ -19,6 +19,9 @@ _POLICY_FIELDS: Final = (
     "recompute_first",
     "recompute_last",
     "forbid_kinds",
+    "max_cuts",
+    "max_lost_context",
+    "max_new_context",
     "partial_blocks",
 )
 

@@ -84,10 +84,16 @@ class Slots:
         before: list[int] = []
         shared: list[bool] = []
         last: dict[Tokens, int] = {}
+        self.paths: dict[int, Tokens] = {}
+        """The whole path of each entry, by its `id`."""
+        self.first: dict[int, int] = {}
+        """The first column of each entry."""
         # Parents come first: the slot before the first of a block is the last of its parent, or
         # none if that is a hole.
         for path in sorted(entries, key=len):
             start, own = len(path) - size, path[-size:]
+            self.paths[id(entries[path])] = path
+            self.first[id(entries[path])] = len(self.sources)
             same = common(own, prompt[start:]) if path[:start] == prompt[:start] else 0
             for offset in range(size):
                 at = len(self.sources)
@@ -129,16 +135,45 @@ class Slots:
             lengths[i + 1, :width] = np.where(pairs[i], lengths[i, self.before] + 1, 0)
         return lengths[1:, :width]
 
-    def best(self, start: int, min_run: int) -> Piece | None:
-        """The match that contains `start` and reaches furthest, from `start` on."""
-        ends = np.arange(start + 1, len(self.prompt) + 1)
-        needed = np.maximum(ends - start, min_run)
-        longest = self.lengths[start:].max(axis=1, initial=0)
-        reached = ends[longest >= needed]
-        if not len(reached):
+    def after(self, previous: Source | None) -> npt.NDArray[np.bool_]:
+        """The slots that follow `previous` on a path that has both; all of them if it is None."""
+        if previous is None:
+            return np.ones(len(self.sources), dtype=np.bool_)
+        path = self.paths[id(previous.entry)]
+        below = [
+            self.paths[id(entry)][: len(path)] == path
+            for entry, offset, _ in self.sources
+            if offset == 0
+        ]
+        size = len(self.sources) // max(1, len(below))
+        return np.repeat(np.array(below, dtype=np.bool_), size) & (
+            self.position > previous.position
+        )
+
+    def best(self, start: int, min_run: int, previous: Source | None) -> Piece | None:
+        """The match that a piece is taken from at `start`, from there on.
+
+        It contains `start`. It has at least `min_run` tokens from there on, unless it is of the
+        same prefix. Of several, one in order is taken, then the one that reaches furthest.
+        """
+        goes_on = self.same_prefix[start] | self.after(previous)
+        found: dict[bool, tuple[int, npt.NDArray[np.int64]]] = {}
+        for end in range(start + 1, len(self.prompt) + 1):
+            count, lengths = end - start, self.lengths[end - 1]
+            if count > 1:
+                goes_on = np.append(goes_on, False)[self.before]  # The last one is for NOWHERE.
+            if not (lengths >= count).any():
+                break
+            holds = lengths >= max(count, min_run)
+            if count < min_run:
+                holds &= self.same_prefix[end - 1]
+            for in_order in (True, False):
+                last = np.flatnonzero(holds & goes_on if in_order else holds)
+                if len(last):
+                    found[in_order] = end, last
+        if not found:
             return None
-        end = int(reached[-1])
-        last = np.flatnonzero(self.lengths[end - 1] >= max(end - start, min_run))
+        end, last = found.get(True) or found[False]
         # Of siblings that continue one source, keep the one with fewer hops, then the lower id.
         last = last[np.lexsort((self.rank[last], self.hops[last]))]
         parts = self._back(last, end - start)
@@ -162,12 +197,13 @@ class Slots:
         return parts
 
 
-def cover(slots: Slots, start: int, min_run: int) -> list[Piece]:
-    """Cover a prompt from left to right; overlapping matches may give pieces below `min_run`."""
+def cover(slots: Slots, start: int, min_run: int, previous: Source | None) -> list[Piece]:
+    """Cover a prompt from left to right; `previous` is the last slot in place."""
     pieces = []
     while start < len(slots.prompt):
-        piece = slots.best(start, min_run)
+        piece = slots.best(start, min_run, previous)
         if piece is not None:
             pieces.append(piece)
+            previous = piece.sources[-1]
         start += 1 if piece is None else len(piece.sources)
     return pieces

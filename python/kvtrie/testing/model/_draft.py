@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from kvtrie import ReusePolicy
+from kvtrie.testing.model._contexts import ModelMovedRun, context
 from kvtrie.testing.model._cover import Allowed, Piece, Slots, Source, cover
 from kvtrie.testing.model._sequences import Tokens, common, sort_key
 
@@ -48,8 +49,10 @@ class Cached:
     is_one_path: bool = False
 
 
-def draft(cached: Cached, tokens: Tokens, keep_last: int, policy: ReusePolicy) -> Draft:
-    """Find the source of the KV of each prompt token.
+def draft(
+    cached: Cached, tokens: Tokens, keep_last: int, policy: ReusePolicy
+) -> tuple[Draft, tuple[ModelMovedRun, ...]]:
+    """Find the source of the KV of each prompt token, and the moved runs.
 
     Whole blocks in place come first, then the exact part of one more block, then the cover.
     """
@@ -65,10 +68,21 @@ def draft(cached: Cached, tokens: Tokens, keep_last: int, policy: ReusePolicy) -
         start = len(found) + sum(len(piece.sources) for piece in pieces)
         by_position = cached.is_one_path
         slots = Slots(limited, cached.entries, cached.block_size, allowed, by_position=by_position)
-        pieces += cover(slots, start, policy.min_run or cached.min_run)
+        previous = used.sources[-1] if used.sources else None
+        pieces += cover(slots, start, policy.min_run or cached.min_run, previous)
+    paths = {id(entry): path for path, entry in cached.entries.items()}
+    runs = []
     for number, piece in enumerate(pieces, IN_PLACE + 1):
         found += [None] * (piece.start - len(found))
-        found += _recomputed(_origins(number, piece), policy)
+        origins = _recomputed(_origins(number, piece), policy)
+        if not piece.same_prefix:
+            path = paths[id(piece.sources[-1].entry)]
+            run = context(found, piece.start, origins, path, paths)
+            if run is not None and run.is_within(policy):
+                runs.append(run)
+            else:
+                origins = [None] * len(origins)
+        found += origins
     found += [None] * (len(tokens) - len(found))
     approximate = sum(origin is not None and not origin.exact for origin in found)
     if approximate and approximate / len(tokens) > policy.max_approximate_share:
@@ -76,7 +90,7 @@ def draft(cached: Cached, tokens: Tokens, keep_last: int, policy: ReusePolicy) -
             approximate=False, min_run=policy.min_run, partial_blocks=policy.partial_blocks
         )
         return draft(cached, tokens, keep_last, exact_only)
-    return found
+    return found, tuple(runs)
 
 
 def _in_place(cached: Cached, limited: Tokens, allowed: Allowed) -> Piece:

@@ -144,7 +144,7 @@ class ModelIndex(Removal):
         cached = Cached(
             entries, self.block_size, self.min_run, self.moved_runs, self.kinds, path is not None
         )
-        origins = draft(cached, tokens, keep_last, policy)
+        origins, moved_runs = draft(cached, tokens, keep_last, policy)
         used = [origin.source.entry for origin in origins if origin is not None]
         self._touch(used)
         approximate = [i for i, origin in enumerate(origins) if origin and not origin.exact]
@@ -156,7 +156,7 @@ class ModelIndex(Removal):
             first_approximate=approximate[0] if approximate else None,
             hops=[origin.hops if origin else 0 for origin in origins],
         )
-        plan = ModelPlan(self, state, origins)
+        plan = ModelPlan(self, state, origins, moved_runs)
         if pin:
             state.pins |= set(plan.blocks.tolist())
             state.source_pins |= copied_from(origins)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from types import TracebackType
 
+    from kvtrie.testing.model._contexts import ModelMovedRun
     from kvtrie.testing.model._store import ModelStore, PlanState
 
 EXACT, APPROXIMATE, COMPUTE = range(3)
@@ -75,10 +76,17 @@ def copied_from(draft: Draft) -> set[int]:
 class ModelPlan:
     """`kvtrie.ReusePlan`, made by `ModelIndex.plan`."""
 
-    def __init__(self, index: ModelStore, state: PlanState, draft: Draft) -> None:
+    def __init__(
+        self,
+        index: ModelStore,
+        state: PlanState,
+        draft: Draft,
+        moved_runs: tuple[ModelMovedRun, ...],
+    ) -> None:
         self._index = index
         self._state = state
         self._draft = draft
+        self._moved_runs = moved_runs
         stretches = _stretches(draft)
         self._segments = np.array(
             [_segment(start, origins) for start, origins in stretches], dtype=SEGMENT_DTYPE
@@ -130,6 +138,10 @@ class ModelPlan:
     @property
     def segments(self) -> npt.NDArray[np.void]:
         return self._segments.copy()
+
+    @property
+    def moved_runs(self) -> tuple[ModelMovedRun, ...]:
+        return self._moved_runs
 
     @property
     def source_blocks(self) -> Int32:

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use crate::effort::Effort;
 use crate::ids::{BlockId, Depth};
 use crate::plan::cached::Cached;
+use crate::plan::context::{Contexts, MovedRun};
 use crate::plan::cover::{Cover, OwnPath, Run};
 use crate::plan::reach::{Follower, Piece};
 use crate::plan::search::Search;
@@ -25,6 +26,7 @@ pub(crate) struct Draft {
     pub(crate) copies: Vec<Copied>,
     pub(crate) source_ids: Vec<BlockId>,
     pub(crate) sources: Vec<SourceRun>,
+    pub(crate) moved_runs: Vec<MovedRun>,
     pub(crate) candidates_dropped: u64,
     pub(crate) looks: u64,
 }
@@ -59,6 +61,8 @@ impl Draft {
             seq,
             policy,
             usable,
+            moves_after: None,
+            contexts: None,
             len,
             draft: Self::default(),
         };
@@ -91,11 +95,15 @@ struct Drafting<'a> {
     seq: &'a TokenSequence,
     policy: &'a ReusePolicy,
     usable: Usable,
+    /// The end of what is in place; `None` if no run may be moved.
+    moves_after: Option<Position>,
+    /// Made with the first copy, if runs may be moved.
+    contexts: Option<Contexts<'a>>,
     len: usize,
     draft: Draft,
 }
 
-impl Drafting<'_> {
+impl<'a> Drafting<'a> {
     fn draft(
         mut self,
         exact: Position,
@@ -106,6 +114,7 @@ impl Drafting<'_> {
         let own_end = self.own_end(exact);
         let in_place = self.in_place(exact, own_end);
         self.use_in_place(exact, in_place, exact_ids);
+        self.moves_after = self.usable.moves().then_some(in_place);
         let mut at = in_place.depth as usize * block_size;
         if self.policy.partial_blocks
             && let Some(partial) = self.nearest_block(in_place)
@@ -125,6 +134,7 @@ impl Drafting<'_> {
         // Sorted like this, each run is appended to the runs of its node.
         let order = |run: &SourceRun| (run.node, run.to, run.from);
         self.draft.sources.sort_unstable_by_key(order);
+        self.draft.moved_runs = self.contexts.map_or_else(Vec::new, Contexts::into_runs);
         self.draft.in_place = (in_place.depth > 0).then_some(in_place);
         Some(self.draft)
     }
@@ -272,8 +282,40 @@ impl Drafting<'_> {
         Some(())
     }
 
-    /// Adds the segments and copies of a run: one segment for each part of equal class and hops.
+    fn contexts(&mut self) -> Option<&mut Contexts<'a>> {
+        let (forest, in_place) = (self.forest, self.moves_after?);
+        let contexts = &mut self.contexts;
+        Some(contexts.get_or_insert_with(|| Contexts::new(forest, in_place)))
+    }
+
+    /// Whether the policy allows the context of a moved run, which then is one of the plan's, and has tokens that are
+    /// not computed anyway.
+    fn may_move(&mut self, run: &Run) -> bool {
+        let policy = self.policy;
+        let start = run.start.saturating_add(policy.recompute_first);
+        let end = run.end.saturating_sub(policy.recompute_last);
+        if start >= end {
+            return false;
+        }
+        let source = run.source(start);
+        let piece = run.path.iter().find(|piece| piece.end > source);
+        let Some((contexts, piece)) = self.contexts().zip(piece) else {
+            return false;
+        };
+        let moved = contexts.of(start, end, piece.node, source);
+        let is_allowed = moved.is_within(policy);
+        if is_allowed {
+            contexts.add(moved);
+        }
+        is_allowed
+    }
+
+    /// Adds the segments and copies of a run, unless the policy's limits on its context exclude it: one segment for each
+    /// part of equal class and hops.
     fn copy(&mut self, run: &Run) {
+        if run.kinship == Kinship::Moved && !self.may_move(run) {
+            return;
+        }
         let forest = self.forest;
         let is_plain = |piece: &Piece| forest.node(piece.node).num_approximate() == 0;
         let recomputed = (self.policy.recompute_first, self.policy.recompute_last);
@@ -325,6 +367,9 @@ impl Drafting<'_> {
 
     fn copy_part(&mut self, start: usize, end: usize, class: Class, hops: u16, path: &[Piece]) {
         let (forest, block_size) = (self.forest, self.forest.block_size());
+        if let Some(contexts) = self.contexts() {
+            contexts.keep(start, path);
+        }
         let first = self.draft.source_ids.len();
         let mut kinds = 0;
         for piece in path {

@@ -1,17 +1,18 @@
 //! Plans: how to build the KV of a prompt, and the lease that keeps a plan valid (D7, D13, D19).
 //!
 //! A plan is made in one pass from left to right, as a function of the prompt, the policy and the cache. It has blocks
-//! in place, the partial block after them, and *runs* that cover the rest (rules P1 to P16 in `docs/design.md`).
+//! in place, the partial block after them, and *runs* that cover the rest (rules P1 to P17 in `docs/design.md`).
 //!
 //! `draft` assembles the parts, `cover` covers one token at a time, `search` looks up windows, `reach` follows the
-//! prompt along a source by comparing memory, and `usable` says what a policy allows. A run that contains a token has a
-//! kept window of eight tokens within `2 · min_run` tokens around it, so about two dozen windows are looked up per run,
-//! whatever its length. Of several places, only those that may reach further than the best so far are followed. So a
-//! plan costs the lookup, one comparison of each run, a few cache misses per run, and one window lookup per token that
+//! prompt along a source by comparing memory, `usable` says what a policy allows, and `context` what a moved run was
+//! computed after. A run with `min_run` tokens from a token on has a kept window of eight tokens within `min_run` tokens
+//! after it, so about a dozen windows are looked up per run, whatever its length. Of several places, only those that may
+//! continue in order, or reach further than the best so far, are followed. So a plan costs the lookup, one comparison of each run, a few cache misses per run, and one window lookup per token that
 //! no run covers.
 
 mod budget;
 mod cached;
+mod context;
 mod cover;
 mod draft;
 mod moves;
@@ -35,6 +36,7 @@ pub(crate) use cached::Cached;
 pub(crate) use draft::Draft;
 pub(crate) use path::CachedPath;
 
+pub use context::MovedRun;
 pub use moves::Move;
 
 /// How exact the KV of a segment is.
@@ -134,6 +136,7 @@ pub struct ReusePlan {
     segments: Vec<Segment>,
     copies: Vec<Copied>,
     source_ids: Vec<BlockId>,
+    moved_runs: Vec<MovedRun>,
     candidates_dropped: u64,
 }
 
@@ -165,6 +168,7 @@ impl ReusePlan {
             segments: draft.segments,
             copies: draft.copies,
             source_ids: draft.source_ids,
+            moved_runs: draft.moved_runs,
             candidates_dropped: draft.candidates_dropped,
         }
     }
@@ -185,6 +189,13 @@ impl ReusePlan {
     #[must_use]
     pub fn segments(&self) -> &[Segment] {
         &self.segments
+    }
+
+    /// The moved runs and their contexts, ascending: one per piece of the cover that is moved, without the tokens that
+    /// the policy has computed at its ends.
+    #[must_use]
+    pub fn moved_runs(&self) -> &[MovedRun] {
+        &self.moved_runs
     }
 
     /// Number of tokens of one class.

@@ -128,15 +128,29 @@ fn policy() -> impl Strategy<Value = ReusePolicy> {
     );
     let left_out = prop_oneof![3 => Just((0usize, 0usize)), 1 => (0usize..4, 0usize..4)];
     let kinds = prop_oneof![3 => Just(None), 1 => (0usize..9).prop_map(Some)];
+    let share = || prop_oneof![4 => Just(1.0), 1 => 0.0f64..1.0];
+    let contexts = (
+        prop_oneof![4 => Just(None), 1 => (0u16..4).prop_map(Some)],
+        share(),
+        share(),
+    );
     (
         prop::bool::weighted(0.7),
         limits,
         left_out,
         kinds,
+        contexts,
         prop::bool::weighted(0.8),
     )
         .prop_map(
-            |(approximate, (min_run, max_hops, share), (first, last), kind, partial_blocks)| {
+            |(
+                approximate,
+                (min_run, max_hops, share),
+                (first, last),
+                kind,
+                (max_cuts, max_lost_context, max_new_context),
+                partial_blocks,
+            )| {
                 ReusePolicy {
                     approximate,
                     min_run,
@@ -145,6 +159,9 @@ fn policy() -> impl Strategy<Value = ReusePolicy> {
                     recompute_first: first,
                     recompute_last: last,
                     forbid_kinds: kind.iter().map(|kind| format!("kind {kind}")).collect(),
+                    max_cuts,
+                    max_lost_context,
+                    max_new_context,
                     partial_blocks,
                 }
             },
@@ -496,6 +513,7 @@ impl Pair {
         let lease = self.model.plan(&ask, pin);
         prop_assert_eq!(plan.candidates_dropped(), 0);
         prop_assert_eq!(raw(plan.blocks()), lease.blocks.clone());
+        prop_assert_eq!(plan.moved_runs(), &lease.moved_runs);
         let in_place = lease.blocks.len() * self.model.block_size;
         let found: Vec<Planned> = plan
             .segments()

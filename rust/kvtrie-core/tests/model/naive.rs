@@ -2,6 +2,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use kvtrie_core::MovedRun;
+
 use crate::plans::Planned;
 
 /// The number of a namespace, and all tokens up to the end of a block.
@@ -29,6 +31,7 @@ pub(crate) struct Lease {
     pub(crate) first_approximate: usize,
     pub(crate) blocks: Vec<u32>,
     pub(crate) segments: Vec<Planned>,
+    pub(crate) moved_runs: Vec<MovedRun>,
     /// Blocks of the plan that left after it was made.
     pub(crate) gone: BTreeSet<u32>,
 }

@@ -3,7 +3,7 @@
 use std::cmp::Reverse;
 use std::collections::BTreeSet;
 
-use kvtrie_core::{Class, ReusePolicy};
+use kvtrie_core::{Class, MovedRun, ReusePolicy};
 
 use crate::naive::{Entry, Lease, Naive};
 
@@ -42,8 +42,37 @@ struct Pair {
     kinds: u64,
 }
 
-/// Pairs of consecutive tokens on one cached path, and the prompt's position of the first.
-type Run = (usize, Vec<Pair>);
+/// The most copied segments before a moved run whose context is worked out.
+const MOST_SEGMENTS: usize = 512;
+
+/// Pairs of consecutive tokens on one cached path.
+#[derive(Clone, Debug)]
+struct Run {
+    /// The prompt's position of the first.
+    start: usize,
+    pairs: Vec<Pair>,
+    /// Whether the path begins with the prompt up to here.
+    is_own: bool,
+    /// The blocks of the path.
+    path: Vec<Option<u32>>,
+}
+
+impl Run {
+    fn end(&self) -> usize {
+        self.start + self.pairs.len()
+    }
+
+    /// The pairs from a token on.
+    fn tail(&self, at: usize) -> &[Pair] {
+        &self.pairs[at - self.start..]
+    }
+}
+
+#[derive(Default)]
+struct Cover {
+    segments: Vec<Planned>,
+    moved_runs: Vec<MovedRun>,
+}
 
 impl Naive {
     /// The present blocks of a path, by depth.
@@ -54,7 +83,10 @@ impl Naive {
     }
 
     pub(crate) fn plan(&mut self, ask: &Ask<'_>, pinned: bool) -> Lease {
-        let mut segments = self.segments(ask, ask.policy.approximate);
+        let Cover {
+            mut segments,
+            mut moved_runs,
+        } = self.segments(ask, ask.policy.approximate);
         let of_class = |segments: &[Planned], class| -> usize {
             let of_class = segments.iter().filter(|segment| segment.class == class);
             of_class.map(|segment| segment.end - segment.start).sum()
@@ -62,7 +94,7 @@ impl Naive {
         #[expect(clippy::cast_precision_loss, reason = "some tokens")]
         let share = of_class(&segments, Class::Approximate) as f64 / ask.tokens.len().max(1) as f64;
         if share > ask.policy.max_approximate_share {
-            segments = self.segments(ask, false);
+            (segments, moved_runs) = (self.segments(ask, false).segments, Vec::new());
         }
         self.clock += 1;
         let used: BTreeSet<u32> = segments
@@ -93,11 +125,12 @@ impl Naive {
             first_approximate: first.map_or(usize::MAX, |segment| segment.start),
             blocks: blocks(true).collect(),
             segments,
+            moved_runs,
             gone: BTreeSet::new(),
         }
     }
 
-    fn segments(&self, ask: &Ask<'_>, approximate: bool) -> Vec<Planned> {
+    fn segments(&self, ask: &Ask<'_>, approximate: bool) -> Cover {
         let block_size = self.block_size;
         let len = ask.tokens.len().saturating_sub(ask.keep_last);
         let own = self.path(ask.namespace, &ask.tokens[..len]);
@@ -158,11 +191,17 @@ impl Naive {
             });
             at += shared;
         }
+        let mut cover = Cover {
+            segments,
+            ..Cover::default()
+        };
         if approximate || ask.policy.partial_blocks {
-            self.cover(ask, approximate, at, len, &mut segments);
+            let last = in_place.checked_sub(1).and_then(|block| own[block]);
+            let last = last.map(|entry| (in_place * block_size - 1, entry.id));
+            self.cover(ask, approximate, (at, last), len, &mut cover);
         }
-        compute_until(&mut segments, ask.tokens.len());
-        segments
+        compute_until(&mut cover.segments, ask.tokens.len());
+        cover
     }
 
     /// The exact block whose path equals the prompt's up to `at` and which shares most tokens from there on.
@@ -190,34 +229,118 @@ impl Naive {
         &self,
         ask: &Ask<'_>,
         approximate: bool,
-        from: usize,
+        (from, mut previous): (usize, Option<(usize, u32)>),
         len: usize,
-        segments: &mut Vec<Planned>,
+        cover: &mut Cover,
     ) {
         let runs = self.runs(ask, approximate, len);
         let mut at = from;
         while at < len {
-            let holders = runs
-                .iter()
-                .filter(|(start, pairs)| *start <= at && at < start + pairs.len());
-            let best = holders.min_by_key(|(start, pairs)| {
-                let tail = &pairs[at - start..];
+            let holders = runs.iter().filter(|run| {
+                let is_long = run.is_own || run.end() >= at + ask.min_run;
+                run.start <= at && at < run.end() && is_long
+            });
+            let best = holders.min_by_key(|run| {
+                let tail = run.tail(at);
+                let is_in_order = run.is_own
+                    || previous.is_none_or(|(position, block)| {
+                        tail[0].source > position
+                            && run.path[position / self.block_size] == Some(block)
+                    });
                 (
-                    Reverse(start + pairs.len()),
+                    Reverse(is_in_order),
+                    Reverse(run.end()),
                     tail.iter().map(|pair| pair.hops).max(),
-                    start.abs_diff(pairs[0].source),
+                    run.start.abs_diff(run.pairs[0].source),
                     tail[0].slot,
                     // Of siblings in which one source continues, fewer hops win, then the lower slot.
                     tail.last().map(|pair| (pair.hops, pair.slot)),
                 )
             });
-            let Some((start, pairs)) = best else {
+            let Some(run) = best else {
                 at += 1;
                 continue;
             };
-            let tail = &pairs[at - start..];
-            piece(ask, at, tail, segments);
+            let tail = run.tail(at);
+            let is_allowed = run.is_own || self.may_move(ask, run, at, cover);
+            if is_allowed {
+                piece(ask, at, tail, &mut cover.segments);
+            }
             at += tail.len();
+            previous = tail.last().map(|pair| (pair.source, pair.block));
+        }
+    }
+
+    /// Whether the policy allows the context of a moved run from a token on, which is then one of the cover's.
+    fn may_move(&self, ask: &Ask<'_>, run: &Run, at: usize, cover: &mut Cover) -> bool {
+        let (first, last) = (ask.policy.recompute_first, ask.policy.recompute_last);
+        let Some(pair) = run.tail(at).get(first) else {
+            return false;
+        };
+        let (start, end) = (at + first, run.end().saturating_sub(last));
+        if start >= end {
+            return false;
+        }
+        let moved = self.context(&cover.segments, (start, end, pair.source), &run.path);
+        let is_allowed = ask.policy.max_cuts.is_none_or(|most| moved.cuts <= most)
+            && moved.lost_context <= ask.policy.max_lost_context
+            && moved.new_context <= ask.policy.max_new_context;
+        cover.moved_runs.extend(is_allowed.then_some(moved));
+        is_allowed
+    }
+
+    /// The context of a run, token by token: of the prompt's tokens in `segments`, those that come from the run's path.
+    #[expect(clippy::cast_precision_loss, reason = "some tokens")]
+    fn context(
+        &self,
+        segments: &[Planned],
+        (start, end, old_start): (usize, usize, usize),
+        path: &[Option<u32>],
+    ) -> MovedRun {
+        let cached = segments.iter().filter(|part| !part.blocks.is_empty());
+        let num_copied = cached.clone().filter(|part| !part.in_place).count();
+        if num_copied > MOST_SEGMENTS {
+            return MovedRun {
+                start,
+                end,
+                old_start,
+                cuts: ReusePolicy::MAX_CUTS,
+                lost_context: 1.0,
+                new_context: 1.0,
+            };
+        }
+        let tokens = cached.flat_map(|part| {
+            let first = part.old_start / self.block_size;
+            (part.start..part.end).map(move |at| {
+                let source = part.old_start + at - part.start;
+                (at, source, part.blocks[source / self.block_size - first])
+            })
+        });
+        let mut kept: Vec<(usize, usize)> = tokens
+            .filter(|&(_, source, block)| {
+                source < old_start && path[source / self.block_size] == Some(block)
+            })
+            .map(|(at, source, _)| (at, source))
+            .collect();
+        let count = kept.len();
+        if count > 0 {
+            kept.push((start, old_start));
+        }
+        let cuts = kept
+            .windows(2)
+            .filter(|pair| pair[1] != (pair[0].0 + 1, pair[0].1 + 1))
+            .count();
+        let without = |all: usize| match all {
+            0 => 0.0,
+            _ => (1.0 - count as f64 / all as f64).max(0.0),
+        };
+        MovedRun {
+            start,
+            end,
+            old_start,
+            cuts: u16::try_from(cuts).unwrap(),
+            lost_context: without(old_start),
+            new_context: without(start),
         }
     }
 
@@ -232,6 +355,7 @@ impl Naive {
                 continue;
             }
             let path = self.path(*namespace, tokens);
+            let blocks: Vec<_> = path.iter().map(|entry| Some((*entry)?.id)).collect();
             let alike = tokens
                 .iter()
                 .zip(ask.tokens)
@@ -249,15 +373,22 @@ impl Naive {
                         .flatten()
                         .and_then(|entry| self.pair(ask, approximate, entry, source, is_own));
                     match (pair, &mut run) {
-                        (Some(pair), Some((_, pairs))) => pairs.push(pair),
-                        (Some(pair), None) => run = Some((at, vec![pair])),
+                        (Some(pair), Some(run)) => run.pairs.push(pair),
+                        (Some(pair), None) => {
+                            run = Some(Run {
+                                start: at,
+                                pairs: vec![pair],
+                                is_own,
+                                path: blocks.clone(),
+                            });
+                        }
                         (None, _) => runs.extend(run.take()),
                     }
                 }
                 runs.extend(run);
             }
         }
-        runs.retain(|(_, pairs)| pairs.len() >= ask.min_run);
+        runs.retain(|run: &Run| run.pairs.len() >= ask.min_run);
         runs
     }
 
