@@ -31,6 +31,7 @@ __all__ = [
     "pool_sizes",
     "prompts",
     "ranges",
+    "sessions",
     "sources",
     "spans",
     "token_ids",
@@ -179,8 +180,16 @@ def policies(draw: st.DrawFn, *, min_run: int = 8) -> kvtrie.ReusePolicy:
         recompute_first=draw(st.sampled_from([0, 0, 1, 4])),
         recompute_last=draw(st.sampled_from([0, 0, 1, 4])),
         forbid_kinds=draw(st.sampled_from([(), (), KINDS[2:3], KINDS[1:5]])),
+        scope=draw(st.sampled_from(["namespace", "conversation"])),
+        shared_prefix=draw(st.sampled_from([1, 2, 3, 16])),
         partial_blocks=draw(st.booleans()),
     )
+
+
+def sessions() -> st.SearchStrategy[str | None]:
+    """None, one of a few conversations, or one of more than a block belongs to."""
+    few, many = (st.integers(0, most).map("session {}".format) for most in (2, 11))
+    return st.one_of(st.none(), few, many)
 
 
 @st.composite

@@ -2,12 +2,12 @@
 
 use std::hash::{Hash, Hasher};
 
-use kvtrie_core::ReusePolicy;
+use kvtrie_core::{ReusePolicy, Scope};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyString, PyTuple};
 
-use crate::arguments::{arg, call, flag, int, optional_int, share};
+use crate::arguments::{arg, call, flag, int, optional_int, share, text};
 use crate::buffers::{Arg, nothing};
 use crate::fields::{Value, new_arguments, value_methods};
 use crate::hints::{Names, NewArguments};
@@ -34,6 +34,10 @@ pub(crate) const MIN_RUN: i64 = 8;
 ///     recompute_last: Tokens at the end of every moved run that are computed anyway.
 ///     forbid_kinds: Kinds of spans that are not reused approximately. A kind that no tag of the
 ///         index has raises a `UserWarning`, once, with the nearest kind.
+///     scope: Where moved runs may come from. `"conversation"`: blocks of the plan's `session`, and
+///         blocks of paths that begin with the prompt's first `shared_prefix` blocks.
+///         `"namespace"`: all blocks of the namespace.
+///     shared_prefix: Whole blocks that make two paths one conversation, at least 1.
 ///     partial_blocks: Whether the exact tokens of the block in which the match ends are copied. An
 ///         engine that copies nothing needs False, and `approximate=False`.
 ///
@@ -60,6 +64,7 @@ impl Hash for PyReusePolicy {
         policy.max_approximate_share.to_bits().hash(state);
         (policy.recompute_first, policy.recompute_last).hash(state);
         (&policy.forbid_kinds, policy.partial_blocks).hash(state);
+        (scope_name(policy.scope), policy.shared_prefix).hash(state);
     }
 }
 
@@ -82,6 +87,8 @@ impl Value for PyReusePolicy {
         "recompute_first",
         "recompute_last",
         "forbid_kinds",
+        "scope",
+        "shared_prefix",
         "partial_blocks",
     ];
 }
@@ -96,8 +103,9 @@ value_methods! {
             *, approximate: "bool" = true, min_run: "SupportsIndex | None" = None, max_hops: "SupportsIndex" = 1,
             max_approximate_share: "SupportsFloat" = 1.0, recompute_first: "SupportsIndex" = 0,
             recompute_last: "SupportsIndex" = 0, forbid_kinds: "Iterable[str]" = nothing(),
+            scope: "Literal['conversation', 'namespace']" = String::from("conversation"), shared_prefix: "SupportsIndex" = 16,
             partial_blocks: "bool" = true
-        ), text_signature = "(*, approximate=True, min_run=None, max_hops=1, max_approximate_share=1.0, recompute_first=0, recompute_last=0, forbid_kinds=(), partial_blocks=True)")]
+        ), text_signature = "(*, approximate=True, min_run=None, max_hops=1, max_approximate_share=1.0, recompute_first=0, recompute_last=0, forbid_kinds=(), scope='conversation', shared_prefix=16, partial_blocks=True)")]
         #[expect(clippy::too_many_arguments, reason = "all are keywords")]
         fn new(
             #[pyo3(from_py_with = flag::<call::ReusePolicy, arg::Approximate>)] approximate: bool,
@@ -110,6 +118,8 @@ value_methods! {
             #[pyo3(from_py_with = int::<call::ReusePolicy, arg::RecomputeFirst>)] recompute_first: i128,
             #[pyo3(from_py_with = int::<call::ReusePolicy, arg::RecomputeLast>)] recompute_last: i128,
             forbid_kinds: Option<&Bound<'_, PyAny>>,
+            #[pyo3(from_py_with = text::<call::ReusePolicy, arg::Scope>)] scope: String,
+            #[pyo3(from_py_with = int::<call::ReusePolicy, arg::SharedPrefix>)] shared_prefix: i128,
             #[pyo3(from_py_with = flag::<call::ReusePolicy, arg::PartialBlocks>)] partial_blocks: bool,
         ) -> PyResult<Self> {
             const CALL: &str = "ReusePolicy";
@@ -125,6 +135,7 @@ value_methods! {
                     "{CALL}: max_approximate_share is {max_approximate_share}; it must be in [0, 1]"
                 )));
             }
+            let shared_prefix = Arg::new(CALL, "shared_prefix").within(shared_prefix, 1, i64::MAX)?;
             Ok(Self {
                 core: ReusePolicy {
                     approximate,
@@ -135,6 +146,8 @@ value_methods! {
                     recompute_first: Arg::new(CALL, "recompute_first").count(recompute_first)?,
                     recompute_last: Arg::new(CALL, "recompute_last").count(recompute_last)?,
                     forbid_kinds: kinds(forbid_kinds)?,
+                    scope: scope_of(&scope)?,
+                    shared_prefix: Arg::new(CALL, "shared_prefix").count(shared_prefix.into())?,
                     partial_blocks,
                 },
             })
@@ -182,6 +195,18 @@ value_methods! {
             Ok(PyTuple::new(py, &self.core.forbid_kinds)?.into())
         }
 
+        /// Where moved runs may come from: `"conversation"` or `"namespace"`.
+        #[getter]
+        fn scope(&self) -> &'static str {
+            scope_name(self.core.scope)
+        }
+
+        /// Whole blocks that make two paths one conversation.
+        #[getter]
+        fn shared_prefix(&self) -> usize {
+            self.core.shared_prefix
+        }
+
         /// Whether the exact tokens of the block in which the match ends are copied.
         #[getter]
         fn partial_blocks(&self) -> bool {
@@ -201,7 +226,7 @@ value_methods! {
             };
             Ok(format!(
                 "ReusePolicy(approximate={}, min_run={}, max_hops={}, max_approximate_share={:?}, recompute_first={}, \
-                 recompute_last={}, forbid_kinds=({kinds}), partial_blocks={})",
+                 recompute_last={}, forbid_kinds=({kinds}), scope='{}', shared_prefix={}, partial_blocks={})",
                 truth(policy.approximate),
                 policy
                     .min_run
@@ -210,6 +235,8 @@ value_methods! {
                 policy.max_approximate_share,
                 policy.recompute_first,
                 policy.recompute_last,
+                scope_name(policy.scope),
+                policy.shared_prefix,
                 truth(policy.partial_blocks)
             ))
         }
@@ -218,6 +245,23 @@ value_methods! {
             new_arguments(slf)
         }
     }
+}
+
+fn scope_name(scope: Scope) -> &'static str {
+    match scope {
+        Scope::Conversation => "conversation",
+        Scope::Namespace => "namespace",
+    }
+}
+
+fn scope_of(name: &str) -> PyResult<Scope> {
+    let all = [Scope::Conversation, Scope::Namespace];
+    let found = all.into_iter().find(|&scope| scope_name(scope) == name);
+    found.ok_or_else(|| {
+        PyValueError::new_err(format!(
+            "ReusePolicy: scope is {name:?}; it must be \"conversation\" or \"namespace\""
+        ))
+    })
 }
 
 fn kinds(value: Option<&Bound<'_, PyAny>>) -> PyResult<Vec<String>> {

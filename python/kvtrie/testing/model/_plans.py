@@ -75,7 +75,10 @@ def copied_from(draft: Draft) -> set[int]:
 class ModelPlan:
     """`kvtrie.ReusePlan`, made by `ModelIndex.plan`."""
 
-    def __init__(self, index: ModelStore, state: PlanState, draft: Draft) -> None:
+    def __init__(
+        self, index: ModelStore, state: PlanState, draft: Draft, moved_end: int | None
+    ) -> None:
+        self.moved_end = moved_end
         self._index = index
         self._state = state
         self._draft = draft

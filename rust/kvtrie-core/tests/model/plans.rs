@@ -3,7 +3,7 @@
 use std::cmp::Reverse;
 use std::collections::BTreeSet;
 
-use kvtrie_core::{Class, ReusePolicy};
+use kvtrie_core::{Class, ReusePolicy, Scope};
 
 use crate::naive::{Entry, Lease, Naive};
 
@@ -29,6 +29,8 @@ pub(crate) struct Ask<'a> {
     pub(crate) forbidden: u64,
     pub(crate) min_run: usize,
     pub(crate) moved_runs: bool,
+    pub(crate) session: Option<u8>,
+    pub(crate) moved_end: Option<usize>,
 }
 
 /// A token of the prompt, and a place where it is cached.
@@ -54,7 +56,8 @@ impl Naive {
     }
 
     pub(crate) fn plan(&mut self, ask: &Ask<'_>, pinned: bool) -> Lease {
-        let mut segments = self.segments(ask, ask.policy.approximate);
+        let (mut segments, without_scope) = self.segments(ask, ask.policy.approximate);
+        self.plans_without_scope += without_scope;
         let of_class = |segments: &[Planned], class| -> usize {
             let of_class = segments.iter().filter(|segment| segment.class == class);
             of_class.map(|segment| segment.end - segment.start).sum()
@@ -62,7 +65,7 @@ impl Naive {
         #[expect(clippy::cast_precision_loss, reason = "some tokens")]
         let share = of_class(&segments, Class::Approximate) as f64 / ask.tokens.len().max(1) as f64;
         if share > ask.policy.max_approximate_share {
-            segments = self.segments(ask, false);
+            (segments, _) = self.segments(ask, false);
         }
         self.clock += 1;
         let used: BTreeSet<u32> = segments
@@ -97,7 +100,8 @@ impl Naive {
         }
     }
 
-    fn segments(&self, ask: &Ask<'_>, approximate: bool) -> Vec<Planned> {
+    fn segments(&self, ask: &Ask<'_>, approximate: bool) -> (Vec<Planned>, u64) {
+        let mut without_scope = 0;
         let block_size = self.block_size;
         let len = ask.tokens.len().saturating_sub(ask.keep_last);
         let own = self.path(ask.namespace, &ask.tokens[..len]);
@@ -158,11 +162,14 @@ impl Naive {
             });
             at += shared;
         }
+        if approximate && at < len && self.is_without_scope(ask, at) {
+            without_scope += 1;
+        }
         if approximate || ask.policy.partial_blocks {
             self.cover(ask, approximate, at, len, &mut segments);
         }
         compute_until(&mut segments, ask.tokens.len());
-        segments
+        (segments, without_scope)
     }
 
     /// The exact block whose path equals the prompt's up to `at` and which shares most tokens from there on.
@@ -247,6 +254,11 @@ impl Naive {
                     let pair = (tokens[source] == ask.tokens[at])
                         .then(|| path[source / self.block_size])
                         .flatten()
+                        .filter(|entry| {
+                            let moves = ask.moved_end.is_none_or(|end| at < end);
+                            let block = &tokens[..(source / self.block_size + 1) * self.block_size];
+                            is_own || moves && self.is_in_scope(ask, block, entry)
+                        })
                         .and_then(|entry| self.pair(ask, approximate, entry, source, is_own));
                     match (pair, &mut run) {
                         (Some(pair), Some((_, pairs))) => pairs.push(pair),
@@ -259,6 +271,38 @@ impl Naive {
         }
         runs.retain(|(_, pairs)| pairs.len() >= ask.min_run);
         runs
+    }
+
+    /// The tokens of the prompt's first blocks, if a cached path begins with them.
+    fn shared_prefix<'a>(&self, ask: &Ask<'a>) -> Option<&'a [u32]> {
+        let len = ask.policy.shared_prefix.checked_mul(self.block_size)?;
+        let shared = ask.tokens.get(..len)?;
+        let mut paths = self.entries.keys();
+        let is_cached = paths
+            .any(|(namespace, tokens)| *namespace == ask.namespace && tokens.starts_with(shared));
+        is_cached.then_some(shared)
+    }
+
+    /// Whether moved runs may come from the block whose path has these tokens (P18).
+    fn is_in_scope(&self, ask: &Ask<'_>, block: &[u32], entry: &Entry) -> bool {
+        let shares = |shared: &[u32]| block.starts_with(shared) || shared.starts_with(block);
+        ask.policy.scope == Scope::Namespace
+            || ask
+                .session
+                .is_some_and(|session| entry.sessions.contains(&session))
+            || self.shared_prefix(ask).is_some_and(shares)
+    }
+
+    /// Whether moved runs are looked for from `at` on, and nothing is in scope.
+    fn is_without_scope(&self, ask: &Ask<'_>, at: usize) -> bool {
+        let is_cached = self.entries.keys().any(|prefix| prefix.0 == ask.namespace);
+        ask.moved_runs
+            && ask.policy.max_hops > 0
+            && ask.moved_end.is_none_or(|end| at < end)
+            && is_cached
+            && ask.policy.scope == Scope::Conversation
+            && ask.session.is_none()
+            && self.shared_prefix(ask).is_none()
     }
 
     fn pair(
