@@ -31,7 +31,7 @@ from workloads.registry import WORKLOADS
 import kvtrie
 
 SPACE = kvtrie.Namespace(model="picture", salt=kvtrie.SHARED)
-POLICY = kvtrie.ReusePolicy(approximate=True)
+POLICY = kvtrie.ReusePolicy(scope="namespace")
 
 Segment = tuple[int, int, int, str]
 

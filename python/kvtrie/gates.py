@@ -603,6 +603,8 @@ _POLICY_FIELDS: Final = (
     "recompute_first",
     "recompute_last",
     "forbid_kinds",
+    "scope",
+    "shared_prefix",
     "partial_blocks",
 )
 CONTROLS: Final = ("unrotated", "drop")
@@ -627,7 +629,14 @@ def _is_bolder(measured: ReusePolicy, wanted: ReusePolicy) -> bool:
         and measured.recompute_first <= wanted.recompute_first
         and measured.recompute_last <= wanted.recompute_last
         and set(measured.forbid_kinds) <= set(wanted.forbid_kinds)
+        and _is_wider(measured, wanted)
     )
+
+
+def _is_wider(measured: ReusePolicy, wanted: ReusePolicy) -> bool:
+    in_conversation = wanted.scope == "conversation"
+    shares = measured.shared_prefix <= wanted.shared_prefix
+    return measured.scope == "namespace" or (in_conversation and shares)
 
 
 def _scenarios_flaw(one: Measured | Control, controls: Sequence[Control]) -> str | None:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 # As in test_reuse.py; rotation adds one rounding of K.
 TOLERANCE = 1e-4
-APPROXIMATE = kvtrie.ReusePolicy(min_run=16)
+APPROXIMATE = kvtrie.ReusePolicy(min_run=16, scope="namespace")
 ROPE_MODELS = (
     "llama-gqa",
     "llama-yarn",
@@ -299,7 +299,9 @@ def test_a_gate_decides_what_a_request_may_reuse(
     assert request.decision.is_cleared == is_cleared
     assert request.decision.policy == (APPROXIMATE if is_cleared else kvtrie.EXACT_ONLY)
     # A policy that takes the index's shortest run means the one that was measured.
-    unsaid = generator.submit(ids(9), max_new_tokens=1, policy=kvtrie.ReusePolicy())
+    unsaid = generator.submit(
+        ids(9), max_new_tokens=1, policy=kvtrie.ReusePolicy(scope="namespace")
+    )
     assert unsaid.decision.policy == request.decision.policy
     while request.status != "finished":
         generator.step()
@@ -327,3 +329,31 @@ def test_a_gate_of_another_model_is_refused(make: Make, ids: Ids, check_drained:
     with pytest.raises(TypeError, match="gate must be a"):
         make(gate="gate.json")
     check_drained(generator)
+
+
+def test_moved_runs_come_from_the_session_of_the_request(make: Make, ids: Ids) -> None:
+    policy = APPROXIMATE.replace(scope="conversation")
+    text, new = ids(120).tolist(), ids(40, seed=1).tolist()
+    prompt = [*new, *text[:100]]
+    for session, moved in [("chat-7", 99), ("chat-8", 0), (None, 0)]:
+        generator = make(num_blocks=128, policy=policy, gate="unchecked")
+        generator.generate(text, max_new_tokens=1, session="chat-7")
+        usage = generator.generate(prompt, max_new_tokens=1, session=session).usage
+        assert usage.moved == moved, session
+        assert generator.index.stats().plans_without_scope == (session is None)
+
+
+def test_moved_runs_stop_at_moved_end(make: Make, ids: Ids) -> None:
+    generator = make(num_blocks=128, policy=APPROXIMATE, gate="unchecked")
+    text, new = ids(120).tolist(), ids(40, seed=1).tolist()
+    generator.generate(text, max_new_tokens=1)
+    prompt = [*new, *text[:100]]
+    assert generator.generate(prompt, max_new_tokens=1, moved_end=90).usage.moved == 50
+    for options, error in [
+        ({"moved_end": 141}, r"moved_end is 141.*\[0, 140\]"),
+        ({"moved_end": -1}, "moved_end is -1"),
+        ({"session": ""}, "session has 0 bytes"),
+        ({"session": "s" * 257}, "session has 257 bytes"),
+    ]:
+        with pytest.raises(ValueError, match=error):
+            generator.submit(prompt, **options)

@@ -427,6 +427,7 @@ class Traffic:
             return kvtrie.EXACT_ONLY
         return kvtrie.ReusePolicy(
             max_hops=choice([0, 1, 1, 2, 5]),
+            scope="namespace",
             max_approximate_share=choice([1.0, 1.0, 1.0, 0.5]),
             recompute_first=choice([0, 0, 1, 3]),
             recompute_last=choice([0, 0, 1, 3]),

@@ -309,9 +309,10 @@ class World:
             return kvtrie.EXACT_ONLY
         max_hops = int(self.rng.choice([0, 1, 1, 1, 2, 9]))
         if roll < 0.75:
-            return kvtrie.ReusePolicy(max_hops=max_hops)
+            return kvtrie.ReusePolicy(max_hops=max_hops, scope="namespace")
         return kvtrie.ReusePolicy(
             max_hops=max_hops,
+            scope="namespace",
             recompute_first=int(self.rng.choice([0, 2, 16])),
             recompute_last=int(self.rng.choice([0, 2, 16])),
             forbid_kinds=[(), ("reasoning",), KINDS][self.rng.integers(3)],

@@ -37,8 +37,10 @@ STATS = (
     "live_plans",
     "clock",
     "unknown_discards",
+    "plans_without_scope",
 )
 REFUSED = (kvtrie.KvTrieError, TypeError, ValueError)
+SCOPES = ("namespace", "conversation")
 MAX_SEQUENCES = 10
 MAX_PLANS = 6
 MIN_RUN = 8
@@ -121,6 +123,7 @@ PLAN = (
     "candidates_dropped",
     "released",
     "pinned",
+    "moved_end",
 )
 
 
@@ -486,10 +489,17 @@ class Twin:
             pair = self.pair()
         fresh, pin = self.chance(0.3), self.chance(0.8)
         keep_last, policy = self.rng.choice([1, 1, 1, 0, 3]), self.policy()
+        session, moved_end = self.session(), self.moved_end(len(pair.model))
         made = self.both(
-            f"plan({pair.model.tokens}, keep_last={keep_last}, pin={pin}, {policy})",
+            f"plan({pair.model.tokens}, keep_last={keep_last}, pin={pin}, {policy}, "
+            f"session={session}, moved_end={moved_end})",
             lambda index, side: index.plan(
-                self.seq(pair, side, fresh=fresh), policy, keep_last=keep_last, pin=pin
+                self.seq(pair, side, fresh=fresh),
+                policy,
+                keep_last=keep_last,
+                pin=pin,
+                session=session,
+                moved_end=moved_end,
             ),
             PLAN,
         )
@@ -498,12 +508,27 @@ class Twin:
         while len(self.plans) > MAX_PLANS:
             self.release()
 
+    def session(self) -> str | None:
+        """None, one of a few conversations, or one of more than a block belongs to."""
+        if self.chance(0.3):
+            return None
+        if self.chance(0.01):
+            return self.rng.choice(["", "s" * 257])
+        return f"session {self.rng.randrange(12 if self.chance(0.3) else 3)}"
+
+    def moved_end(self, length: int) -> int | None:
+        if self.chance(0.6):
+            return None
+        if self.chance(0.02):
+            return self.rng.choice([-1, length + 1])
+        return self.rng.randint(0, length)
+
     def policy(self) -> kvtrie.ReusePolicy:
         if self.chance(0.25):
             return kvtrie.ReusePolicy(approximate=False, partial_blocks=self.chance(0.7))
         choice = self.rng.choice
         if self.chance(0.4):
-            return kvtrie.ReusePolicy(max_hops=choice([1, 2, 9]))
+            return kvtrie.ReusePolicy(max_hops=choice([1, 2, 9]), scope=choice(SCOPES))
         min_run = choice([None] * 4 + [self.min_run + more for more in (0, 1, 4)])
         if self.min_run > MIN_RUN and self.chance(0.02):
             min_run = MIN_RUN
@@ -517,6 +542,8 @@ class Twin:
             max_cuts=choice([None, None, None, 0, 1, 2]),
             max_lost_context=choice([1.0, 1.0, 1.0, 0.75, 0.25]),
             max_new_context=choice([1.0, 1.0, 1.0, 0.75, 0.25]),
+            scope=choice(SCOPES),
+            shared_prefix=choice([1, 1, 2, 3, 16]),
             partial_blocks=self.chance(0.8),
         )
 
@@ -570,9 +597,10 @@ class Twin:
         source, pair = self.source()
         computed, start, blocks = self.offer(pair, source)
         spans, fresh = self.spans(len(pair.model)) if self.chance(0.2) else [], self.chance(0.4)
+        session = self.session()
         done = self.both(
             f"insert({pair.model.tokens}, {blocks}, num_computed={computed}, start={start}, "
-            f"source={source.model if isinstance(source, Plans) else source}, {spans})",
+            f"source={source.model if isinstance(source, Plans) else source}, {spans}, {session})",
             lambda index, side: index.insert(
                 self.seq(pair, side, fresh=fresh),
                 np.array(blocks, dtype=np.int32) if fresh else blocks,
@@ -580,6 +608,7 @@ class Twin:
                 start=start,
                 source=self.source_of(source, side),
                 spans=spans,
+                session=session,
             ),
             INSERTED,
         )
@@ -768,6 +797,8 @@ class Twin:
         self.same("digest of the restored index", self.real.digest(), digest)
         if self.mirror is not None:
             self.mirror = _restored(self.mirror)
+        # A restored index counts anew.
+        self.model._plans_without_scope = 0
 
     def tag(self) -> None:
         pair = self.pair()

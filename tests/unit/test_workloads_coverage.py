@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from workloads.history import Conversation
 
 SPACE = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-MOVED = kvtrie.ReusePolicy(approximate=True)
+MOVED = kvtrie.ReusePolicy(scope="namespace")
 NOBODY = np.iinfo(np.uint32).max
 
 # Texts a third as long as in the tables: runs stay longer than a few blocks.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
 import torch
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
     from kvtrie.calibrate._steps import Step
     from kvtrie.calibrate.policies import Policy
+
+_SESSION: Final = "calibrate"
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +146,8 @@ class Replay:
         """
         prompt = step.dropped if self._policy.mode == "drop" else step.prompt
         seq = TokenSequence(np.array(prompt, dtype=np.uint32), self._space)
-        lease = Lease(self._store, seq, self._policy.reuse)
+        # The index has one conversation.
+        lease = Lease(self._store, seq, self._policy.reuse, session=_SESSION)
         with contextlib.closing(lease):
             plan = lease.plan
             usage = TokenSources(plan.num_exact, plan.num_approximate, plan.num_compute)

@@ -26,12 +26,21 @@ class Lease:
     """
 
     def __init__(
-        self, store: Store, seq: TokenSequence, policy: ReusePolicy, *, headroom: int = 0
+        self,
+        store: Store,
+        seq: TokenSequence,
+        policy: ReusePolicy,
+        *,
+        session: str | None = None,
+        moved_end: int | None = None,
+        headroom: int = 0,
     ) -> None:
         self._store = store
         self._seq = seq
         self._is_closed = False
-        self.plan: ReusePlan = store.index.plan(seq, policy, keep_last=1)
+        self.plan: ReusePlan = store.index.plan(
+            seq, policy, keep_last=1, session=session, moved_end=moved_end
+        )
         fresh = np.empty(0, dtype=np.int32)
         try:
             fresh = self._allocate(self.plan.num_new_blocks, headroom)
@@ -39,7 +48,7 @@ class Lease:
             store.pool.apply(self.plan.moves(table))
             # Copies and later writes run on one stream, in this order.
             self.plan.release_sources()
-            store.ledger.begin(self, seq, table, source=self.plan)
+            store.ledger.begin(self, seq, table, source=self.plan, session=session)
         except BaseException:
             if self in store.ledger:
                 # An interrupt after the last call: the ledger has the plan and the blocks.

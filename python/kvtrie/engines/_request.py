@@ -41,6 +41,10 @@ class Options(TypedDict, total=False):
         chat_template_kwargs: More variables for the chat template.
         salt: Tenant of this request (default: the engine's).
         policy: What this request may reuse (default: the engine's policy).
+        session: The id of the conversation, 1 to 256 bytes: moved runs may come from its own
+            blocks.
+        moved_end: Position from which on moved runs supply no token (default: where the last
+            message of a user or a tool begins, if the tokenizer's chat template is known).
         return_logits: Add to each event the row that its token was picked from.
     """
 
@@ -55,6 +59,8 @@ class Options(TypedDict, total=False):
     chat_template_kwargs: Mapping[str, Any] | None
     salt: Salt | None
     policy: ReusePolicy | None
+    session: str | None
+    moved_end: int | None
     return_logits: bool
 
 

@@ -34,6 +34,8 @@ class Job:
     max_len: int
     policy: ReusePolicy
     return_logits: bool
+    session: str | None = None
+    moved_end: int | None = None
     lease: Lease | None = None
     was_admitted: bool = False
     events: deque[Event] | None = None
@@ -107,11 +109,21 @@ class Scheduler:
     def _lease(self, job: Job) -> Lease:
         if self.running:
             # A running request that needs a block soon would otherwise preempt the new one.
-            return Lease(self._store, job.seq, job.policy, headroom=len(self.running))
+            return self._planned(job, job.policy, headroom=len(self.running))
         try:
-            return Lease(self._store, job.seq, job.policy)
+            return self._planned(job, job.policy)
         except OutOfBlocksError:
-            return Lease(self._store, job.seq, _IN_PLACE_ONLY)
+            return self._planned(job, _IN_PLACE_ONLY)
+
+    def _planned(self, job: Job, policy: ReusePolicy, headroom: int = 0) -> Lease:
+        return Lease(
+            self._store,
+            job.seq,
+            policy,
+            session=job.session,
+            moved_end=job.moved_end,
+            headroom=headroom,
+        )
 
     def _advance(self, job: Job, lease: Lease, events: list[Event]) -> None:
         try:

@@ -7,6 +7,7 @@ step runs one model pass per request, without batching.
 from __future__ import annotations
 
 import collections.abc
+import contextlib
 import operator
 from collections import deque
 from collections.abc import Mapping
@@ -48,6 +49,7 @@ from kvtrie.models.directory import checked_model_dir
 from kvtrie.models.fingerprint import model_id, rope_id
 from kvtrie.pool.kv_pool import KVPool
 from kvtrie.pool.layout import KVLayout
+from kvtrie.tags import Tagger
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -63,6 +65,7 @@ if TYPE_CHECKING:
 __all__ = ["BlockCounts", "Completion", "Event", "Generator", "Options", "Request", "Usage"]
 
 DEFAULT_MAX_NEW_TOKENS: Final = 256
+_MAX_SESSION: Final = 256
 
 
 class Generator:
@@ -160,6 +163,8 @@ class Generator:
         self._decide(policy)
         self._scheduler = Scheduler(self._store, Runner(model, pool), prefill_chunk)
         self._num_submitted = 0
+        self._tagger: Tagger | None = None
+        self._has_sought_format = False
 
     @classmethod
     def from_pretrained(
@@ -463,9 +468,35 @@ class Generator:
             max_len=max_len,
             policy=decision.policy,
             return_logits=options.get("return_logits", False),
+            session=options.get("session"),
+            moved_end=self._moved_end(seq, decision.policy, options),
         )
         self._num_submitted = number + 1
         return job
+
+    def _moved_end(self, seq: TokenSequence, policy: ReusePolicy, options: Options) -> int | None:
+        given = options.get("moved_end")
+        session = options.get("session")
+        if session is not None and not 1 <= len(session.encode()) <= _MAX_SESSION:
+            msg = f"Generator: session has {len(session.encode())} bytes; it must have 1 to 256"
+            raise ValueError(msg)
+        if given is not None:
+            if not 0 <= operator.index(given) <= len(seq):
+                msg = f"Generator: moved_end is {given}; it must be in [0, {len(seq)}], the prompt"
+                raise ValueError(msg)
+            return operator.index(given)
+        if not policy.approximate or self._tokenizer is None:
+            return None
+        if not self._has_sought_format:
+            self._has_sought_format = True
+            # Of an unknown template nothing is assumed: `plan.moved_end` is None then.
+            with contextlib.suppress(TypeError, ValueError):
+                self._tagger = Tagger.from_tokenizer(cast("Any", self._tokenizer))
+        if self._tagger is None:
+            return None
+        stream = self._tagger.stream()
+        stream.feed(seq[:])
+        return stream.moved_end
 
     def _decide(self, policy: ReusePolicy) -> Decision:
         if not policy.approximate:

@@ -31,6 +31,7 @@ __all__ = [
     "pool_sizes",
     "prompts",
     "ranges",
+    "sessions",
     "sources",
     "spans",
     "token_ids",
@@ -182,8 +183,16 @@ def policies(draw: st.DrawFn, *, min_run: int = 8) -> kvtrie.ReusePolicy:
         max_cuts=draw(st.sampled_from([None, None, 0, 1])),
         max_lost_context=draw(st.sampled_from([1.0, 1.0, 0.5, 0.0])),
         max_new_context=draw(st.sampled_from([1.0, 1.0, 0.5, 0.0])),
+        scope=draw(st.sampled_from(["namespace", "conversation"])),
+        shared_prefix=draw(st.sampled_from([1, 2, 3, 16])),
         partial_blocks=draw(st.booleans()),
     )
+
+
+def sessions() -> st.SearchStrategy[str | None]:
+    """None, one of a few conversations, or one of more than a block belongs to."""
+    few, many = (st.integers(0, most).map("session {}".format) for most in (2, 11))
+    return st.one_of(st.none(), few, many)
 
 
 @st.composite

@@ -3,6 +3,17 @@
 use crate::error::{Result, invalid};
 use crate::storage::payload::Label;
 
+/// Which cached blocks moved runs may come from (rule P18).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Scope {
+    /// Blocks of the plan's session, and blocks of paths that begin with the prompt's first
+    /// [`shared_prefix`](ReusePolicy::shared_prefix) blocks.
+    #[default]
+    Conversation,
+    /// All blocks of the namespace.
+    Namespace,
+}
+
 /// What a plan may reuse. Exact KV is always allowed. Approximate KV that a field forbids is treated as not cached.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ReusePolicy {
@@ -32,6 +43,10 @@ pub struct ReusePolicy {
     /// Largest share of the prompt before a moved run that may be new to it, 0 to 1
     /// ([`MovedRun::new_context`](crate::MovedRun::new_context)).
     pub max_new_context: f64,
+    /// Which cached blocks moved runs may come from.
+    pub scope: Scope,
+    /// Whole blocks, from the first on, that make two paths one conversation with [`Scope::Conversation`]. At least 1.
+    pub shared_prefix: usize,
     /// Whether the exact tokens of the block in which the match ends are copied. If this and `approximate` are `false`,
     /// nothing is copied.
     pub partial_blocks: bool,
@@ -56,6 +71,8 @@ impl ReusePolicy {
         max_cuts: None,
         max_lost_context: 1.0,
         max_new_context: 1.0,
+        scope: Scope::Conversation,
+        shared_prefix: 16,
         partial_blocks: true,
     };
 
@@ -96,6 +113,12 @@ impl ReusePolicy {
             return Err(invalid!(
                 call,
                 "the policy's forbid_kinds holds an empty name"
+            ));
+        }
+        if self.shared_prefix == 0 {
+            return Err(invalid!(
+                call,
+                "the policy's shared_prefix is 0; it must be at least 1 block (scope \"namespace\" allows all paths)"
             ));
         }
         Ok(())

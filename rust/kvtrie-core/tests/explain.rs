@@ -13,7 +13,7 @@ use kvtrie_core::{
     TokenSequence, WouldSave,
 };
 
-use common::{ids, imported, planned, span};
+use common::{approximate, ids, imported, planned, span};
 
 mod common;
 
@@ -78,6 +78,7 @@ fn counted(exact: usize, approximate: usize, compute: usize) -> WouldSave {
         exact,
         approximate,
         compute,
+        out_of_scope: 0,
     }
 }
 
@@ -368,10 +369,14 @@ fn a_plan_finds_what_explain_says_that_it_would() {
     edited.extend([1, 2, 3]);
     edited.extend_from_slice(&tokens[22..]);
     let mut edited = sequence(&edited);
-    let why = explain(&mut index, &mut edited);
+    let policy = approximate();
+    let options = ExplainOptions {
+        policy: policy.clone(),
+        ..ExplainOptions::default()
+    };
+    let why = index.explain(&mut edited, &options).unwrap();
     assert_eq!((why.reason, why.position), (Reason::Diverged, 20));
     assert_eq!(why.would_save, counted(20, 41, 4));
-    let policy = ExplainOptions::default().policy;
     let plan = planned(&mut index, &mut edited, &policy);
     assert_eq!(plan.num_tokens(kvtrie_core::Class::Approximate), 41);
 }

@@ -44,7 +44,10 @@ fn index_of(block_size: usize) -> RadixIndex {
 }
 
 fn plan(index: &mut RadixIndex, seq: &mut TokenSequence, pin: bool) -> ReusePlan {
-    let options = PlanOptions { keep_last: 1, pin };
+    let options = PlanOptions {
+        pin,
+        ..PlanOptions::default()
+    };
     index.plan(seq, &approximate(), options).unwrap()
 }
 
@@ -139,6 +142,7 @@ fn places_that_were_not_tried_are_counted() {
     let options = PlanOptions {
         keep_last: 1,
         pin: false,
+        ..PlanOptions::default()
     };
     let plan = index.plan(prompt, &policy, options).unwrap();
     assert_eq!(plan.num_tokens(Class::Compute), 17);

@@ -14,7 +14,7 @@
 
 use kvtrie_core::{
     BlockId, Class, Config, Effort, InsertOptions, PlanOptions, RadixIndex, ReusePlan, ReusePolicy,
-    Source,
+    Scope, Source,
 };
 
 use common::{ids, imported, sequence, span};
@@ -214,6 +214,8 @@ impl World {
             approximate: !numbers.once_in(8),
             min_run: numbers.once_in(3).then_some(min_run),
             max_hops: numbers.of(&[0, 1, 2, 3]),
+            scope: Scope::Namespace,
+            shared_prefix: 16,
             max_approximate_share: numbers.of(&[0.3, 0.6, 1.0, 1.0, 1.0, 1.0]),
             recompute_first: numbers.of(&[0, 0, 0, 1, 4]),
             recompute_last: numbers.of(&[0, 0, 0, 1, 4]),
@@ -230,7 +232,7 @@ impl World {
         let (mut seq, policy) = (sequence(text.iter().copied()), self.policy());
         let options = PlanOptions {
             keep_last: self.numbers.up_to(2),
-            pin: true,
+            ..PlanOptions::default()
         };
         let effort = if self.kind.is_limited {
             let bytes = 64 * u64::from(self.numbers.below(400));

@@ -2,6 +2,8 @@
 //!
 //! PyO3 puts the argument's name into a note, which `str(error)` omits, and never names the call.
 
+use kvtrie_core::SessionId;
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyBool;
 use pyo3::{PyTypeCheck, PyTypeInfo};
@@ -104,6 +106,7 @@ names! {
         MaxTokens = "max_tokens",
         MinRun = "min_run",
         Model = "model",
+        MovedEnd = "moved_end",
         MovedRuns = "moved_runs",
         N = "n",
         Namespace = "namespace",
@@ -120,8 +123,11 @@ names! {
         RecomputeFirst = "recompute_first",
         RecomputeLast = "recompute_last",
         Rope = "rope",
+        Scope = "scope",
         Seed = "seed",
         Seq = "seq",
+        Session = "session",
+        SharedPrefix = "shared_prefix",
         Start = "start",
         To = "to",
         Touch = "touch",
@@ -163,6 +169,16 @@ pub(crate) fn optional_text<C: Name, A: Name>(
     value: &Bound<'_, PyAny>,
 ) -> PyResult<Option<String>> {
     optional(value, text::<C, A>)
+}
+
+pub(crate) fn session<C: Name, A: Name>(value: &Bound<'_, PyAny>) -> PyResult<Option<SessionId>> {
+    let Some(id) = optional_text::<C, A>(value)? else {
+        return Ok(None);
+    };
+    let session = SessionId::new(&id);
+    let session = session
+        .map_err(|error| PyValueError::new_err(format!("{}: {}", C::NAME, error.message())))?;
+    Ok(Some(session))
 }
 
 pub(crate) fn of<'a, 'py, C: Name, A: Name, T: PyTypeCheck + PyTypeInfo>(

@@ -17,14 +17,8 @@ pub(crate) fn explain(
     shared: &SharedIndex,
     seq: &PyTokenSequence,
     policy: Option<&PyReusePolicy>,
-    context: usize,
-    keep_last: usize,
+    mut options: ExplainOptions,
 ) -> PyResult<PyExplanation> {
-    let mut options = ExplainOptions {
-        context,
-        keep_last,
-        ..ExplainOptions::default()
-    };
     if let Some(policy) = policy {
         shared.warn_of_unknown_kinds(py, policy.core(), "RadixIndex.explain")?;
         options.policy = policy.core().clone();
@@ -126,7 +120,7 @@ impl PyExplanation {
     /// Example:
     ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
     ///     >>> kvtrie.RadixIndex(num_blocks=8).explain(seq).to_dict()["would_save"]
-    ///     {'exact': 0, 'approximate': 0, 'compute': 3}
+    ///     {'exact': 0, 'approximate': 0, 'compute': 3, 'out_of_scope': 0}
     fn to_dict<'py>(&self, py: Python<'py>) -> PyResult<Document<'py>> {
         let core = &self.core;
         let context = PyDict::new(py);
@@ -146,6 +140,7 @@ impl PyExplanation {
         saved.set_item("exact", core.would_save.exact)?;
         saved.set_item("approximate", core.would_save.approximate)?;
         saved.set_item("compute", core.would_save.compute)?;
+        saved.set_item("out_of_scope", core.would_save.out_of_scope)?;
         let all = PyDict::new(py);
         all.set_item("reason", core.reason.name())?;
         all.set_item("position", core.position)?;
@@ -264,7 +259,7 @@ impl PyNamespaceDifference {
 ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
 ///     >>> done = index.insert(seq, [6], num_computed=2, source=kvtrie.COMPUTED)
 ///     >>> index.explain(seq).would_save
-///     WouldSave(exact=2, approximate=0, compute=1)
+///     WouldSave(exact=2, approximate=0, compute=1, out_of_scope=0)
 #[pyclass(frozen, module = "kvtrie", name = "WouldSave")]
 pub(crate) struct PyWouldSave {
     core: WouldSave,
@@ -290,10 +285,17 @@ impl PyWouldSave {
         self.core.compute
     }
 
+    /// Tokens to compute that are cached out of scope: a policy with `scope="namespace"` would
+    /// reuse them.
+    #[getter]
+    fn out_of_scope(&self) -> usize {
+        self.core.out_of_scope
+    }
+
     fn __repr__(&self) -> String {
         format!(
-            "WouldSave(exact={}, approximate={}, compute={})",
-            self.core.exact, self.core.approximate, self.core.compute
+            "WouldSave(exact={}, approximate={}, compute={}, out_of_scope={})",
+            self.core.exact, self.core.approximate, self.core.compute, self.core.out_of_scope
         )
     }
 }

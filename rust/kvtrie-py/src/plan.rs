@@ -202,6 +202,13 @@ impl PyReusePlan {
         self.core.candidates_dropped()
     }
 
+    /// The `moved_end` that the plan was made with: moved runs supply no token at or after it. None
+    /// means that none was given, and they may supply any token.
+    #[getter]
+    fn moved_end(&self) -> Option<usize> {
+        self.core.moved_end()
+    }
+
     /// Whether the plan was released.
     #[getter]
     fn released(&self) -> bool {

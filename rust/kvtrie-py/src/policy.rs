@@ -2,12 +2,12 @@
 
 use std::hash::{Hash, Hasher};
 
-use kvtrie_core::ReusePolicy;
+use kvtrie_core::{ReusePolicy, Scope};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyString, PyTuple};
 
-use crate::arguments::{arg, call, flag, int, optional_int, share};
+use crate::arguments::{arg, call, flag, int, optional_int, share, text};
 use crate::buffers::{Arg, nothing};
 use crate::fields::{Value, new_arguments, value_methods};
 use crate::hints::{Names, NewArguments};
@@ -41,6 +41,10 @@ pub(crate) const MIN_RUN: i64 = 8;
 ///         lost (`MovedRun.lost_context`), 0 to 1.
 ///     max_new_context: Largest share of the tokens before a moved run in the prompt that may be new
 ///         to it (`MovedRun.new_context`), 0 to 1.
+///     scope: Where moved runs may come from. `"conversation"`: blocks of the plan's `session`, and
+///         blocks of paths that begin with the prompt's first `shared_prefix` blocks.
+///         `"namespace"`: all blocks of the namespace.
+///     shared_prefix: Whole blocks that make two paths one conversation, at least 1.
 ///     partial_blocks: Whether the exact tokens of the block in which the match ends are copied. An
 ///         engine that copies nothing needs False, and `approximate=False`.
 ///
@@ -69,6 +73,7 @@ impl Hash for PyReusePolicy {
         (&policy.forbid_kinds, policy.max_cuts).hash(state);
         policy.max_lost_context.to_bits().hash(state);
         policy.max_new_context.to_bits().hash(state);
+        (scope_name(policy.scope), policy.shared_prefix).hash(state);
         policy.partial_blocks.hash(state);
     }
 }
@@ -95,6 +100,8 @@ impl Value for PyReusePolicy {
         "max_cuts",
         "max_lost_context",
         "max_new_context",
+        "scope",
+        "shared_prefix",
         "partial_blocks",
     ];
 }
@@ -110,8 +117,10 @@ value_methods! {
             max_approximate_share: "SupportsFloat" = 1.0, recompute_first: "SupportsIndex" = 0,
             recompute_last: "SupportsIndex" = 0, forbid_kinds: "Iterable[str]" = nothing(),
             max_cuts: "SupportsIndex | None" = None, max_lost_context: "SupportsFloat" = 1.0,
-            max_new_context: "SupportsFloat" = 1.0, partial_blocks: "bool" = true
-        ), text_signature = "(*, approximate=True, min_run=None, max_hops=1, max_approximate_share=1.0, recompute_first=0, recompute_last=0, forbid_kinds=(), max_cuts=None, max_lost_context=1.0, max_new_context=1.0, partial_blocks=True)")]
+            max_new_context: "SupportsFloat" = 1.0,
+            scope: "Literal['conversation', 'namespace']" = String::from("conversation"), shared_prefix: "SupportsIndex" = 16,
+            partial_blocks: "bool" = true
+        ), text_signature = "(*, approximate=True, min_run=None, max_hops=1, max_approximate_share=1.0, recompute_first=0, recompute_last=0, forbid_kinds=(), max_cuts=None, max_lost_context=1.0, max_new_context=1.0, scope='conversation', shared_prefix=16, partial_blocks=True)")]
         #[expect(clippy::too_many_arguments, reason = "all are keywords")]
         fn new(
             #[pyo3(from_py_with = flag::<call::ReusePolicy, arg::Approximate>)] approximate: bool,
@@ -130,6 +139,8 @@ value_methods! {
             max_lost_context: f64,
             #[pyo3(from_py_with = share::<call::ReusePolicy, arg::MaxNewContext>)]
             max_new_context: f64,
+            #[pyo3(from_py_with = text::<call::ReusePolicy, arg::Scope>)] scope: String,
+            #[pyo3(from_py_with = int::<call::ReusePolicy, arg::SharedPrefix>)] shared_prefix: i128,
             #[pyo3(from_py_with = flag::<call::ReusePolicy, arg::PartialBlocks>)] partial_blocks: bool,
         ) -> PyResult<Self> {
             const CALL: &str = "ReusePolicy";
@@ -148,6 +159,7 @@ value_methods! {
                     "{CALL}: {name} is {share}; it must be in [0, 1]"
                 ))),
             };
+            let shared_prefix = Arg::new(CALL, "shared_prefix").within(shared_prefix, 1, i64::MAX)?;
             Ok(Self {
                 core: ReusePolicy {
                     approximate,
@@ -160,6 +172,8 @@ value_methods! {
                     max_cuts: max_cuts.transpose()?,
                     max_lost_context: share("max_lost_context", max_lost_context)?,
                     max_new_context: share("max_new_context", max_new_context)?,
+                    scope: scope_of(&scope)?,
+                    shared_prefix: Arg::new(CALL, "shared_prefix").count(shared_prefix.into())?,
                     partial_blocks,
                 },
             })
@@ -225,6 +239,18 @@ value_methods! {
             self.core.max_new_context
         }
 
+        /// Where moved runs may come from: `"conversation"` or `"namespace"`.
+        #[getter]
+        fn scope(&self) -> &'static str {
+            scope_name(self.core.scope)
+        }
+
+        /// Whole blocks that make two paths one conversation.
+        #[getter]
+        fn shared_prefix(&self) -> usize {
+            self.core.shared_prefix
+        }
+
         /// Whether the exact tokens of the block in which the match ends are copied.
         #[getter]
         fn partial_blocks(&self) -> bool {
@@ -245,7 +271,7 @@ value_methods! {
             Ok(format!(
                 "ReusePolicy(approximate={}, min_run={}, max_hops={}, max_approximate_share={:?}, recompute_first={}, \
                  recompute_last={}, forbid_kinds=({kinds}), max_cuts={}, max_lost_context={:?}, max_new_context={:?}, \
-                 partial_blocks={})",
+                 scope='{}', shared_prefix={}, partial_blocks={})",
                 truth(policy.approximate),
                 policy
                     .min_run
@@ -259,6 +285,8 @@ value_methods! {
                     .map_or_else(|| "None".to_owned(), |most| most.to_string()),
                 policy.max_lost_context,
                 policy.max_new_context,
+                scope_name(policy.scope),
+                policy.shared_prefix,
                 truth(policy.partial_blocks)
             ))
         }
@@ -267,6 +295,23 @@ value_methods! {
             new_arguments(slf)
         }
     }
+}
+
+fn scope_name(scope: Scope) -> &'static str {
+    match scope {
+        Scope::Conversation => "conversation",
+        Scope::Namespace => "namespace",
+    }
+}
+
+fn scope_of(name: &str) -> PyResult<Scope> {
+    let all = [Scope::Conversation, Scope::Namespace];
+    let found = all.into_iter().find(|&scope| scope_name(scope) == name);
+    found.ok_or_else(|| {
+        PyValueError::new_err(format!(
+            "ReusePolicy: scope is {name:?}; it must be \"conversation\" or \"namespace\""
+        ))
+    })
 }
 
 fn kinds(value: Option<&Bound<'_, PyAny>>) -> PyResult<Vec<String>> {

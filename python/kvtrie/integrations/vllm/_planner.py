@@ -15,7 +15,7 @@ from kvtrie.integrations.vllm._metadata import Load, StepMetadata
 from kvtrie.integrations.vllm._ranges import APPROXIMATE
 from kvtrie.integrations.vllm._requests import LiveRequest, Pending, Range, adapter_of
 from kvtrie.integrations.vllm._runners import send_whole
-from kvtrie.integrations.vllm._settings import request_policy
+from kvtrie.integrations.vllm._settings import request_policy, request_session
 from kvtrie.integrations.vllm._sources import Sources, used_by
 from kvtrie.integrations.vllm._tags import Reading, count_by_kind, tagger_of
 
@@ -108,13 +108,17 @@ class Planner:
             self._counts.add("requests_unsupported")
             return
         policy = request_policy(request.kv_transfer_params, self._cleared, self._settings.default)
+        session = request_session(request.kv_transfer_params)
         adapter = adapter_of(request)
         if policy.approximate and not _gate.covers(self._settings, adapter):
             self._counts.add("requests_uncalibrated")
             policy = EXACT_ONLY
         seq = TokenSequence(request.prompt_token_ids, self._namespace(request))
         reading = None if self._tagger is None else Reading(self._tagger)
-        live = LiveRequest(seq, policy, reading=reading)
+        live = LiveRequest(seq, policy, reading=reading, session=session)
+        if policy.approximate and reading is not None:
+            reading.follow(seq)
+            live.moved_end = reading.stream.moved_end
         self._live[request.request_id] = live
         if policy.approximate and not request.skip_reading_prefix_cache:
             self._join(request, live)
@@ -123,7 +127,7 @@ class Planner:
         """Let vLLM find approximate blocks in place, under their own hashes."""
         if not self.sources.has_approximate:
             return
-        plan = self.sources.plan(live.seq, live.policy)
+        plan = self.sources.plan(live.seq, live.policy, live.session, live.moved_end)
         if plan is None:
             return
         first = _lineage.join(request, self.sources.blocks(plan.blocks.tolist()))
@@ -160,7 +164,7 @@ class Planner:
             self._counts.add("requests_without_room")
             return 0
         live.follow(request)
-        plan = self.sources.plan(live.seq, live.policy)
+        plan = self.sources.plan(live.seq, live.policy, live.session, live.moved_end)
         if plan is None:
             self._counts.add("plans_stale")
             return 0
@@ -458,7 +462,7 @@ class Planner:
         else:
             spans = live.new_spans()
         stretches = live.stretches(done // self._block_size, self._block_size)
-        self.sources.offer(live.seq, block_ids, stretches, spans=spans)
+        self.sources.offer(live.seq, block_ids, stretches, spans=spans, session=live.session)
 
     def _count_prompt(self, request: Request, live: LiveRequest) -> None:
         if live.is_counted:

@@ -53,6 +53,8 @@ class LiveRequest:
         num_refused: How often vLLM found no blocks while this request's sources were pinned.
         last_free: Free blocks when that last happened.
         is_offered: Whether the index knows the prompt's blocks.
+        session: The id of its conversation.
+        moved_end: Where the prompt's last message of a user or a tool begins, if tags say so.
         used: Ranges of the prompt whose KV was not computed, and whether it is approximate.
         is_counted: Whether `used` is in the stats.
     """
@@ -68,6 +70,8 @@ class LiveRequest:
     reading: Reading | None = None
     used: list[tuple[int, int, bool]] = field(default_factory=list)
     is_counted: bool = False
+    session: str | None = None
+    moved_end: int | None = None
 
     def stretches(self, num_blocks: int, block_size: int) -> list[Stretch]:
         """The exactness of its blocks, in order.

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from kvtrie.testing.model._sequences import Tokens, common
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from kvtrie.testing.model._store import Entry
 
@@ -32,12 +32,15 @@ class Allowed:
     """What a policy allows besides exact KV of the same whole prefix.
 
     `moved` is KV under another prefix or at another position, `forbidden` a bit set of kinds.
+    Moved KV supplies only tokens before `moved_end`, from the blocks `in_scope`.
     """
 
     approximate: bool
     moved: bool
     max_hops: int
     forbidden: int
+    moved_end: int
+    in_scope: Callable[[Tokens, Entry], bool]
 
     def in_place(self, entry: Entry) -> bool:
         free = not any(tags & self.forbidden for tags in entry.tags)
@@ -83,6 +86,7 @@ class Slots:
         token: list[int] = []
         before: list[int] = []
         shared: list[bool] = []
+        scope: list[bool] = []
         last: dict[Tokens, int] = {}
         self.paths: dict[int, Tokens] = {}
         """The whole path of each entry, by its `id`."""
@@ -95,12 +99,14 @@ class Slots:
             self.paths[id(entries[path])] = path
             self.first[id(entries[path])] = len(self.sources)
             same = common(own, prompt[start:]) if path[:start] == prompt[:start] else 0
+            in_scope = allowed.in_scope(path, entries[path])
             for offset in range(size):
                 at = len(self.sources)
                 self.sources.append(Source(entries[path], offset, start + offset))
                 token.append(codes.get(own[offset], NOWHERE))
                 before.append(at - 1 if offset else last.get(path[:start], NOWHERE))
                 shared.append(offset < same)
+                scope.append(in_scope)
             last[path] = len(self.sources) - 1
         self.before = np.array(before, dtype=np.int64)
         self.position = self._column(position for *_, position in self.sources)
@@ -118,7 +124,8 @@ class Slots:
         rows = np.arange(len(prompt))[:, np.newaxis]
         self.same_prefix = np.array(shared, dtype=np.bool_) & (self.position == rows)
         few_hops = self.hops + ~self.same_prefix <= allowed.max_hops
-        near = self.same_prefix | allowed.moved
+        moved = allowed.moved & np.array(scope, dtype=np.bool_) & (rows < allowed.moved_end)
+        near = self.same_prefix | moved
         approximate = allowed.approximate & few_hops & (forbidden == 0) & near
         usable = (self.same_prefix & exact) | approximate
         self.lengths = self._lengths((np.array(token) == self.prompt[:, np.newaxis]) & usable)

@@ -11,6 +11,8 @@ from kvtrie.testing.model._cover import Allowed, Piece, Slots, Source, cover
 from kvtrie.testing.model._sequences import Tokens, common, sort_key
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvtrie.testing.model._store import Entry
 
 IN_PLACE = 0
@@ -47,6 +49,40 @@ class Cached:
     moved_runs: bool
     kinds: tuple[str, ...]
     is_one_path: bool = False
+    session: str | None = None
+    moved_end: int | None = None
+
+    def shared_prefix(self, tokens: Tokens, policy: ReusePolicy) -> Tokens | None:
+        """The prompt's first blocks, if a cached path begins with them."""
+        end = policy.shared_prefix * self.block_size
+        shared = tokens[:end]
+        is_cached = any(path[:end] == shared for path in self.entries)
+        return shared if end <= len(tokens) and is_cached else None
+
+    def scope(self, tokens: Tokens, policy: ReusePolicy) -> Callable[[Tokens, Entry], bool]:
+        """Whether moved runs may come from the block at the end of a path (P18)."""
+        if policy.scope == "namespace" or self.is_one_path:
+            return lambda _path, _entry: True
+        shared = self.shared_prefix(tokens, policy)
+
+        def in_scope(path: Tokens, entry: Entry) -> bool:
+            least = 0 if shared is None else min(len(path), len(shared))
+            shares = shared is not None and path[:least] == shared[:least]
+            return shares or self.session in entry.sessions
+
+        return in_scope
+
+    def is_without_scope(self, tokens: Tokens, keep_last: int, policy: ReusePolicy) -> bool:
+        """Whether no moved run is looked for, because nothing is in scope."""
+        wanted = policy.approximate and self.moved_runs and policy.max_hops > 0
+        has_scope = policy.scope == "namespace" or self.is_one_path or self.session is not None
+        if not wanted or has_scope or not self.entries:
+            return False
+        # The partial block and the blocks in place are those of any policy.
+        limited = tokens[: max(0, len(tokens) - keep_last)]
+        start = _start_of_cover(self, limited, policy)
+        end = len(limited) if self.moved_end is None else min(len(limited), self.moved_end)
+        return start < end and self.shared_prefix(tokens, policy) is None
 
 
 def draft(
@@ -57,8 +93,7 @@ def draft(
     Whole blocks in place come first, then the exact part of one more block, then the cover.
     """
     limited = tokens[: max(0, len(tokens) - keep_last)]
-    forbidden = sum(1 << i for i, kind in enumerate(cached.kinds) if kind in policy.forbid_kinds)
-    allowed = Allowed(policy.approximate, cached.moved_runs, policy.max_hops, forbidden)
+    allowed = _allowed(cached, tokens, policy)
     used = _in_place(cached, limited, allowed)
     found = _origins(IN_PLACE, used)
     pieces = []
@@ -91,6 +126,26 @@ def draft(
         )
         return draft(cached, tokens, keep_last, exact_only)
     return found, tuple(runs)
+
+
+def _allowed(cached: Cached, tokens: Tokens, policy: ReusePolicy) -> Allowed:
+    forbidden = sum(1 << i for i, kind in enumerate(cached.kinds) if kind in policy.forbid_kinds)
+    moved_end = len(tokens) if cached.moved_end is None else cached.moved_end
+    return Allowed(
+        policy.approximate,
+        cached.moved_runs,
+        policy.max_hops,
+        forbidden,
+        moved_end,
+        cached.scope(tokens, policy),
+    )
+
+
+def _start_of_cover(cached: Cached, limited: Tokens, policy: ReusePolicy) -> int:
+    """The end of the blocks in place, and of the partial block."""
+    start = len(_in_place(cached, limited, _allowed(cached, limited, policy)).sources)
+    partial = _sibling(cached, limited, start) if policy.partial_blocks else []
+    return start + sum(len(piece.sources) for piece in partial)
 
 
 def _in_place(cached: Cached, limited: Tokens, allowed: Allowed) -> Piece:

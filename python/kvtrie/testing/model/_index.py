@@ -21,6 +21,7 @@ from kvtrie.testing.model._arguments import (
     as_count,
     as_flag,
     as_integers,
+    as_session,
     expect,
     int32,
 )
@@ -47,6 +48,8 @@ MAX_HASH_BITS = 64
 MAX_SEED = 2**64 - 1
 MAX_POOL_ID = 64
 MIN_MIN_RUN = 8
+MAX_MEMBERSHIPS = 8
+"""The most sessions that one block belongs to."""
 
 
 class ModelIndex(Removal):
@@ -125,12 +128,18 @@ class ModelIndex(Removal):
         keep_last: int = 1,
         pin: bool = True,
         path: AnySequence | None = None,
+        session: str | None = None,
+        moved_end: int | None = None,
     ) -> ModelPlan:
         namespace, tokens = read(seq)
         policy = EXACT_ONLY if policy is None else policy
         expect(policy, ReusePolicy, "policy")
         keep_last = as_count(keep_last, "keep_last")
         pin = as_flag(pin, "pin")
+        session = as_session(session)
+        if moved_end is not None and as_count(moved_end, "moved_end") > len(tokens):
+            message = f"moved_end is {moved_end}, beyond the {len(tokens)} tokens of the prompt"
+            raise ValueError(message)
         if policy.min_run is not None and policy.min_run < self.min_run:
             message = f"policy.min_run is {policy.min_run}, below the index's {self.min_run}"
             raise ValueError(message)
@@ -142,8 +151,16 @@ class ModelIndex(Removal):
                 raise ValueError(message)
             entries = {own: entry for own, entry in entries.items() if whole[: len(own)] == own}
         cached = Cached(
-            entries, self.block_size, self.min_run, self.moved_runs, self.kinds, path is not None
+            entries,
+            self.block_size,
+            self.min_run,
+            self.moved_runs,
+            self.kinds,
+            path is not None,
+            session,
+            moved_end,
         )
+        self._plans_without_scope += cached.is_without_scope(tokens, keep_last, policy)
         origins, moved_runs = draft(cached, tokens, keep_last, policy)
         used = [origin.source.entry for origin in origins if origin is not None]
         self._touch(used)
@@ -156,7 +173,7 @@ class ModelIndex(Removal):
             first_approximate=approximate[0] if approximate else None,
             hops=[origin.hops if origin else 0 for origin in origins],
         )
-        plan = ModelPlan(self, state, origins, moved_runs)
+        plan = ModelPlan(self, state, origins, moved_runs, moved_end)
         if pin:
             state.pins |= set(plan.blocks.tolist())
             state.source_pins |= copied_from(origins)
@@ -175,6 +192,7 @@ class ModelIndex(Removal):
         start: int = 0,
         source: Source,
         spans: Iterable[Span] = (),
+        session: str | None = None,
     ) -> ModelInsertResult:
         namespace, tokens = read(seq)
         offered = as_integers(blocks, "blocks", self.num_blocks)
@@ -183,6 +201,7 @@ class ModelIndex(Removal):
             message = f"num_computed is {num_computed}, but the sequence has {len(tokens)} tokens"
             raise ValueError(message)
         start = self._start(start, tokens)
+        session = as_session(session)
         kinds, marks = self._spans(spans, tokens)
         size = self.block_size
         first, last = start // size, num_computed // size
@@ -211,6 +230,8 @@ class ModelIndex(Removal):
                 self._stays += entry is offer
                 backing.append(entry)
         self._touch(backing)
+        if session is not None:
+            _add_session(session, backing, first)
         num_exact = len(exact_run(backing)) * size
         if plan is not None:
             if plan.pinned:
@@ -288,7 +309,7 @@ class ModelIndex(Removal):
         if not better:
             duplicates.append(offer.block)
             return present
-        offer.tags = present.tags
+        offer.tags, offer.sessions = present.tags, present.sessions
         self._entries[key] = offer
         old = self._left(present.block)
         if old is not None:
@@ -321,11 +342,21 @@ class ModelIndex(Removal):
             live_plans=len(self._plans),
             clock=self._clock,
             unknown_discards=self._unknown_discards,
+            plans_without_scope=self._plans_without_scope,
         )
 
     def digest(self) -> int:
         entries = sorted(
-            (repr(ns), sort_key(key), e.block, e.exact, e.hops, e.last_use, e.mark, tuple(e.tags))
+            (
+                repr(ns),
+                sort_key(key),
+                e.block,
+                e.exact,
+                e.hops,
+                e.last_use,
+                e.mark,
+                *map(tuple, (e.tags, e.sessions)),
+            )
             for (ns, key), e in self._entries.items()
         )
         state = (
@@ -371,3 +402,13 @@ class ModelIndex(Removal):
         if broken:
             message = f"the model is broken: not true that {', '.join(broken)}"
             raise KvTrieError(message)
+
+
+def _add_session(session: str, path: list[Entry], first: int) -> None:
+    """Add a session to the blocks from `first` on, and above them up to the first that has it."""
+    for position, entry in reversed(list(enumerate(path))):
+        if session not in entry.sessions:
+            entry.sessions.append(session)
+            del entry.sessions[:-MAX_MEMBERSHIPS]
+        elif position < first:
+            break

@@ -82,7 +82,9 @@ class ModelPlan:
         state: PlanState,
         draft: Draft,
         moved_runs: tuple[ModelMovedRun, ...],
+        moved_end: int | None,
     ) -> None:
+        self.moved_end = moved_end
         self._index = index
         self._state = state
         self._draft = draft

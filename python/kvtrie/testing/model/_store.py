@@ -27,6 +27,8 @@ class Entry:
     """One bit set per token of the block."""
     stay: int
     """The number of this stay of the block id in the index, which ends when the id leaves."""
+    sessions: list[str] = field(default_factory=list)
+    """The sessions that the block belongs to, the one that came first at the front."""
     mark: int | None = None
     """The call of `mark_dead` that marked it, counted from 1."""
 
@@ -74,6 +76,7 @@ class ModelStore:
         self._clock = 0
         self._marks = 0
         self._stays = 0
+        self._plans_without_scope = 0
 
     # --- computed from all entries ----------------------------------------------------------------
 

@@ -6,6 +6,7 @@ use crate::ids::{BlockId, Depth, NodeIndex, depth};
 use crate::index::RadixIndex;
 use crate::pins::Leaving;
 use crate::plan::ReusePlan;
+use crate::session::SessionId;
 use crate::span::Span;
 use crate::storage::blocks::BlockState;
 use crate::storage::forest::{Forest, NewBlocks, Position, Walked};
@@ -44,6 +45,8 @@ pub struct InsertOptions<'a> {
     pub source: Source<'a>,
     /// Tags to add.
     pub spans: &'a [Span],
+    /// The conversation that the sequence belongs to (rule P18).
+    pub session: Option<SessionId>,
 }
 
 impl<'a> InsertOptions<'a> {
@@ -55,6 +58,7 @@ impl<'a> InsertOptions<'a> {
             start: 0,
             source,
             spans: &[],
+            session: None,
         }
     }
 }
@@ -220,6 +224,9 @@ impl RadixIndex {
             crate::failpoints::within("insert: blocks were taken");
             if let Some(end) = end {
                 self.eviction.touch(&mut self.forest, end, time);
+                if let Some(session) = options.session {
+                    self.forest.add_session(end, depth(first), session);
+                }
                 if end.depth as usize >= first {
                     let new = self.forest.num_edges() - edges_before;
                     let walked = work.nodes_visited.saturating_sub(1);
@@ -480,6 +487,7 @@ impl RadixIndex {
             Outcome::Stays(_) | Outcome::Refused => return outcome.afterwards(),
         };
         let tags = self.forest.tags_of_block(node, place);
+        let sessions = self.forest.sessions_of_block(node, place);
         let (old, condemned) = self.remove_entry(node, place);
         crate::failpoints::within("insert: a block was replaced");
         if !condemned {
@@ -487,6 +495,7 @@ impl RadixIndex {
         }
         self.fill(node, place, new);
         self.forest.restore_tags(node, tags);
+        self.forest.restore_sessions(node, place, &sessions);
         self.forest.renew_version(node);
         Some(new)
     }

@@ -6,7 +6,7 @@ use crate::eviction::count_revival;
 use crate::ids::NO_NODE;
 use crate::index::RadixIndex;
 use crate::pins::Lease;
-use crate::plan::{Cached, CachedPath, Draft, Origin, PlanOptions, ReusePlan};
+use crate::plan::{Cached, CachedPath, Draft, InScope, Origin, PlanOptions, ReusePlan};
 use crate::policy::ReusePolicy;
 use crate::storage::node::Node;
 use crate::storage::slab::Handle;
@@ -43,6 +43,7 @@ impl RadixIndex {
         options: PlanOptions,
     ) -> Result<ReusePlan> {
         policy.check(self.config.min_run, "RadixIndex::plan")?;
+        options.check(seq.len(), "RadixIndex::plan")?;
         crate::failpoints::before("RadixIndex::plan")?;
         Ok(self.plan_checked(seq, policy, options))
     }
@@ -63,7 +64,7 @@ impl RadixIndex {
         };
         let options = PlanOptions {
             keep_last: 0,
-            pin: true,
+            ..PlanOptions::default()
         };
         self.plan_checked(seq, &policy, options)
     }
@@ -111,6 +112,7 @@ impl RadixIndex {
         options: PlanOptions,
     ) -> Result<ReusePlan> {
         policy.check(self.config.min_run, "RadixIndex::plan_from")?;
+        options.check(seq.len(), "RadixIndex::plan_from")?;
         if seq.namespace() != path.namespace() {
             return Err(invalid!(
                 "RadixIndex::plan_from",
@@ -137,6 +139,7 @@ impl RadixIndex {
         effort: Effort,
     ) -> Result<Option<ReusePlan>> {
         policy.check(self.config.min_run, "RadixIndex::plan_within")?;
+        options.check(seq.len(), "RadixIndex::plan_within")?;
         crate::failpoints::before("RadixIndex::plan_within")?;
         if effort != Effort::ANY && self.is_broken_path(seq, options, effort) {
             return Ok(None);
@@ -188,6 +191,7 @@ impl RadixIndex {
         draft: Draft,
     ) -> ReusePlan {
         let time = self.next_time();
+        self.work.plans_without_scope += u64::from(draft.is_without_scope);
         if let Some(end) = draft.in_place {
             self.eviction.touch(&mut self.forest, end, time);
         }
@@ -201,6 +205,7 @@ impl RadixIndex {
             num_blocks: self.config.num_blocks,
             pinned: options.pin,
             number: self.forest.blocks_mut().count_plan(),
+            moved_end: options.moved_end,
             edges: self.known_edges(seq),
         };
         let plan = ReusePlan::new(origin, seq.snapshot(), draft);
@@ -309,12 +314,19 @@ impl RadixIndex {
         }
         let ids = self.forest.remembered_ids(seq, end);
         let len = seq.len().saturating_sub(options.keep_last);
+        let scope = if policy.approximate && path.is_none() {
+            InScope::of_policy(&self.forest, seq, options.session, policy, self.config.seed)
+        } else {
+            None
+        };
         let cached = Cached {
             forest: &self.forest,
             windows: self.moved.windows(),
             tagging: &self.tagging,
             config: &self.config,
             path,
+            scope: scope.as_deref(),
+            moved_end: options.moved_end.unwrap_or(usize::MAX),
         };
         let draft = Draft::new(&cached, seq, policy, len, (end, &ids), effort);
         self.work.search_looks += draft.as_ref().map_or(0, |draft| draft.looks);

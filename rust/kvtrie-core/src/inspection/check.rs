@@ -439,10 +439,17 @@ impl Checker<'_> {
                 .filter(|&depth| !node.payload(depth, block_size).is_present())
             {
                 let tags = self.forest.tags_of_block(at, depth);
-                must(tags.is_empty(), || {
-                    format!("the hole at depth {depth} of edge {at} has tags")
+                must(tags.is_empty() && node.sessions(depth).is_empty(), || {
+                    format!("the hole at depth {depth} of edge {at} has tags or sessions")
                 })?;
             }
+            let sessions = extras.sessions.runs();
+            must(
+                sessions
+                    .iter()
+                    .all(|run| node.depth <= run.from && run.to <= node.end()),
+                || format!("edge {at} has sessions outside its blocks"),
+            )?;
             must(
                 extras
                     .source_uses

@@ -9,7 +9,8 @@ use crate::ids::{Depth, NO_NODE, NodeIndex, depth};
 use crate::index::RadixIndex;
 use crate::namespace::Namespace;
 use crate::plan::{Class, PlanOptions};
-use crate::policy::ReusePolicy;
+use crate::policy::{ReusePolicy, Scope};
+use crate::session::SessionId;
 use crate::storage::forest::Position;
 use crate::storage::gone::Note;
 use crate::storage::node::Node;
@@ -59,6 +60,10 @@ pub struct ExplainOptions {
     pub context: usize,
     /// Tokens at the end that the plan always computes.
     pub keep_last: usize,
+    /// The conversation that the prompt belongs to, as in [`PlanOptions`].
+    pub session: Option<SessionId>,
+    /// Where the last message begins, as in [`PlanOptions`].
+    pub moved_end: Option<usize>,
 }
 
 impl Default for ExplainOptions {
@@ -70,6 +75,8 @@ impl Default for ExplainOptions {
             },
             context: 8,
             keep_last: 1,
+            session: None,
+            moved_end: None,
         }
     }
 }
@@ -103,6 +110,8 @@ pub struct WouldSave {
     pub approximate: usize,
     /// To be computed.
     pub compute: usize,
+    /// Tokens to be computed that are out of scope: a plan with [`Scope::Namespace`] would reuse them approximately.
+    pub out_of_scope: usize,
 }
 
 /// Why an exact match ended where it did. `to_string` gives it in English.
@@ -177,7 +186,14 @@ impl RadixIndex {
         options
             .policy
             .check(self.config().min_run, "RadixIndex::explain")?;
-        let would_save = self.would_save(seq, options);
+        let plan = PlanOptions {
+            keep_last: options.keep_last,
+            pin: false,
+            session: options.session,
+            moved_end: options.moved_end,
+        };
+        plan.check(seq.len(), "RadixIndex::explain")?;
+        let would_save = self.would_save(seq, &options.policy, plan);
         let at = self.exact_prefix(seq, 0, Effort::ANY);
         let at = at.filter(|at| at.node != NO_NODE);
         let block_size = self.forest().block_size();
@@ -227,12 +243,31 @@ impl RadixIndex {
         })
     }
 
-    fn would_save(&mut self, seq: &mut TokenSequence, options: &ExplainOptions) -> WouldSave {
-        let plan = PlanOptions {
-            keep_last: options.keep_last,
-            pin: false,
-        };
-        let draft = self.draft(seq, None, &options.policy, plan, Effort::ANY);
+    fn would_save(
+        &mut self,
+        seq: &mut TokenSequence,
+        policy: &ReusePolicy,
+        plan: PlanOptions,
+    ) -> WouldSave {
+        let mut save = self.would_save_in(seq, policy, plan);
+        if policy.approximate && policy.scope == Scope::Conversation {
+            let everywhere = ReusePolicy {
+                scope: Scope::Namespace,
+                ..policy.clone()
+            };
+            let more = self.would_save_in(seq, &everywhere, plan);
+            save.out_of_scope = save.compute.saturating_sub(more.compute);
+        }
+        save
+    }
+
+    fn would_save_in(
+        &mut self,
+        seq: &mut TokenSequence,
+        policy: &ReusePolicy,
+        plan: PlanOptions,
+    ) -> WouldSave {
+        let draft = self.draft(seq, None, policy, plan, Effort::ANY);
         let segments = draft.unwrap_or_default().segments;
         let tokens = |class| {
             let of_class = segments.iter().filter(|segment| segment.class == class);
@@ -242,6 +277,7 @@ impl RadixIndex {
             exact: tokens(Class::Exact),
             approximate: tokens(Class::Approximate),
             compute: tokens(Class::Compute),
+            out_of_scope: 0,
         }
     }
 
@@ -460,10 +496,18 @@ impl fmt::Display for Explanation {
             exact,
             approximate,
             compute,
+            out_of_scope,
         } = self.would_save;
         write!(
             f,
             " A plan would take {exact} tokens exactly and {approximate} approximately, and leave {compute} to compute."
-        )
+        )?;
+        if out_of_scope > 0 {
+            write!(
+                f,
+                " Of these, {out_of_scope} are cached, but out of scope: neither in a block of the session, nor after the same first blocks."
+            )?;
+        }
+        Ok(())
     }
 }

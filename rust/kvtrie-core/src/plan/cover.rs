@@ -14,6 +14,7 @@ use crate::ids::{Depth, NodeIndex};
 use crate::moved::WINDOW;
 use crate::plan::budget::Budget;
 use crate::plan::reach::{Follower, Piece, Pieces};
+use crate::plan::scope::InScope;
 use crate::plan::search::{Candidate, Hit, Search};
 use crate::plan::usable::{Kinship, Usable};
 use crate::storage::forest::Position;
@@ -286,7 +287,7 @@ impl<'a> Cover<'a> {
             resumes
         };
         let from = self.tried.max(at);
-        let until = until.min(self.follower.prompt.tokens.len()).max(from);
+        let until = until.min(self.follower.moved_len).max(from);
         self.skipped += (until - from) as u64;
         self.tried = until;
     }
@@ -330,6 +331,7 @@ impl<'a> Cover<'a> {
         let before = search.num_places();
         let places = search.places(hit);
         self.budget.spend(search.num_places() - before);
+        self.spend_on_scope();
         Some((hit.start + WINDOW - 1, places))
     }
 
@@ -369,7 +371,7 @@ impl<'a> Cover<'a> {
         search: &Search<'_>,
         tried: &[(usize, Range<usize>)],
     ) -> Option<(usize, usize)> {
-        let len = self.follower.prompt.tokens.len();
+        let len = self.follower.moved_len;
         let mut found = None;
         let mut best = (0, Reverse(usize::MAX));
         for (last, places) in tried {
@@ -391,7 +393,7 @@ impl<'a> Cover<'a> {
 
     /// Follows a place that may have the prompt's token `last`, if it may improve the cover at the token `at` or later.
     fn try_place(&mut self, search: &Search<'a>, place: Candidate<'_>, last: usize, at: usize) {
-        let prompt = self.follower.prompt.tokens;
+        let prompt = self.follower.wanted(Kinship::Moved).tokens;
         self.budget.spend(1);
         let rival = self.rival(&place, last);
         let same = self.best.is_some().then_some(at);
@@ -432,14 +434,21 @@ impl<'a> Cover<'a> {
         self.budget.spend(done.looks);
         let end = done.end;
         if path.is_empty() || end < covered {
+            self.spend_on_scope();
             return;
         }
         let start = follower.up(place.node, place.last, last, floor, &mut path);
+        self.spend_on_scope();
         if end - start >= self.min_run {
             self.add(start, Kinship::Moved, path, at);
         } else if end - start >= search.min_run() {
             self.remember_short(start, &path);
         }
+    }
+
+    fn spend_on_scope(&mut self) {
+        let looks = self.follower.scope.map_or(0, InScope::take_looks);
+        self.budget.spend(looks);
     }
 
     /// Whether the run through this place is known to be shorter than the policy's `min_run`.
@@ -570,7 +579,11 @@ impl<'a> Cover<'a> {
         last: usize,
         at: Option<usize>,
     ) -> bool {
-        let prompt = self.follower.prompt.tokens;
+        let prompt = self.follower.wanted(Kinship::Moved).tokens;
+        if known.end > prompt.len() {
+            // A moved run does not reach as far.
+            return false;
+        }
         let Some(ahead) = known.end.checked_sub(last) else {
             return true;
         };

@@ -8,6 +8,7 @@ use crate::plan::cached::Cached;
 use crate::plan::context::{Contexts, MovedRun};
 use crate::plan::cover::{Cover, OwnPath, Run};
 use crate::plan::reach::{Follower, Piece};
+use crate::plan::scope::InScope;
 use crate::plan::search::Search;
 use crate::plan::usable::{Kinship, Usable};
 use crate::plan::{Class, Copied, Segment};
@@ -29,6 +30,8 @@ pub(crate) struct Draft {
     pub(crate) moved_runs: Vec<MovedRun>,
     pub(crate) candidates_dropped: u64,
     pub(crate) looks: u64,
+    /// Moved runs were wanted, but no block was in scope.
+    pub(crate) is_without_scope: bool,
 }
 
 pub(crate) fn num_tokens(segments: &[Segment], class: Class) -> usize {
@@ -84,6 +87,7 @@ impl Draft {
             // The share might differ if all places had been tried, so the dropped ones still count.
             candidates_dropped: draft.candidates_dropped.max(exact.candidates_dropped),
             looks: draft.looks,
+            is_without_scope: draft.is_without_scope,
             ..exact
         })
     }
@@ -257,13 +261,21 @@ impl<'a> Drafting<'a> {
     ) -> Option<()> {
         let (forest, cached) = (self.forest, self.cached);
         let prompt = self.seq.view().slice(0, self.len);
-        let windows = cached.windows.filter(|_| self.usable.moves());
+        let moves = self.usable.moves() && at < cached.moved_end;
+        let in_scope = !cached.scope.is_some_and(InScope::is_empty);
+        let windows = cached.windows.filter(|_| moves);
+        self.draft.is_without_scope = windows.is_some() && !in_scope;
+        let windows = windows.filter(|_| in_scope);
         let tree = forest.node(in_place.node).tree;
         let max_candidates = cached.config.max_candidates;
-        let search = windows.map(|windows| Search::new(cached, windows, tree, prompt.tokens));
+        let moved_len = self.len.min(cached.moved_end);
+        let movable = &prompt.tokens[..moved_len];
+        let search = windows.map(|windows| Search::new(cached, windows, tree, movable));
         let follower = Follower {
             forest,
             prompt,
+            moved_len,
+            scope: cached.scope,
             path: cached.path,
             usable: self.usable,
             max_children: max_candidates,

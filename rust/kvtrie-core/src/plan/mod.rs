@@ -18,6 +18,7 @@ mod draft;
 mod moves;
 mod path;
 mod reach;
+mod scope;
 mod search;
 #[cfg(test)]
 mod tests;
@@ -27,14 +28,17 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
+use crate::error::{Result, invalid};
 use crate::ids::BlockId;
 use crate::pins::Lease;
+use crate::session::SessionId;
 use crate::storage::slab::Handle;
 use crate::tokens::{Snapshot, TokenSequence};
 
 pub(crate) use cached::Cached;
 pub(crate) use draft::Draft;
 pub(crate) use path::CachedPath;
+pub(crate) use scope::InScope;
 
 pub use context::MovedRun;
 pub use moves::Move;
@@ -106,6 +110,22 @@ pub struct PlanOptions {
     pub keep_last: usize,
     /// Whether the plan pins what it uses.
     pub pin: bool,
+    /// The conversation that the prompt belongs to (rule P18).
+    pub session: Option<SessionId>,
+    /// Moved runs supply no token at or after this position: where the last message begins. `None` sets no limit.
+    pub moved_end: Option<usize>,
+}
+
+impl PlanOptions {
+    pub(crate) fn check(&self, len: usize, call: &'static str) -> Result<()> {
+        match self.moved_end {
+            Some(end) if end > len => Err(invalid!(
+                call,
+                "moved_end is {end}; it must be in [0, {len}], the tokens of the prompt"
+            )),
+            _ => Ok(()),
+        }
+    }
 }
 
 impl Default for PlanOptions {
@@ -113,6 +133,8 @@ impl Default for PlanOptions {
         Self {
             keep_last: 1,
             pin: true,
+            session: None,
+            moved_end: None,
         }
     }
 }
@@ -129,6 +151,7 @@ pub struct ReusePlan {
     snapshot: Snapshot,
     /// Number of the plan, by which later departures are detected.
     number: u64,
+    moved_end: Option<usize>,
     /// The ids in place, possibly followed by more that the sequence knows.
     ids: Arc<Vec<BlockId>>,
     num_blocks_in_place: usize,
@@ -148,6 +171,7 @@ pub(crate) struct Origin {
     pub(crate) num_blocks: u64,
     pub(crate) pinned: bool,
     pub(crate) number: u64,
+    pub(crate) moved_end: Option<usize>,
     pub(crate) edges: u64,
 }
 
@@ -162,6 +186,7 @@ impl ReusePlan {
             pinned: origin.pinned,
             snapshot,
             number: origin.number,
+            moved_end: origin.moved_end,
             ids: draft.ids,
             num_blocks_in_place: draft.in_place.map_or(0, |end| end.depth as usize),
             edges: origin.edges,
@@ -219,6 +244,12 @@ impl ReusePlan {
     #[must_use]
     pub fn candidates_dropped(&self) -> u64 {
         self.candidates_dropped
+    }
+
+    /// The position from which on no moved run supplies a token, if the caller gave one.
+    #[must_use]
+    pub fn moved_end(&self) -> Option<usize> {
+        self.moved_end
     }
 
     /// Number of edges of the path in place. A release takes one step per edge that no other plan pins.

@@ -11,6 +11,7 @@ use crate::ids::{ABSENT, Depth, NO_NODE, NodeIndex};
 use crate::index::{PartsMut, RadixIndex};
 use crate::namespace::{Namespace, Salt};
 use crate::ranges::{Range, Ranges};
+use crate::session::{Members, SessionId, SessionRun, Sessions};
 use crate::span::{TagRun, Tags};
 use crate::storage::extras::{Dead, Extras, InnerUses};
 use crate::storage::node::Node;
@@ -24,6 +25,10 @@ const TAGS: u8 = 1 << 2;
 const USES: u8 = 1 << 3;
 const SOURCES: u8 = 1 << 4;
 const DEAD: u8 = 1 << 5;
+const SESSIONS: u8 = 1 << 6;
+
+/// The fewest bytes of a run of sessions.
+const SESSION_RUN: usize = 9 + SessionId::BYTES;
 
 /// The fewest bytes of an edge without its blocks.
 const EDGE: usize = 17;
@@ -129,6 +134,7 @@ fn write_edge(node: &Node, block_size: usize, out: &mut Writer) {
         (USES, !extras.uses.pairs().is_empty()),
         (SOURCES, !extras.source_uses.is_empty()),
         (DEAD, extras.dead.is_some()),
+        (SESSIONS, !extras.sessions.is_empty()),
     ] {
         has |= if is_there { bit } else { 0 };
     }
@@ -170,6 +176,21 @@ fn write_edge(node: &Node, block_size: usize, out: &mut Writer) {
     }
     if let Some(dead) = &extras.dead {
         write_ranges(&dead.marks, out);
+    }
+    if has & SESSIONS != 0 {
+        write_sessions(&extras.sessions, out);
+    }
+}
+
+fn write_sessions(sessions: &Sessions, out: &mut Writer) {
+    out.len(sessions.runs().len());
+    for run in sessions.runs() {
+        out.u32(run.from);
+        out.u32(run.to);
+        out.u8(u8::try_from(run.members.len()).unwrap_or(u8::MAX));
+        for session in &run.members {
+            out.raw(session.digest());
+        }
     }
 }
 
@@ -261,7 +282,7 @@ fn read_edge(
         return Err(from.wrong(format_args!("an edge of {blocks} blocks at depth {depth}")));
     };
     let has = from.u8()?;
-    let known = LABELS | ITEMS | TAGS | USES | SOURCES | DEAD;
+    let known = LABELS | ITEMS | TAGS | USES | SOURCES | DEAD | SESSIONS;
     from.must(has & !known == 0, || format!("an edge has {has:#x}"))?;
     let time = read_time(index, from)?;
     let count = (blocks as usize).saturating_mul(block_size);
@@ -289,6 +310,9 @@ fn read_edge(
         let parts = index.parts_mut();
         parts.eviction.dead_mut().restore(parts.forest, tree, count);
         extras.dead = Some(Box::new(Dead { marks, loose: 0 }));
+    }
+    if has & SESSIONS != 0 {
+        extras.sessions = read_sessions(from, &ids, depth)?;
     }
     if has & TAGS != 0 {
         index.parts_mut().tagging.restore_tags();
@@ -460,4 +484,39 @@ fn read_ranges(from: &mut Reader<'_>, ids: &[u32], start: Depth, most: u64) -> R
         )?;
     }
     Ok(ranges)
+}
+
+fn read_sessions(from: &mut Reader<'_>, ids: &[u32], start: Depth) -> Result<Sessions> {
+    let count = from.count(SESSION_RUN)?;
+    let mut runs = Vec::with_capacity(count);
+    for _ in 0..count {
+        let (first, end, len) = (from.u32()?, from.u32()?, from.u8()?);
+        let at = |depth: Depth| depth.checked_sub(start).map(|at| at as usize);
+        let blocks = at(first).zip(at(end));
+        let blocks = blocks.and_then(|(first, end)| ids.get(first..end));
+        from.must(
+            blocks.is_some_and(|blocks| !blocks.contains(&ABSENT)),
+            || {
+                format!(
+                    "sessions of the depths [{first}, {end}) of {} blocks from {start} on",
+                    ids.len()
+                )
+            },
+        )?;
+        let mut members = Members::new();
+        for _ in 0..len {
+            let mut digest = [0; SessionId::BYTES];
+            digest.copy_from_slice(from.raw(SessionId::BYTES)?);
+            members.push(SessionId::from_digest(digest));
+        }
+        runs.push(SessionRun {
+            from: first,
+            to: end,
+            members,
+        });
+    }
+    let sessions = Sessions::from_runs(runs).filter(|sessions| !sessions.is_empty());
+    sessions.ok_or_else(|| {
+        from.wrong("runs of sessions that are out of order, empty, repeated or too many")
+    })
 }

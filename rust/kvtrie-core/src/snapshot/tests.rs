@@ -455,8 +455,8 @@ fn sections_are_refused_in_another_order_or_number() {
 #[test]
 fn another_version_is_named() {
     let mut bytes = full().snapshot();
-    bytes[8] = 1;
-    assert!(refused(&sealed(bytes)).contains("version 1; this build reads version 2"));
+    bytes[8] = 2;
+    assert!(refused(&sealed(bytes)).contains("version 2; this build reads version 3"));
     assert!(refused(b"KVTRIE").contains("no snapshot") || refused(b"").contains("bytes"));
 }
 

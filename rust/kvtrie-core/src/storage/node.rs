@@ -3,6 +3,7 @@
 
 use crate::ids::{ABSENT, BlockId, Depth, NO_NODE, NodeIndex};
 use crate::ranges::{Range, Ranges};
+use crate::session::SessionId;
 use crate::span::TagRun;
 use crate::storage::edge_blocks::EdgeBlocks;
 use crate::storage::extras::{Dead, Extras};
@@ -249,6 +250,7 @@ impl Node {
             labels.fill(Label::EXACT);
         }
         extras.tags.clear(tokens_from, tokens_to);
+        extras.sessions.clear(from, to);
         extras.source_uses.clear(from, to);
     }
 
@@ -295,6 +297,7 @@ impl Node {
             self.time = self.time.max(extras.uses.truncate(end));
             Item::cut(&mut extras.items, end as usize * block_size);
             extras.tags.clear(end as usize * block_size, usize::MAX);
+            extras.sessions.clear(end, Depth::MAX);
             extras.source_uses.clear(end, Depth::MAX);
             self.prune();
         }
@@ -330,6 +333,7 @@ impl Node {
             own.items = Item::within(&extras.items, 0, cut).collect();
             extras.items = Item::within(&extras.items, cut, usize::MAX).collect();
             own.tags = extras.tags.split_front(cut);
+            own.sessions = extras.sessions.split_front(at);
             own.source_uses = extras.source_uses.split_front(at);
             if let Some(dead) = &mut extras.dead {
                 let marks = dead.marks.split_front(at);
@@ -453,8 +457,8 @@ impl Node {
         self.time
     }
 
-    /// Whether the edge has no extras: all blocks are present, exact, not dead, without tags or items, and have one
-    /// last use.
+    /// Whether the edge has no extras: all blocks are present, exact, not dead, without tags, sessions or items, and
+    /// have one last use.
     pub(crate) fn is_plain(&self) -> bool {
         self.extras.is_none()
     }
@@ -467,6 +471,11 @@ impl Node {
 
     pub(crate) fn tags(&self) -> &[TagRun] {
         self.extras().map_or(&[], |extras| extras.tags.runs())
+    }
+
+    pub(crate) fn sessions(&self, depth: Depth) -> &[SessionId] {
+        self.extras()
+            .map_or(&[], |extras| extras.sessions.of(depth))
     }
 
     pub(crate) fn dead_marks(&self) -> &[Range] {

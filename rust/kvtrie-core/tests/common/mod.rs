@@ -11,13 +11,15 @@ use std::sync::Arc;
 
 use kvtrie_core::{
     BlockId, Class, Imported, InsertOptions, Namespace, PlanOptions, RadixIndex, ReusePlan,
-    ReusePolicy, Salt, Source, Span, TokenSequence,
+    ReusePolicy, Salt, Scope, Source, Span, TokenSequence,
 };
 
 /// Options for a plan that covers every token and pins its blocks.
 pub(crate) const WHOLE: PlanOptions = PlanOptions {
     keep_last: 0,
     pin: true,
+    session: None,
+    moved_end: None,
 };
 
 /// The namespace that all tests share.
@@ -62,10 +64,11 @@ pub(crate) fn put(
     index.insert(seq, &ids(raw), options).unwrap();
 }
 
-/// The exact policy, except that it allows approximate KV.
+/// The exact policy, except that it allows approximate KV of the whole namespace.
 pub(crate) fn approximate() -> ReusePolicy {
     ReusePolicy {
         approximate: true,
+        scope: Scope::Namespace,
         ..ReusePolicy::EXACT_ONLY
     }
 }

@@ -20,8 +20,8 @@ use std::sync::Arc;
 use items::{codes, pieces, spell};
 use kvtrie_core::{
     BlockId, Class, Config, Effort, ExplainOptions, Imported, InsertOptions, LookupOptions, Match,
-    Namespace, PlanOptions, RadixIndex, Reason, RestoredPool, ReusePlan, ReusePolicy, Salt, Source,
-    Span, TokenSequence,
+    Namespace, PlanOptions, RadixIndex, Reason, RestoredPool, ReusePlan, ReusePolicy, Salt, Scope,
+    SessionId, Source, Span, TokenSequence,
 };
 use naive::{From, Lease, Naive};
 use plans::{Ask, Planned};
@@ -72,11 +72,14 @@ enum Step {
         source: usize,
         cut: usize,
         hops: u16,
+        session: Option<u8>,
     },
     Plan {
         seq: usize,
         keep_last: usize,
         pin: bool,
+        session: Option<u8>,
+        moved_end: Option<usize>,
         policy: ReusePolicy,
     },
     Release {
@@ -140,6 +143,7 @@ fn policy() -> impl Strategy<Value = ReusePolicy> {
         left_out,
         kinds,
         contexts,
+        scope(),
         prop::bool::weighted(0.8),
     )
         .prop_map(
@@ -149,6 +153,7 @@ fn policy() -> impl Strategy<Value = ReusePolicy> {
                 (first, last),
                 kind,
                 (max_cuts, max_lost_context, max_new_context),
+                (scope, shared_prefix),
                 partial_blocks,
             )| {
                 ReusePolicy {
@@ -162,10 +167,30 @@ fn policy() -> impl Strategy<Value = ReusePolicy> {
                     max_cuts,
                     max_lost_context,
                     max_new_context,
+                    scope,
+                    shared_prefix,
                     partial_blocks,
                 }
             },
         )
+}
+
+fn scope() -> impl Strategy<Value = (Scope, usize)> {
+    let scope = prop_oneof![2 => Just(Scope::Namespace), 3 => Just(Scope::Conversation)];
+    (scope, prop_oneof![8 => 1usize..5, 1 => Just(16)])
+}
+
+/// A few conversations most often, and sometimes one of more than a block belongs to.
+fn session() -> impl Strategy<Value = Option<u8>> {
+    prop_oneof![2 => Just(None), 3 => (0u8..3).prop_map(Some), 2 => (0u8..12).prop_map(Some)]
+}
+
+fn moved_end() -> impl Strategy<Value = Option<usize>> {
+    prop_oneof![2 => Just(None), 1 => (0usize..60).prop_map(Some)]
+}
+
+fn session_id(number: u8) -> SessionId {
+    SessionId::new(&format!("session {number}")).unwrap()
 }
 
 /// One of the first `letters` letters, most often a plain token.
@@ -182,13 +207,14 @@ fn step(num_blocks: u32, letters: u32) -> impl Strategy<Value = Step> {
             .prop_map(|(seq, like, keep, namespace)| Step::Fork { seq, like, keep, namespace }),
         4 => (seq.clone(), 0usize..3, any::<bool>(), 0usize..4)
             .prop_map(|(seq, keep_last, touch, start)| Step::Lookup { seq, keep_last, touch, start }),
-        14 => (seq.clone(), 0usize..3, prop_oneof![3 => Just(0usize), 1 => 0usize..4], prop::collection::vec(0u8..200, 24), 0usize..8, 0usize..12, 0u16..3)
-            .prop_map(|(seq, computed, start, picks, source, cut, hops)|
-                Step::Insert { seq, computed, start, picks, source, cut, hops }),
+        14 => (seq.clone(), 0usize..3, prop_oneof![3 => Just(0usize), 1 => 0usize..4], prop::collection::vec(0u8..200, 24), 0usize..8, 0usize..12, 0u16..3, session())
+            .prop_map(|(seq, computed, start, picks, source, cut, hops, session)|
+                Step::Insert { seq, computed, start, picks, source, cut, hops, session }),
         8 => (seq.clone(), seq.clone(), 0usize..24, 8usize..24)
             .prop_map(|(seq, like, from, count)| Step::Splice { seq, like, from, count }),
-        8 => (seq.clone(), 0usize..3, prop::bool::weighted(0.8), policy())
-            .prop_map(|(seq, keep_last, pin, policy)| Step::Plan { seq, keep_last, pin, policy }),
+        8 => (seq.clone(), 0usize..3, prop::bool::weighted(0.8), session(), moved_end(), policy())
+            .prop_map(|(seq, keep_last, pin, session, moved_end, policy)|
+                Step::Plan { seq, keep_last, pin, session, moved_end, policy }),
         3 => (0usize..6).prop_map(|plan| Step::Release { plan }),
         1 => (0usize..6).prop_map(|plan| Step::ReleaseSources { plan }),
         3 => (0usize..4).prop_map(|n| Step::Evict { n }),
@@ -396,15 +422,29 @@ impl Pair {
                 source,
                 cut,
                 hops,
+                session,
             } => {
-                self.insert(*seq, *computed, *start, picks, *source, *cut, *hops)?;
+                self.insert(
+                    *seq, *computed, *start, picks, *source, *cut, *hops, *session,
+                )?;
             }
             Step::Plan {
                 seq,
                 keep_last,
                 pin,
+                session,
+                moved_end,
                 policy,
-            } => self.check_plan(*seq, *keep_last, *pin, policy)?,
+            } => {
+                let moved_end = moved_end.map(|end| end.min(self.live[*seq].1.len()));
+                let options = PlanOptions {
+                    keep_last: *keep_last,
+                    pin: *pin,
+                    session: session.map(session_id),
+                    moved_end,
+                };
+                self.check_plan(*seq, options, *session, policy)?;
+            }
             Step::Release { plan } => {
                 let Some(&key) = self.plans.keys().nth(*plan) else {
                     return Ok(());
@@ -490,12 +530,13 @@ impl Pair {
     fn check_plan(
         &mut self,
         seq: usize,
-        keep_last: usize,
-        pin: bool,
+        options: PlanOptions,
+        session: Option<u8>,
         policy: &ReusePolicy,
     ) -> Result<(), TestCaseError> {
         let (namespace, tokens) = self.tokens(seq);
-        let plan = self.plan(seq, policy, PlanOptions { keep_last, pin });
+        let plan = self.plan(seq, policy, options);
+        prop_assert_eq!(plan.moved_end(), options.moved_end);
         let config = self.index.config();
         let kinds = self.index.kinds().iter();
         let forbidden = kinds
@@ -504,13 +545,15 @@ impl Pair {
         let ask = Ask {
             namespace,
             tokens: &tokens,
-            keep_last,
+            keep_last: options.keep_last,
             policy,
             forbidden: forbidden.fold(0, |mask, (bit, _)| mask | 1 << bit),
             min_run: policy.min_run.unwrap_or(config.min_run),
             moved_runs: config.moved_runs,
+            session,
+            moved_end: options.moved_end,
         };
-        let lease = self.model.plan(&ask, pin);
+        let lease = self.model.plan(&ask, options.pin);
         prop_assert_eq!(plan.candidates_dropped(), 0);
         prop_assert_eq!(raw(plan.blocks()), lease.blocks.clone());
         prop_assert_eq!(plan.moved_runs(), &lease.moved_runs);
@@ -628,6 +671,7 @@ impl Pair {
             )
         );
         self.index = restored;
+        self.model.plans_without_scope = 0;
         Ok(())
     }
 
@@ -641,6 +685,7 @@ impl Pair {
         source: usize,
         cut: usize,
         hops: u16,
+        session: Option<u8>,
     ) -> Result<(), TestCaseError> {
         let block_size = self.model.block_size;
         let (namespace, tokens) = self.tokens(seq);
@@ -698,15 +743,21 @@ impl Pair {
         };
         let options = InsertOptions {
             start,
+            session: session.map(session_id),
             ..InsertOptions::new(num_computed, source)
         };
         let done = self
             .index
             .insert(&mut self.live[seq].1, &ids(&offers), options);
-        match self
-            .model
-            .insert(namespace, &tokens, &offers, num_computed, start, from)
-        {
+        match self.model.insert(
+            namespace,
+            &tokens,
+            &offers,
+            num_computed,
+            start,
+            from,
+            session,
+        ) {
             None => {
                 prop_assert!(done.is_err(), "{done:?}");
                 let mut stats = self.index.stats();
@@ -745,6 +796,7 @@ impl Pair {
         prop_assert_eq!(stats.holes as usize, self.model.holes().len());
         prop_assert_eq!(stats.evictable as usize, self.model.num_evictable());
         prop_assert_eq!(stats.clock, self.model.clock);
+        prop_assert_eq!(stats.plans_without_scope, self.model.plans_without_scope);
         let dead = self
             .model
             .entries
@@ -890,8 +942,9 @@ fn scene(letters: u32) -> impl Strategy<Value = Vec<Step>> {
             0usize..10,
             0usize..40,
             0u16..3,
+            session(),
         )
-            .prop_map(move |(picks, source, cut, hops)| Step::Insert {
+            .prop_map(move |(picks, source, cut, hops, session)| Step::Insert {
                 seq,
                 computed: 0,
                 start: 0,
@@ -899,6 +952,7 @@ fn scene(letters: u32) -> impl Strategy<Value = Vec<Step>> {
                 source,
                 cut,
                 hops,
+                session,
             })
     };
     let conversation = move |seq: usize| {
@@ -916,14 +970,20 @@ fn scene(letters: u32) -> impl Strategy<Value = Vec<Step>> {
                 steps
             })
     };
-    let ask =
-        (0usize..3, prop::bool::weighted(0.8), policy()).prop_map(|(keep_last, pin, policy)| {
-            Step::Plan {
-                seq: 3,
-                keep_last,
-                pin,
-                policy,
-            }
+    let ask = (
+        0usize..3,
+        prop::bool::weighted(0.8),
+        session(),
+        moved_end(),
+        policy(),
+    )
+        .prop_map(|(keep_last, pin, session, moved_end, policy)| Step::Plan {
+            seq: 3,
+            keep_last,
+            pin,
+            session,
+            moved_end,
+            policy,
         });
     let prompt = (
         0usize..30,

@@ -16,6 +16,8 @@ pub(crate) struct Entry {
     pub(crate) hops: u16,
     pub(crate) last_use: u64,
     pub(crate) tags: Vec<u64>,
+    /// The sessions that the block belongs to, the one that came first at the front.
+    pub(crate) sessions: Vec<u8>,
     /// Number of the call that marked the block dead, if one did.
     pub(crate) mark: Option<u64>,
 }
@@ -65,6 +67,7 @@ pub(crate) struct Naive {
     pub(crate) clock: u64,
     /// Number of calls that marked a block.
     pub(crate) marks: u64,
+    pub(crate) plans_without_scope: u64,
 }
 
 impl Naive {
@@ -170,6 +173,7 @@ impl Naive {
     }
 
     /// Inserts blocks; `None` if the index must refuse the call.
+    #[expect(clippy::too_many_arguments, reason = "the fields of one step")]
     pub(crate) fn insert(
         &mut self,
         namespace: usize,
@@ -178,6 +182,7 @@ impl Naive {
         num_computed: usize,
         start: usize,
         from: From,
+        session: Option<u8>,
     ) -> Option<Inserted> {
         let first = start / self.block_size;
         let need = (num_computed / self.block_size).saturating_sub(first);
@@ -249,6 +254,7 @@ impl Naive {
                 hops,
                 last_use: 0,
                 tags: vec![0; self.block_size],
+                sessions: Vec::new(),
                 mark: None,
             };
             match self.entries.get(&prefix).cloned() {
@@ -266,6 +272,7 @@ impl Naive {
                             prefix.clone(),
                             Entry {
                                 tags: now.tags,
+                                sessions: now.sessions,
                                 ..new
                             },
                         );
@@ -291,6 +298,9 @@ impl Naive {
         exact = exact.min(end);
         done.num_exact = exact * self.block_size;
         self.touch_path(namespace, tokens, end);
+        if let Some(session) = session {
+            self.add_session(namespace, tokens, first, end, session);
+        }
         if let From::Lease(lease) = from {
             let backing: Vec<u32> = (0..end)
                 .map(|block| self.entries[&self.prefix(namespace, tokens, block)].id)
@@ -309,6 +319,29 @@ impl Naive {
             .filter(|&id| self.is_held(id))
             .collect();
         Some(done)
+    }
+
+    /// Adds a session to the blocks from `first` on, and to those above, up to the first that has it.
+    fn add_session(
+        &mut self,
+        namespace: usize,
+        tokens: &[u32],
+        first: usize,
+        end: usize,
+        session: u8,
+    ) {
+        for block in (0..end).rev() {
+            let prefix = self.prefix(namespace, tokens, block);
+            let sessions = &mut self.entries.get_mut(&prefix).unwrap().sessions;
+            if !sessions.contains(&session) {
+                sessions.push(session);
+                if sessions.len() > 8 {
+                    sessions.remove(0);
+                }
+            } else if block < first {
+                break;
+            }
+        }
     }
 
     /// Removes an entry, and records in the leases that its block left.

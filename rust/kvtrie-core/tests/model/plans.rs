@@ -3,7 +3,7 @@
 use std::cmp::Reverse;
 use std::collections::BTreeSet;
 
-use kvtrie_core::{Class, MovedRun, ReusePolicy};
+use kvtrie_core::{Class, MovedRun, ReusePolicy, Scope};
 
 use crate::naive::{Entry, Lease, Naive};
 
@@ -29,6 +29,8 @@ pub(crate) struct Ask<'a> {
     pub(crate) forbidden: u64,
     pub(crate) min_run: usize,
     pub(crate) moved_runs: bool,
+    pub(crate) session: Option<u8>,
+    pub(crate) moved_end: Option<usize>,
 }
 
 /// A token of the prompt, and a place where it is cached.
@@ -72,6 +74,7 @@ impl Run {
 struct Cover {
     segments: Vec<Planned>,
     moved_runs: Vec<MovedRun>,
+    without_scope: u64,
 }
 
 impl Naive {
@@ -86,7 +89,9 @@ impl Naive {
         let Cover {
             mut segments,
             mut moved_runs,
+            without_scope,
         } = self.segments(ask, ask.policy.approximate);
+        self.plans_without_scope += without_scope;
         let of_class = |segments: &[Planned], class| -> usize {
             let of_class = segments.iter().filter(|segment| segment.class == class);
             of_class.map(|segment| segment.end - segment.start).sum()
@@ -195,6 +200,9 @@ impl Naive {
             segments,
             ..Cover::default()
         };
+        if approximate && at < len && self.is_without_scope(ask, at) {
+            cover.without_scope = 1;
+        }
         if approximate || ask.policy.partial_blocks {
             let last = in_place.checked_sub(1).and_then(|block| own[block]);
             let last = last.map(|entry| (in_place * block_size - 1, entry.id));
@@ -371,6 +379,11 @@ impl Naive {
                     let pair = (tokens[source] == ask.tokens[at])
                         .then(|| path[source / self.block_size])
                         .flatten()
+                        .filter(|entry| {
+                            let moves = ask.moved_end.is_none_or(|end| at < end);
+                            let block = &tokens[..(source / self.block_size + 1) * self.block_size];
+                            is_own || moves && self.is_in_scope(ask, block, entry)
+                        })
                         .and_then(|entry| self.pair(ask, approximate, entry, source, is_own));
                     match (pair, &mut run) {
                         (Some(pair), Some(run)) => run.pairs.push(pair),
@@ -390,6 +403,38 @@ impl Naive {
         }
         runs.retain(|run: &Run| run.pairs.len() >= ask.min_run);
         runs
+    }
+
+    /// The tokens of the prompt's first blocks, if a cached path begins with them.
+    fn shared_prefix<'a>(&self, ask: &Ask<'a>) -> Option<&'a [u32]> {
+        let len = ask.policy.shared_prefix.checked_mul(self.block_size)?;
+        let shared = ask.tokens.get(..len)?;
+        let mut paths = self.entries.keys();
+        let is_cached = paths
+            .any(|(namespace, tokens)| *namespace == ask.namespace && tokens.starts_with(shared));
+        is_cached.then_some(shared)
+    }
+
+    /// Whether moved runs may come from the block whose path has these tokens (P18).
+    fn is_in_scope(&self, ask: &Ask<'_>, block: &[u32], entry: &Entry) -> bool {
+        let shares = |shared: &[u32]| block.starts_with(shared) || shared.starts_with(block);
+        ask.policy.scope == Scope::Namespace
+            || ask
+                .session
+                .is_some_and(|session| entry.sessions.contains(&session))
+            || self.shared_prefix(ask).is_some_and(shares)
+    }
+
+    /// Whether moved runs are looked for from `at` on, and nothing is in scope.
+    fn is_without_scope(&self, ask: &Ask<'_>, at: usize) -> bool {
+        let is_cached = self.entries.keys().any(|prefix| prefix.0 == ask.namespace);
+        ask.moved_runs
+            && ask.policy.max_hops > 0
+            && ask.moved_end.is_none_or(|end| at < end)
+            && is_cached
+            && ask.policy.scope == Scope::Conversation
+            && ask.session.is_none()
+            && self.shared_prefix(ask).is_none()
     }
 
     fn pair(

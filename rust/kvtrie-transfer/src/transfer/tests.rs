@@ -420,6 +420,7 @@ fn a_live_request_offers_what_it_has() {
         missing: Some(&[(2, 5), (12, 13), (17, 18)]),
         num_computed: 0,
         in_place: None,
+        session: None,
     };
     let id = ledger.begin(&mut seq, &table, begin).unwrap();
     let offer = Offer::of(&ledger, id, &seq).unwrap();

@@ -542,6 +542,7 @@ impl Test {
             num_computed,
             missing: missing.as_deref(),
             in_place: None,
+            session: None,
         };
         let Ok(id) = self.ledger.begin(&mut seq, &table, begin) else {
             assert!(!fits, "{table:?} for {tokens:?} was refused");
@@ -852,7 +853,7 @@ impl LiveRequest {
         };
         let options = PlanOptions {
             keep_last: 0,
-            pin: true,
+            ..PlanOptions::default()
         };
         let plan = index.plan(&mut self.twin, &policy, options).unwrap();
         let committed = &self.naive.table[..self.naive.committed / SIZE];
@@ -919,6 +920,7 @@ impl LiveRequest {
             start: self.naive.committed,
             source,
             spans,
+            session: None,
         };
         index.insert(&mut self.twin, &ids, options).unwrap()
     }

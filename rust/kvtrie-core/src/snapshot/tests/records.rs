@@ -10,6 +10,7 @@ const TAGS: u8 = 1 << 2;
 const USES: u8 = 1 << 3;
 const SOURCES: u8 = 1 << 4;
 const DEAD: u8 = 1 << 5;
+const SESSIONS: u8 = 1 << 6;
 
 /// The optional parts of an edge's record, valid or not.
 #[derive(Default)]
@@ -44,6 +45,21 @@ impl Edge {
                 out.len(start);
                 out.len(end);
                 out.u64(1);
+            }
+        })
+    }
+
+    /// Runs of sessions, each as (from, to, the bytes that its digests consist of).
+    fn sessions(runs: &[(u32, u32, &[u8])]) -> Self {
+        Self::with(SESSIONS, |out| {
+            out.len(runs.len());
+            for &(from, to, members) in runs {
+                out.u32(from);
+                out.u32(to);
+                out.u8(u8::try_from(members.len()).unwrap());
+                for &member in members {
+                    out.raw(&[member; 16]);
+                }
             }
         })
     }
@@ -116,6 +132,7 @@ fn what_an_edge_is_said_to_have_it_has() {
         (USES, "uses that are out of order, or none"),
         (SOURCES, "ranges that are out of order, or none"),
         (DEAD, "ranges that are out of order, or none"),
+        (SESSIONS, "runs of sessions that are out of order, empty"),
     ] {
         says(what, &refused_below(&Edge::with(has, |out| out.len(0))));
     }
@@ -126,9 +143,39 @@ fn what_an_edge_is_said_to_have_it_has() {
         &refused_below(&labels(5)),
     );
     says(
-        "an edge has 0x40",
-        &refused_below(&Edge::with(1 << 6, |_| ())),
+        "an edge has 0x80",
+        &refused_below(&Edge::with(1 << 7, |_| ())),
     );
+}
+
+#[test]
+fn runs_of_sessions_are_of_present_blocks_and_in_order() {
+    let eight = [1, 2, 3, 4, 5, 6, 7, 8];
+    for runs in [
+        &[(2, 5, &[1][..])][..],
+        &[(2, 3, &[1]), (3, 5, &[2, 1])],
+        &[(4, 5, &eight)],
+    ] {
+        read_below(&Edge::sessions(runs));
+    }
+    for (runs, what) in [
+        (
+            &[(1, 3, &[1][..])][..],
+            "sessions of the depths [1, 3) of 3 blocks from 2 on",
+        ),
+        (&[(4, 6, &[1])], "sessions of the depths [4, 6)"),
+        (&[(4, 3, &[1])], "sessions of the depths [4, 3)"),
+        (&[(3, 3, &[1])], "out of order, empty"),
+        (&[(3, 4, &[1]), (2, 3, &[2])], "out of order"),
+        (&[(2, 3, &[1]), (3, 4, &[1])], "out of order"),
+        (&[(2, 3, &[1, 2, 1])], "repeated or too many"),
+        (&[(2, 3, &[1, 2, 3, 4, 5, 6, 7, 8, 9])], "too many"),
+    ] {
+        let refusal = refused_below(&Edge::sessions(runs));
+        says(what, &refusal);
+    }
+    let hole = two_edges(ABSENT, &Edge::default(), &Edge::sessions(&[(2, 4, &[1])]));
+    says("sessions of the depths [2, 4)", &refused(&hole));
 }
 
 #[test]
