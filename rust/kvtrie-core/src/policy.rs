@@ -32,6 +32,18 @@ impl ReusePolicy {
     /// The most hops that an index can record.
     pub const MAX_HOPS: u16 = Label::MAX_HOPS;
 
+    /// Allows approximate KV and bounds nothing. KV of unknown origin counts as built under it (rule P19).
+    pub const LAXEST: Self = Self {
+        approximate: true,
+        min_run: None,
+        max_hops: Self::MAX_HOPS,
+        max_approximate_share: 1.0,
+        recompute_first: 0,
+        recompute_last: 0,
+        forbid_kinds: Vec::new(),
+        partial_blocks: true,
+    };
+
     /// Allows only exact KV. This is the default everywhere.
     pub const EXACT_ONLY: Self = Self {
         approximate: false,

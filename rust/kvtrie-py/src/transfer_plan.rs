@@ -85,14 +85,16 @@ impl PyTransferPlan {
         self.core.num_approximate()
     }
 
-    /// The source for `insert` and `begin` after loading: `Imported(exact_until, hops)`, or
-    /// `COMPUTED` if all loaded KV is exact, so that tokens decoded after it are exact too. Both
+    /// The source for `insert` and `begin` after loading: `Imported(exact_until, hops,
+    /// policy)`, or `COMPUTED` if all loaded KV is exact, so that tokens decoded after it are exact too. Both
     /// assume that the `cached` tokens are exact.
     #[getter]
     fn source<'py>(&self, py: Python<'py>) -> PyResult<SourceValue<'py>> {
         match self.core.first_approximate() {
             Some(exact_until) => {
-                Ok(Bound::new(py, PyImported::from_parts(exact_until, self.core.hops()))?.into())
+                let policy = PyReusePolicy::of(self.core.policy().clone());
+                let source = PyImported::from_parts(exact_until, self.core.hops(), policy);
+                Ok(Bound::new(py, source)?.into())
             }
             None => Ok(computed(py)?.into()),
         }

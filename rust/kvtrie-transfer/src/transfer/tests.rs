@@ -413,10 +413,7 @@ fn a_live_request_offers_what_it_has() {
     let mut seq = sequence(&(0..18).collect::<Vec<_>>());
     let table = ids(6, 0);
     let begin = Begin {
-        source: LedgerSource::Imported(Imported {
-            exact_until: 9,
-            hops: 2,
-        }),
+        source: LedgerSource::Imported(Imported::new(9, 2)),
         missing: Some(&[(2, 5), (12, 13), (17, 18)]),
         num_computed: 0,
         in_place: None,

@@ -80,7 +80,7 @@ fn labels(ledger: &SequenceLedger, id: RequestId, end: usize) -> Vec<(usize, usi
 }
 
 fn imported(exact_until: usize, hops: u16) -> Imported {
-    Imported { exact_until, hops }
+    Imported::new(exact_until, hops)
 }
 
 /// A request with imported KV that is exact up to `exact_until`.
