@@ -15,7 +15,7 @@ import msgpack
 
 EXACT, APPROXIMATE, LOOKAHEAD = 0, 1, 2
 MAX_CANDIDATES = 64
-MAX_HOPS = 32767
+MAX_HOPS = 255
 
 
 class Refused(Exception):  # noqa: N818 - as the extension names it

@@ -82,7 +82,7 @@ fn a_stricter_policy_never_inherits_what_rotated_built() {
     let mine = planned(&mut index, &mut prompt.clone(), &strict);
     let blocks = build(&mut index, &mut prompt, &mine, 200);
     assert!(blocks.iter().all(|id| id.0 >= 200), "{blocks:?}");
-    assert_eq!(to_compute(&mut index, &prompt, &strict), 1);
+    assert_eq!(to_compute(&mut index, &prompt, &strict), BLOCK_SIZE);
     assert_eq!(to_compute(&mut index, &prompt, &rotated), 1);
     // The laxer request's blocks are duplicates of the stricter one's.
     let options = inserting(plan.blocks().len() * BLOCK_SIZE..prompt.len(), Source::Plan(&plan));

@@ -29,10 +29,13 @@ use crate::transfer::{PyTransferManifest, block_sizes, groups_of, hashing, table
 ///     >>> kvtrie.plan_transfer(manifest, mine, [6, 7], key=key)
 ///     <TransferPlan of 3 tokens: 2 exact and 0 approximate to load, 0 cached, 1 to compute>
 #[pyclass(frozen, eq, module = "kvtrie", name = "TransferPlan")]
-#[derive(PartialEq, Eq)]
+#[derive(PartialEq)]
 pub(crate) struct PyTransferPlan {
     core: TransferPlan,
 }
+
+// Equality is total because no share is NaN.
+impl Eq for PyTransferPlan {}
 
 #[pymethods]
 impl PyTransferPlan {

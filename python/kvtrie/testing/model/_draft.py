@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from kvtrie import ReusePolicy
 from kvtrie.testing.model._cover import Allowed, Piece, Slots, Source, cover
+from kvtrie.testing.model._grades import grade_of
 from kvtrie.testing.model._sequences import Tokens, common, sort_key
 
 if TYPE_CHECKING:
@@ -55,7 +56,8 @@ def draft(cached: Cached, tokens: Tokens, keep_last: int, policy: ReusePolicy) -
     """
     limited = tokens[: max(0, len(tokens) - keep_last)]
     forbidden = sum(1 << i for i, kind in enumerate(cached.kinds) if kind in policy.forbid_kinds)
-    allowed = Allowed(policy.approximate, cached.moved_runs, policy.max_hops, forbidden)
+    grade = grade_of(policy, cached.kinds)
+    allowed = Allowed(policy.approximate, cached.moved_runs, policy.max_hops, forbidden, grade)
     used = _in_place(cached, limited, allowed)
     found = _origins(IN_PLACE, used)
     pieces = []

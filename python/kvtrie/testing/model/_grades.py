@@ -1,0 +1,65 @@
+"""Grades: how strict the policy was that approximate KV was built under."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kvtrie import ReusePolicy
+
+
+class Grade(NamedTuple):
+    """The fields of a policy that bound approximate KV; `kinds` are the forbidden ones."""
+
+    min_run: float
+    max_hops: int
+    max_approximate_share: float
+    recompute_first: float
+    recompute_last: float
+    kinds: frozenset[str]
+
+    def is_at_least_as_strict_as(self, other: Grade) -> bool:
+        return (
+            self.min_run >= other.min_run
+            and self.max_hops <= other.max_hops
+            and self.max_approximate_share <= other.max_approximate_share
+            and self.recompute_first >= other.recompute_first
+            and self.recompute_last >= other.recompute_last
+            and self.kinds >= other.kinds
+        )
+
+
+LAXEST = Grade(0, 255, 1.0, 0, 0, frozenset())
+"""The grade of a policy that bounds nothing, and of KV whose policy is not known."""
+
+
+def grade_of(policy: ReusePolicy | None, known: Iterable[str]) -> Grade:
+    """The grade of an approximate policy, with the kinds that an index knows."""
+    if policy is None:
+        return LAXEST
+    return Grade(
+        policy.min_run or 0,
+        policy.max_hops,
+        policy.max_approximate_share,
+        policy.recompute_first,
+        policy.recompute_last,
+        frozenset(policy.forbid_kinds) & frozenset(known),
+    )
+
+
+def meet(grades: Iterable[Grade], known: Iterable[str]) -> Grade:
+    """The strictest grade that all are at least as strict as."""
+    met = Grade(math.inf, 0, 0.0, math.inf, math.inf, frozenset(known))
+    for grade in grades:
+        met = Grade(
+            min(met.min_run, grade.min_run),
+            max(met.max_hops, grade.max_hops),
+            max(met.max_approximate_share, grade.max_approximate_share),
+            min(met.recompute_first, grade.recompute_first),
+            min(met.recompute_last, grade.recompute_last),
+            met.kinds & grade.kinds,
+        )
+    return met
