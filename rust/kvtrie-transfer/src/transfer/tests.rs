@@ -364,7 +364,7 @@ fn forbidden_kinds_leave_nothing_approximate() {
     let plan = |forbid_kinds| {
         let policy = ReusePolicy {
             forbid_kinds,
-            ..approximate()
+            ..ReusePolicy::LAXEST
         };
         let options = options(&policy);
         TransferPlan::new(&manifest, &sequence(&mine), &local, &key(), &options).unwrap()
@@ -469,7 +469,7 @@ fn a_pair_is_as_long_as_both_blocks_allow() {
         block_size: None,
         blocks: Some(&table),
     });
-    let policy = approximate();
+    let policy = ReusePolicy::LAXEST;
     let plan = TransferPlan::new(&manifest, &seq, &local, &key(), &options(&policy)).unwrap();
     let pairs: Vec<_> = plan
         .pairs()

@@ -403,11 +403,7 @@ fn what_is_in_place_has_the_hops_that_the_index_has() {
         index.insert(&mut known, &ids(8..13), options).unwrap();
     }
     let mut seq = sequence(0..32);
-    let policy = ReusePolicy {
-        approximate: true,
-        max_hops: 4,
-        ..ReusePolicy::EXACT_ONLY
-    };
+    let policy = ReusePolicy::LAXEST;
     let plan = index.plan(&mut seq, &policy, PlanOptions::default());
     let plan = Arc::new(plan.unwrap());
     assert_eq!(plan.blocks(), ids(8..13));
