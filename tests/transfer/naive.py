@@ -383,6 +383,13 @@ def loads_of(
     return {at: [loads[at] for loads in groups] for at in sorted(common)}
 
 
+def takes_any(policy: Policy) -> bool:
+    """Whether a policy bounds nothing: a manifest does not say what its KV was built under."""
+    bounds = (policy.min_run or 0, policy.recompute_first, policy.recompute_last)
+    is_free = policy.max_hops >= MAX_HOPS and policy.max_approximate_share >= 1
+    return policy.approximate and not any(bounds) and is_free and not policy.forbid_kinds
+
+
 def group_loads(
     group: Group, prompt: Prompt, key: bytes, open_: list[bool], policy: Policy
 ) -> dict[int, Load]:
@@ -392,7 +399,7 @@ def group_loads(
     for run in group.runs:
         if run.flags == LOOKAHEAD or run.start >= length:
             continue
-        if run.flags == APPROXIMATE and (not is_approximate or run.hops > policy.max_hops):
+        if run.flags == APPROXIMATE and (not takes_any(policy) or run.hops > policy.max_hops):
             continue
         if run.prefix != prefix_digest(key, prompt, run.start):
             continue
@@ -445,6 +452,8 @@ def matches_of(
     blocks = {}
     for run in group.runs:
         if run.flags == LOOKAHEAD or run.hops + 1 > policy.max_hops:
+            continue
+        if run.flags == APPROXIMATE and not takes_any(policy):
             continue
         for place, digest in enumerate(run.digests):
             there = run.start + place * size

@@ -232,7 +232,13 @@ impl Grades {
         }
         // Numbers that are free have the laxest grade and no block.
         let grade_of_free = Grade::LAXEST;
-        self.others.resize(at - 1, Counted { grade: grade_of_free, blocks: 0 });
+        self.others.resize(
+            at - 1,
+            Counted {
+                grade: grade_of_free,
+                blocks: 0,
+            },
+        );
         self.others.push(Counted { grade, blocks: 0 });
         true
     }
@@ -246,7 +252,11 @@ impl Grades {
     /// Whether a label that was read names a grade.
     pub(crate) fn knows(&self, label: Label) -> bool {
         let at = usize::from(label.grade());
-        at == 0 || self.others.get(at - 1).is_some_and(|known| known.grade != Grade::LAXEST)
+        at == 0
+            || self
+                .others
+                .get(at - 1)
+                .is_some_and(|known| known.grade != Grade::LAXEST)
     }
 
     pub(crate) fn heap_bytes(&self) -> usize {
@@ -323,7 +333,10 @@ mod tests {
             assert_eq!(usize::from(number), first);
             grades.add(Label::approximate(1, number));
         }
-        assert_eq!((grades.number(grade(128)), grades.number(grade(127))), (0, 127));
+        assert_eq!(
+            (grades.number(grade(128)), grades.number(grade(127))),
+            (0, 127)
+        );
         grades.remove(Label::approximate(1, 5));
         assert_eq!(grades.number(grade(128)), 5);
         assert_eq!(grades.usable(&grade(127)), 1 << 127 | 1 << 5);

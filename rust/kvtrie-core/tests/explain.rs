@@ -8,9 +8,9 @@
 use std::sync::Arc;
 
 use kvtrie_core::{
-    BlockId, Config, ErrorKind, ExplainOptions, Explanation, InsertOptions, Item, LookupOptions,
-    Imported, Namespace, NamespaceDifference, RadixIndex, Reason, RestoredPool, ReusePolicy, Salt, Source,
-    TokenSequence, WouldSave,
+    BlockId, Config, ErrorKind, ExplainOptions, Explanation, Imported, InsertOptions, Item,
+    LookupOptions, Namespace, NamespaceDifference, RadixIndex, Reason, RestoredPool, ReusePolicy,
+    Salt, Source, TokenSequence, WouldSave,
 };
 
 use common::{ids, imported, planned, span};

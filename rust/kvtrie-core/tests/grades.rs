@@ -85,7 +85,10 @@ fn a_stricter_policy_never_inherits_what_rotated_built() {
     assert_eq!(to_compute(&mut index, &prompt, &strict), BLOCK_SIZE);
     assert_eq!(to_compute(&mut index, &prompt, &rotated), 1);
     // The laxer request's blocks are duplicates of the stricter one's.
-    let options = inserting(plan.blocks().len() * BLOCK_SIZE..prompt.len(), Source::Plan(&plan));
+    let options = inserting(
+        plan.blocks().len() * BLOCK_SIZE..prompt.len(),
+        Source::Plan(&plan),
+    );
     let again = ids(300..300 + u32::try_from(blocks.len()).unwrap());
     let done = index.insert(&mut prompt, &again, options).unwrap();
     assert_eq!((done.blocks, done.duplicates), (blocks, again));
@@ -138,7 +141,9 @@ fn imported_kv_has_the_grade_that_is_said_or_the_laxest() {
             ..Imported::new(32, 1)
         };
         let options = InsertOptions::new(64, Source::Imported(imported));
-        index.insert(&mut tokens.clone(), &ids(0..16), options).unwrap();
+        index
+            .insert(&mut tokens.clone(), &ids(0..16), options)
+            .unwrap();
         assert_eq!(to_compute(&mut index, &more, &approximate()), by_default);
         assert_eq!(to_compute(&mut index, &more, &laxest), by_laxest);
         index.check().unwrap();
@@ -154,7 +159,10 @@ fn a_condemned_offer_does_not_get_an_entry_that_is_laxer() {
     assert_eq!(index.discard(&blocks).unwrap(), []);
     let theirs = planned(&mut index, &mut prompt.clone(), &first(0));
     build(&mut index, &mut prompt, &theirs, 200);
-    let options = inserting(mine.blocks().len() * BLOCK_SIZE..prompt.len(), Source::Plan(&mine));
+    let options = inserting(
+        mine.blocks().len() * BLOCK_SIZE..prompt.len(),
+        Source::Plan(&mine),
+    );
     let done = index.insert(&mut prompt, &blocks, options).unwrap();
     assert_eq!((done.blocks, done.surplus), (Vec::new(), Vec::new()));
 }
@@ -193,10 +201,8 @@ fn a_tenant_with_too_many_policies_loses_only_reuse() {
     index.discard(&ids([7, 128])).unwrap();
     let again = offer(&mut index, 128);
     assert_eq!(to_compute(&mut index, &again, &first(128)), 1);
-    let restored = RadixIndex::restore(
-        &index.snapshot(),
-        kvtrie_core::RestoredPool::Kept(&[0; 16]),
-    );
+    let restored =
+        RadixIndex::restore(&index.snapshot(), kvtrie_core::RestoredPool::Kept(&[0; 16]));
     let mut restored = restored.unwrap();
     assert_eq!(restored.digest(), index.digest());
     assert_eq!(to_compute(&mut restored, &again, &first(128)), 1);

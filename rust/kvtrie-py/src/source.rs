@@ -123,7 +123,10 @@ impl<'a> SourceArg<'a> {
             Ok(Self::Imported(Imported {
                 exact_until: imported.exact_until,
                 hops: imported.hops,
-                policy: imported.policy.as_ref().map(|policy| Arc::new(policy.core().clone())),
+                policy: imported
+                    .policy
+                    .as_ref()
+                    .map(|policy| Arc::new(policy.core().clone())),
             }))
         } else {
             Err(arg.wrong_type(

@@ -30,12 +30,7 @@ pub(super) struct Usable {
 
 impl Usable {
     /// What a policy allows in a tree, of approximate blocks at least as strict as `asked`.
-    pub(super) fn new(
-        cached: &Cached<'_>,
-        policy: &ReusePolicy,
-        asked: &Grade,
-        tree: u32,
-    ) -> Self {
+    pub(super) fn new(cached: &Cached<'_>, policy: &ReusePolicy, asked: &Grade, tree: u32) -> Self {
         Self {
             grades: cached.forest.trees()[tree].grades.usable(asked),
             approximate: policy.approximate,

@@ -366,7 +366,8 @@ fn read_labels(
     let mut labels = Vec::with_capacity(ids.len());
     for &id in ids {
         let bits = from.u16()?;
-        let label = Label::from_bits(bits).filter(|&label| id != ABSENT || label == Label::EXACT)
+        let label = Label::from_bits(bits)
+            .filter(|&label| id != ABSENT || label == Label::EXACT)
             .filter(|&label| grades.knows(label));
         labels
             .push(label.ok_or_else(|| from.wrong(format_args!("label {bits:#x} of block {id}")))?);

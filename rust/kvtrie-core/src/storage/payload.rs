@@ -70,7 +70,10 @@ mod tests {
         assert!(Label::EXACT.is_exact());
         for (hops, grade) in [(0, 0), (7, 3), (255, 0), (0, 127), (255, 127)] {
             let label = Label::approximate(hops, grade);
-            assert_eq!((label.is_exact(), label.hops(), label.grade()), (false, hops, grade));
+            assert_eq!(
+                (label.is_exact(), label.hops(), label.grade()),
+                (false, hops, grade)
+            );
             assert_eq!(Label::from_bits(label.bits()), Some(label));
         }
     }

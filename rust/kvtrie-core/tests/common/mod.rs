@@ -10,8 +10,8 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use kvtrie_core::{
-    BUILT_IN_KINDS, BlockId, Class, Imported, InsertOptions, Namespace, PlanOptions, RadixIndex, ReusePlan,
-    ReusePolicy, Salt, Source, Span, TokenSequence,
+    BUILT_IN_KINDS, BlockId, Class, Imported, InsertOptions, Namespace, PlanOptions, RadixIndex,
+    ReusePlan, ReusePolicy, Salt, Source, Span, TokenSequence,
 };
 
 /// Options for a plan that covers every token and pins its blocks.

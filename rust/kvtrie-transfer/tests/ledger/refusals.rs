@@ -34,7 +34,10 @@ fn hops_of_what_was_imported() {
     let mut ledger = SequenceLedger::new(SIZE).unwrap();
     for hops in [MAX_HOPS + 1, u16::MAX] {
         let done = ledger.begin(&mut sequence(0..4), &ids(0..1), begin_imported(0, hops, 0));
-        assert_invalid(done, &format!("hops of source are {hops}; they must be in [0, {MAX_HOPS}]"));
+        assert_invalid(
+            done,
+            &format!("hops of source are {hops}; they must be in [0, {MAX_HOPS}]"),
+        );
     }
     assert!(ledger.is_empty());
     let begin = begin_imported(0, MAX_HOPS, 0);
