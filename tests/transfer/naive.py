@@ -444,7 +444,7 @@ class Match:
         return (-end, max(block[3] for block in inside), abs(at - self.load(at)[0]), slot)
 
 
-def matches_of(
+def matches_of(  # noqa: PLR0912 - one step after the other
     group: Group, prompt: Prompt, key: bytes, policy: Policy, min_run: int
 ) -> tuple[dict[int, list[Match]], int]:
     """The matches that windows nominate, by position, and the partial block's length."""

@@ -196,6 +196,10 @@ impl RadixIndex {
     /// assert_eq!((again.blocks, again.duplicates), (vec![BlockId(6)], vec![BlockId(4)]));
     /// # Ok::<(), kvtrie_core::Error>(())
     /// ```
+    #[expect(
+        clippy::needless_pass_by_value,
+        reason = "options are made for one call"
+    )]
     pub fn insert(
         &mut self,
         seq: &mut TokenSequence,
