@@ -247,6 +247,12 @@ class Explanation:
         Kinds of the cached token before the position.
         """
     @property
+    def laxer_in(self, /) -> tuple[str, ...]:
+        """
+        Fields in which the policy that the cached KV was built under is laxer than the one asked
+        about. Empty unless the reason is `"laxer_policy"`.
+        """
+    @property
     def num_exact(self, /) -> int:
         """
         Tokens that match exactly: a whole number of blocks.
@@ -273,7 +279,8 @@ class Explanation:
         `"complete"`: every whole block is cached exactly. `"diverged"`: other tokens are cached
         there. `"evicted"`: the prompt's tokens were cached after this prefix, and left by eviction,
         discard or removal. `"approximate_only"`: the same tokens are cached, but their KV is
-        approximate. `"other_namespace"`: more of the prompt is cached under another namespace of
+        approximate. `"laxer_policy"`: so they are, and it was built under a policy that is not as
+        strict as the one asked about. `"other_namespace"`: more of the prompt is cached under another namespace of
         the same salt. `"not_cached"`: nothing is known.
         """
     def to_dict(self, /) -> dict[str, Any]:
@@ -329,11 +336,13 @@ class Imported:
 
     Args:
         exact_until: A position in tokens. A block is exact if it ends at or before it.
-        hops: Hops of the approximate rest, 0 to 32767: how often it was moved already.
+        hops: Hops of the approximate rest, 0 to 255: how often it was moved already.
+        policy: The policy that the approximate rest was built under. None: it is not known, and only
+            plans whose policy bounds nothing use it.
 
     Raises:
-        TypeError: An argument is not an int.
-        ValueError: An argument is negative, or `hops` is too large.
+        TypeError: An argument has the wrong type.
+        ValueError: An argument is negative, `hops` is too large, or `policy` allows no approximate KV.
 
     Example:
         >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
@@ -344,10 +353,16 @@ class Imported:
         2
     """
     def __eq__(self, value: object, /) -> bool: ...
-    def __getnewargs__(self, /) -> tuple[int, int]: ...
+    def __getnewargs__(self, /) -> tuple[int, int, ReusePolicy | None]: ...
     def __hash__(self, /) -> int: ...
     def __ne__(self, value: object, /) -> bool: ...
-    def __new__(cls, /, exact_until: SupportsIndex, hops: SupportsIndex = 1) -> Imported: ...
+    def __new__(
+        cls,
+        /,
+        exact_until: SupportsIndex,
+        hops: SupportsIndex = 1,
+        policy: ReusePolicy | None = None,
+    ) -> Imported: ...
     def __replace__(self, /, **changes: object) -> Imported:
         """
         Same as `replace`, for `copy.replace`.
@@ -362,6 +377,11 @@ class Imported:
         """
         Hops of the approximate rest.
         """
+    @property
+    def policy(self, /) -> ReusePolicy | None:
+        """
+        The policy that the approximate rest was built under, or None if it is not known.
+        """
     def replace(self, /, **changes: object) -> Imported:
         """
         A copy with some fields changed.
@@ -375,7 +395,7 @@ class Imported:
 
         Example:
             >>> kvtrie.Imported(exact_until=2).replace(hops=3)
-            Imported(exact_until=2, hops=3)
+            Imported(exact_until=2, hops=3, policy=None)
         """
 
 @final
@@ -1657,7 +1677,7 @@ class ReusePolicy:
     Args:
         approximate: Whether KV of another context or position may be used at all.
         min_run: Shortest moved run in tokens, at least the index's `min_run`, which None means.
-        max_hops: Most hops of approximate KV in the prompt, 0 to 32767. A moved run has one more
+        max_hops: Most hops of approximate KV in the prompt, 0 to 255. A moved run has one more
             than its source.
         max_approximate_share: Largest approximate share of the prompt's tokens, 0 to 1. If a plan
             would exceed it, the plan uses exact KV only.
@@ -1721,6 +1741,24 @@ class ReusePolicy:
     def forbid_kinds(self, /) -> tuple[str, ...]:
         """
         Kinds that are not reused approximately.
+        """
+    def is_at_least_as_strict_as(self, /, other: ReusePolicy) -> bool:
+        """
+        Whether this policy is at least as strict as another about approximate KV.
+
+        If it is, plans under `other` may use what was built under this policy. Two policies may each
+        be stricter in one field; then neither is. `partial_blocks` is not compared.
+
+        Args:
+            other: A policy.
+
+        Raises:
+            TypeError: `other` is not a policy.
+
+        Example:
+            >>> rotated, first32 = kvtrie.ReusePolicy(), kvtrie.ReusePolicy(recompute_first=32)
+            >>> first32.is_at_least_as_strict_as(rotated), rotated.is_at_least_as_strict_as(first32)
+            (True, False)
         """
     @property
     def max_approximate_share(self, /) -> float:
@@ -2892,8 +2930,8 @@ class TransferPlan:
     @property
     def source(self, /) -> Imported | ComputedSource:
         """
-        The source for `insert` and `begin` after loading: `Imported(exact_until, hops)`, or
-        `COMPUTED` if all loaded KV is exact, so that tokens decoded after it are exact too. Both
+        The source for `insert` and `begin` after loading: `Imported(exact_until, hops,
+        policy)`, or `COMPUTED` if all loaded KV is exact, so that tokens decoded after it are exact too. Both
         assume that the `cached` tokens are exact.
         """
 

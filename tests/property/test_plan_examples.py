@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from tests.property.kit import OTHER, Kit, hit, put, result, rows, shown, stats
+from tests.property.kit import OTHER, Kit, hit, imported, put, result, rows, shown, stats
 
-from kvtrie import EXACT_ONLY, Imported, Item, ReusePolicy, Span
+from kvtrie import EXACT_ONLY, Item, ReusePolicy, Span
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -345,7 +345,7 @@ def test_plan_items_are_compared(kit: Kit, index: Any) -> None:
 def test_plan_without_moved_runs(kit: Kit) -> None:
     index = make(kit, moved_runs=False)
     seq = kit.seq("abcdefghijklmnop")
-    cache(index, seq, source=Imported(exact_until=8))
+    cache(index, seq, source=imported(exact_until=8))
     # In place through approximate blocks needs no search.
     assert rows(plan_of(index, kit.seq("abcdefghijklmnop?")))[:2] == ["0-8 e", "8-16 a1"]
     assert planned(index, kit.seq("?cdefghijklmnop?")) == "0-16 c"
@@ -355,8 +355,8 @@ def test_plan_without_moved_runs(kit: Kit) -> None:
 
 
 def test_plan_ties_fewer_hops(kit: Kit, index: Any) -> None:
-    cache(index, kit.seq("-abcdefgh___"), source=Imported(exact_until=0, hops=2))
-    cache(index, kit.seq("::::::::::::abcdefgh"), 10, source=Imported(exact_until=0, hops=1))
+    cache(index, kit.seq("-abcdefgh___"), source=imported(exact_until=0, hops=2))
+    cache(index, kit.seq("::::::::::::abcdefgh"), 10, source=imported(exact_until=0, hops=1))
     # Block 10 is lower and nearer; what decides first is the hops.
     plan = plan_of(index, kit.seq("!abcdefgh!"), policy_of(max_hops=5))
     assert rows(plan)[1] == "1-9 a2 from 12"
@@ -366,11 +366,11 @@ def test_plan_ties_hops_of_the_part_that_is_left(kit: Kit, index: Any) -> None:
     policy = policy_of(max_hops=9)
     # Slots 0..12 of a path: four with 5 hops, eight with none; the other: twelve with 3.
     first = kit.seq("1111abcdefghijkl")
-    put(index, first, [0, 1, 2, 3], source=Imported(exact_until=0, hops=0))
-    put(index, kit.seq("1111"), [0], source=Imported(exact_until=0, hops=0))
+    put(index, first, [0, 1, 2, 3], source=imported(exact_until=0, hops=0))
+    put(index, kit.seq("1111"), [0], source=imported(exact_until=0, hops=0))
     index.discard([1])
-    put(index, kit.seq("1111abcd"), [0, 5], source=Imported(exact_until=0, hops=5))
-    cache(index, kit.seq("2222abcdefghijkl"), 10, source=Imported(exact_until=0, hops=3))
+    put(index, kit.seq("1111abcd"), [0, 5], source=imported(exact_until=0, hops=5))
+    cache(index, kit.seq("2222abcdefghijkl"), 10, source=imported(exact_until=0, hops=3))
     # All of it is uncovered: at most 4 against at most 6 hops.
     assert rows(plan_of(index, kit.seq("!abcdefghijkl!"), policy))[1] == "1-13 a4 from 4"
     # The first four are in place: of the part that is left the first has 1.
@@ -451,7 +451,7 @@ def test_plan_exact_blocks_after_an_approximate_one(kit: Kit, index: Any) -> Non
     seq = kit.seq("abcdefghijklmnop")
     cache(index, seq)
     index.discard([1])
-    put(index, kit.seq("abcdefgh"), [0, 9], source=Imported(exact_until=4, hops=1))
+    put(index, kit.seq("abcdefgh"), [0, 9], source=imported(exact_until=4, hops=1))
     assert hit(index, seq) == (4, [0])
     longer = kit.seq("abcdefghijklmnop?")
     plan = plan_of(index, longer)
@@ -465,9 +465,9 @@ def test_plan_exact_blocks_after_an_approximate_one(kit: Kit, index: Any) -> Non
 
 def test_plan_in_place_within_max_hops(kit: Kit, index: Any) -> None:
     seq = kit.seq("abcdefghijklmnop")
-    cache(index, seq, source=Imported(exact_until=4, hops=1))
+    cache(index, seq, source=imported(exact_until=4, hops=1))
     index.discard([2])
-    put(index, seq, [0, 1, 8, 3], source=Imported(exact_until=4, hops=2))
+    put(index, seq, [0, 1, 8, 3], source=imported(exact_until=4, hops=2))
     longer = kit.seq("abcdefghijklmnop?")
     assert (
         planned(index, longer, policy_of(max_hops=2)) == "0-4 e, 4-8 a1, 8-12 a2, 12-16 a1, 16-17 c"
@@ -479,7 +479,7 @@ def test_plan_in_place_within_max_hops(kit: Kit, index: Any) -> None:
 
 def test_plan_copies_under_the_same_prefix_add_no_hop(kit: Kit, index: Any) -> None:
     seq = kit.seq("abcdefghijklmnopqrst")
-    cache(index, seq, source=Imported(exact_until=4, hops=1))
+    cache(index, seq, source=imported(exact_until=4, hops=1))
     index.discard([1])
     # After the hole: approximate under the same prefix, one hop as it was. Elsewhere: one more.
     assert planned(index, kit.seq("abcdefghijklmnopqrst?")) == "0-4 e, 4-8 c, 8-20 a1, 20-21 c"
@@ -489,22 +489,22 @@ def test_plan_copies_under_the_same_prefix_add_no_hop(kit: Kit, index: Any) -> N
 
 
 def test_plan_moved_run_needs_first_hand_kv_under_max_hops_1(kit: Kit, index: Any) -> None:
-    cache(index, kit.seq("____abcdefghijkl"), source=Imported(exact_until=0, hops=0))
+    cache(index, kit.seq("____abcdefghijkl"), source=imported(exact_until=0, hops=0))
     seq = kit.seq("-abcdefghijkl-")
     # Computed after approximate KV: approximate, of no hops.
     assert rows(plan_of(index, seq))[1] == "1-13 a1 from 4"
     assert len(plan_of(index, seq, policy_of(max_hops=0)).segments) == 1
     second = make(kit)
-    cache(second, kit.seq("____abcdefghijkl"), source=Imported(exact_until=0, hops=1))
+    cache(second, kit.seq("____abcdefghijkl"), source=imported(exact_until=0, hops=1))
     assert len(plan_of(second, seq).segments) == 1
     assert rows(plan_of(second, seq, policy_of(max_hops=2)))[1] == "1-13 a2 from 4"
 
 
 def test_plan_slots_of_too_many_hops_break_runs(kit: Kit, index: Any) -> None:
     seq = kit.seq("____abcdefghijklmnop")
-    cache(index, seq, source=Imported(exact_until=0, hops=0))
+    cache(index, seq, source=imported(exact_until=0, hops=0))
     index.discard([2])
-    put(index, seq, [0, 1, 9, 3, 4], source=Imported(exact_until=0, hops=1))
+    put(index, seq, [0, 1, 9, 3, 4], source=imported(exact_until=0, hops=1))
     assert planned(index, kit.seq("-abcdefghijklmnop-")) == "0-9 c, 9-17 a1 from 12, 17-18 c"
     assert (
         planned(index, kit.seq("-abcdefghijklmnop-"), policy_of(max_hops=2))
@@ -513,7 +513,7 @@ def test_plan_slots_of_too_many_hops_break_runs(kit: Kit, index: Any) -> None:
 
 
 def test_plan_exact_copy_of_a_sibling_comes_after_what_is_in_place(kit: Kit, index: Any) -> None:
-    cache(index, kit.seq("abcdefgh"), source=Imported(exact_until=4))
+    cache(index, kit.seq("abcdefgh"), source=imported(exact_until=4))
     # An exact sibling that shares three tokens: what is in place wins, the sibling is a source.
     cache(index, kit.seq("abcdefg_"), 10)
     assert planned(index, kit.seq("abcdefgh??")) == "0-4 e, 4-8 a1, 8-10 c"
@@ -525,7 +525,7 @@ def test_plan_exact_copy_of_a_sibling_comes_after_what_is_in_place(kit: Kit, ind
 def test_plan_exact_copy_after_approximate_blocks(kit: Kit, index: Any) -> None:
     cache(index, kit.seq("abcdefghijkl"))
     index.discard([1])
-    put(index, kit.seq("abcdefgh"), [0, 9], source=Imported(exact_until=4))
+    put(index, kit.seq("abcdefgh"), [0, 9], source=imported(exact_until=4))
     # Block 2 is after an approximate block, and is exact: so is the copy of a part of it.
     assert planned(index, kit.seq("abcdefghij?")) == "0-4 e, 4-8 a1, 8-10 e, 10-11 c"
 
@@ -558,7 +558,7 @@ def test_plan_forbidden_kinds_break_moved_runs_by_token(kit: Kit, index: Any) ->
 
 def test_plan_forbidden_kinds_end_what_is_in_place_by_block(kit: Kit, index: Any) -> None:
     seq = kit.seq("abcdefghijkl")
-    cache(index, seq, source=Imported(exact_until=4))
+    cache(index, seq, source=imported(exact_until=4))
     index.tag(seq, [Span(0, 1, "reasoning"), Span(10, 11, "reasoning")])
     policy = policy_of(forbid_kinds=("reasoning",))
     # The exact block is used whatever its kinds are; of the last block no token.
@@ -603,7 +603,7 @@ def test_plan_recompute_leaves_exact_and_in_place_alone(kit: Kit, index: Any) ->
     policy = policy_of(recompute_first=3, recompute_last=3)
     assert rows(plan_of(index, kit.seq("abcdefghijklmnop?"), policy))[2] == "8-16 e"
     other = make(kit)
-    cache(other, seq, source=Imported(exact_until=4))
+    cache(other, seq, source=imported(exact_until=4))
     assert rows(plan_of(other, kit.seq("abcdefghijklmnop?"), policy))[1] == "4-16 a1"
 
 
@@ -613,7 +613,7 @@ def test_plan_recompute_counts_the_approximate_tokens_of_a_piece(kit: Kit, index
     cache(index, seq)
     index.discard([1, 3, 5])
     put(index, kit.seq("abcdefgh"), [0, 9])
-    done = put(index, seq, [0, 9, 2, 13, 4, 15], source=Imported(exact_until=12, hops=1))
+    done = put(index, seq, [0, 9, 2, 13, 4, 15], source=imported(exact_until=12, hops=1))
     assert done.blocks.tolist() == [0, 9, 2, 13, 4, 15]
     index.discard([9])
     longer = kit.seq("abcdefghijklmnopqrstuvwx?")
@@ -639,7 +639,7 @@ def test_plan_beyond_the_approximate_share_is_exact_only(
 
 
 def test_plan_share_counts_what_is_in_place(kit: Kit, index: Any) -> None:
-    cache(index, kit.seq("abcdefgh"), source=Imported(exact_until=4))
+    cache(index, kit.seq("abcdefgh"), source=imported(exact_until=4))
     seq = kit.seq("abcdefghij")
     assert len(plan_of(index, seq, policy_of(max_approximate_share=0.4)).blocks) == 2
     assert len(plan_of(index, seq, policy_of(max_approximate_share=0.39)).blocks) == 1
@@ -824,7 +824,7 @@ def test_insert_approximate_copy_never_replaces_exact(kit: Kit, index: Any) -> N
 
 def test_insert_replaces_approximate_by_exact_and_condemns_sources(kit: Kit, index: Any) -> None:
     seq = kit.seq("____abcdefghijkl")
-    cache(index, seq, source=Imported(exact_until=0, hops=0))
+    cache(index, seq, source=imported(exact_until=0, hops=0))
     plan = index.plan(kit.seq("-abcdefghijkl-"), ANY)
     done = put(index, seq, [20, 21, 22, 23])
     # 0 is free; 1 to 3 are sources.

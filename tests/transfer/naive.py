@@ -15,7 +15,7 @@ import msgpack
 
 EXACT, APPROXIMATE, LOOKAHEAD = 0, 1, 2
 MAX_CANDIDATES = 64
-MAX_HOPS = 32767
+MAX_HOPS = 255
 
 
 class Refused(Exception):  # noqa: N818 - as the extension names it
@@ -383,6 +383,13 @@ def loads_of(
     return {at: [loads[at] for loads in groups] for at in sorted(common)}
 
 
+def takes_any(policy: Policy) -> bool:
+    """Whether a policy bounds nothing: a manifest does not say what its KV was built under."""
+    bounds = (policy.min_run or 0, policy.recompute_first, policy.recompute_last)
+    is_free = policy.max_hops >= MAX_HOPS and policy.max_approximate_share >= 1
+    return policy.approximate and not any(bounds) and is_free and not policy.forbid_kinds
+
+
 def group_loads(
     group: Group, prompt: Prompt, key: bytes, open_: list[bool], policy: Policy
 ) -> dict[int, Load]:
@@ -392,7 +399,7 @@ def group_loads(
     for run in group.runs:
         if run.flags == LOOKAHEAD or run.start >= length:
             continue
-        if run.flags == APPROXIMATE and (not is_approximate or run.hops > policy.max_hops):
+        if run.flags == APPROXIMATE and (not takes_any(policy) or run.hops > policy.max_hops):
             continue
         if run.prefix != prefix_digest(key, prompt, run.start):
             continue
@@ -437,7 +444,7 @@ class Match:
         return (-end, max(block[3] for block in inside), abs(at - self.load(at)[0]), slot)
 
 
-def matches_of(
+def matches_of(  # noqa: PLR0912 - one step after the other
     group: Group, prompt: Prompt, key: bytes, policy: Policy, min_run: int
 ) -> tuple[dict[int, list[Match]], int]:
     """The matches that windows nominate, by position, and the partial block's length."""
@@ -445,6 +452,8 @@ def matches_of(
     blocks = {}
     for run in group.runs:
         if run.flags == LOOKAHEAD or run.hops + 1 > policy.max_hops:
+            continue
+        if run.flags == APPROXIMATE and not takes_any(policy):
             continue
         for place, digest in enumerate(run.digests):
             there = run.start + place * size

@@ -115,7 +115,7 @@ def test_replace_refuses_what_the_constructor_refuses(value: Any, changes: dict[
 
 def test_replace_checks_the_value_and_names_the_limit() -> None:
     with pytest.raises(
-        ValueError, match=r"ReusePolicy: max_hops is 40000; it must be in \[0, 32767\]"
+        ValueError, match=r"ReusePolicy: max_hops is 40000; it must be in \[0, 255\]"
     ):
         POLICY.replace(max_hops=40_000)
     with pytest.raises(ValueError, match="Span: start and end are 8 and 7"):

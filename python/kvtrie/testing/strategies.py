@@ -207,7 +207,10 @@ def ranges(draw: st.DrawFn, length: int) -> list[tuple[int, int]]:
 def sources(max_tokens: int = 24) -> st.SearchStrategy[object]:
     """Sources of KV other than plans; `exact_until` is at most `max_tokens`."""
     imported = st.builds(
-        kvtrie.Imported, exact_until=st.integers(0, max_tokens), hops=st.integers(0, 3)
+        kvtrie.Imported,
+        exact_until=st.integers(0, max_tokens),
+        hops=st.integers(0, 3),
+        policy=st.one_of(st.none(), policies().filter(lambda policy: policy.approximate)),
     )
     return st.one_of(st.just(kvtrie.COMPUTED), imported)
 

@@ -111,6 +111,7 @@ mod effort;
 mod error;
 mod eviction;
 pub mod failpoints;
+mod grade;
 mod hash;
 mod ids;
 mod index;

@@ -59,6 +59,23 @@ impl ReusePolicy {
     /// The most cuts that are counted in a context.
     pub const MAX_CUTS: u16 = u16::MAX;
 
+    /// Allows approximate KV and bounds nothing. KV of unknown origin counts as built under it (rule P19).
+    pub const LAXEST: Self = Self {
+        approximate: true,
+        min_run: None,
+        max_hops: Self::MAX_HOPS,
+        max_approximate_share: 1.0,
+        recompute_first: 0,
+        recompute_last: 0,
+        forbid_kinds: Vec::new(),
+        max_cuts: None,
+        max_lost_context: 1.0,
+        max_new_context: 1.0,
+        scope: Scope::Namespace,
+        shared_prefix: 16,
+        partial_blocks: true,
+    };
+
     /// Allows only exact KV. This is the default everywhere.
     pub const EXACT_ONLY: Self = Self {
         approximate: false,

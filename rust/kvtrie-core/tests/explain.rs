@@ -8,9 +8,9 @@
 use std::sync::Arc;
 
 use kvtrie_core::{
-    BlockId, Config, ErrorKind, ExplainOptions, Explanation, InsertOptions, Item, LookupOptions,
-    Namespace, NamespaceDifference, RadixIndex, Reason, RestoredPool, ReusePolicy, Salt, Source,
-    TokenSequence, WouldSave,
+    BlockId, Config, ErrorKind, ExplainOptions, Explanation, Imported, InsertOptions, Item,
+    LookupOptions, Namespace, NamespaceDifference, RadixIndex, Reason, RestoredPool, ReusePolicy,
+    Salt, Source, TokenSequence, WouldSave,
 };
 
 use common::{approximate, ids, imported, planned, span};
@@ -245,6 +245,33 @@ fn holes_are_evicted_whatever_is_next_to_them() {
     branch.extend([7; 8]);
     insert(&mut index, &mut sequence(&branch), 10);
     assert_eq!(explain(&mut index, &mut seq).reason, Reason::Evicted);
+}
+
+#[test]
+fn kv_that_a_laxer_policy_built_is_named_with_the_fields() {
+    let mut index = index(16);
+    let mut seq = sequence(&(10..26).collect::<Vec<u32>>());
+    let unknown = Source::Imported(Imported::new(8, 1));
+    insert_from(&mut index, &mut seq, 0, unknown);
+    let asks = |policy| ExplainOptions {
+        policy,
+        ..ExplainOptions::default()
+    };
+    let strict = ReusePolicy {
+        max_hops: 1,
+        recompute_first: 4,
+        forbid_kinds: vec!["reasoning".into()],
+        ..ReusePolicy::LAXEST
+    };
+    let why = index.explain(&mut seq, &asks(strict)).unwrap();
+    assert_eq!((why.reason, why.position), (Reason::LaxerPolicy, 8));
+    let fields = "laxer in max_hops, recompute_first and forbid_kinds.";
+    assert!(why.to_string().contains(fields), "{why}");
+    assert_eq!(why.would_save, counted(8, 0, 8));
+    for policy in [ReusePolicy::LAXEST, ReusePolicy::EXACT_ONLY] {
+        let why = index.explain(&mut seq, &asks(policy)).unwrap();
+        assert_eq!(why.reason, Reason::ApproximateOnly);
+    }
 }
 
 #[test]

@@ -793,10 +793,10 @@ fn children_of_the_own_path_that_were_not_compared_are_counted() {
         let seq = &mut sequence(text(100 * other));
         let options = InsertOptions::new(12, imported(0, 1));
         index.insert(seq, &ids([10, 11, other]), options).unwrap();
-        let span = span(9, 10, "mine");
+        let span = span(9, 10, "reasoning");
         index.tag(seq, &[span]).unwrap();
     }
-    for (forbidden, dropped) in [(Vec::new(), false), (vec!["mine".into()], true)] {
+    for (forbidden, dropped) in [(Vec::new(), false), (vec!["reasoning".into()], true)] {
         let policy = ReusePolicy {
             forbid_kinds: forbidden,
             ..approximate()
@@ -859,10 +859,10 @@ fn a_forbidden_token_keeps_its_block_from_being_used_in_place() {
     for token in 0..16 {
         let mut index = labelled(&[1, 1, 1, 1]);
         let seq = &mut sequence((0..16).chain([NEW]));
-        let span = span(token, token + 1, "mine");
+        let span = span(token, token + 1, "reasoning");
         index.tag(seq, &[span]).unwrap();
         let policy = ReusePolicy {
-            forbid_kinds: vec!["mine".into()],
+            forbid_kinds: vec!["reasoning".into()],
             ..approximate()
         };
         let plan = planned(&mut index, seq, &policy);

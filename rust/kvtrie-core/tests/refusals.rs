@@ -99,15 +99,14 @@ fn limits_of_an_index() {
 
 #[test]
 fn limits_of_an_insert() {
-    let computed = Source::Computed;
     let with = |num_computed, start, source| inserting(start..num_computed, source);
     let most = ReusePolicy::MAX_HOPS;
     for (options, ids) in [
-        (with(8, 0, computed), ids([0, 1, 2, 3])),
-        (with(9, 0, computed), ids([0, 1, 2, 3])),
-        (with(8, 6, computed), ids([3])),
-        (with(9, 8, computed), ids([])),
-        (with(2, 6, computed), ids([])),
+        (with(8, 0, Source::Computed), ids([0, 1, 2, 3])),
+        (with(9, 0, Source::Computed), ids([0, 1, 2, 3])),
+        (with(8, 6, Source::Computed), ids([3])),
+        (with(9, 8, Source::Computed), ids([])),
+        (with(2, 6, Source::Computed), ids([])),
         (with(8, 6, imported(0, most)), ids([7])),
     ] {
         let mut index = filled();
@@ -116,31 +115,31 @@ fn limits_of_an_insert() {
     }
     for (options, ids, words) in [
         (
-            with(10, 0, computed),
+            with(10, 0, Source::Computed),
             ids([0, 1, 2, 3, 4]),
             "num_computed is 10; it must be in [0, 9]",
         ),
-        (with(8, 7, computed), ids([3]), "start is 7"),
-        (with(8, 10, computed), ids([]), "start is 10"),
+        (with(8, 7, Source::Computed), ids([3]), "start is 7"),
+        (with(8, 10, Source::Computed), ids([]), "start is 10"),
         (
-            with(8, 0, computed),
+            with(8, 0, Source::Computed),
             ids([0, 1, 2]),
             "ids has 3 ids; it must have 4",
         ),
         (
-            with(8, 6, computed),
+            with(8, 6, Source::Computed),
             ids([]),
             "ids has 0 ids; it must have 1",
         ),
         (
-            with(8, 6, computed),
+            with(8, 6, Source::Computed),
             ids([8]),
             "ids holds 8; it must be in [0, 8)",
         ),
         (
             with(8, 6, imported(0, most + 1)),
             ids([7]),
-            "the hops of source are 32768; they must be in [0, 32767]",
+            "the hops of source are 256; they must be in [0, 255]",
         ),
     ] {
         let mut index = filled();

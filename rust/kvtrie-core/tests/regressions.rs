@@ -31,7 +31,7 @@ fn a_block_that_follows_a_discarded_pinned_one_is_pinned_by_the_insert() {
     let plan = planned(&mut index, &mut seq, &ReusePolicy::EXACT_ONLY);
     let options = InsertOptions::new(2, Source::Plan(&plan));
     index
-        .insert(&mut seq, &[BlockId(0), BlockId(1)], options)
+        .insert(&mut seq, &[BlockId(0), BlockId(1)], options.clone())
         .unwrap();
     index.discard(&[BlockId(1)]).unwrap();
     index

@@ -48,7 +48,8 @@ impl PyExplanation {
     /// `"complete"`: every whole block is cached exactly. `"diverged"`: other tokens are cached
     /// there. `"evicted"`: the prompt's tokens were cached after this prefix, and left by eviction,
     /// discard or removal. `"approximate_only"`: the same tokens are cached, but their KV is
-    /// approximate. `"other_namespace"`: more of the prompt is cached under another namespace of
+    /// approximate. `"laxer_policy"`: so they are, and it was built under a policy that is not as
+    /// strict as the one asked about. `"other_namespace"`: more of the prompt is cached under another namespace of
     /// the same salt. `"not_cached"`: nothing is known.
     #[getter]
     fn reason(&self) -> &'static str {
@@ -107,6 +108,13 @@ impl PyExplanation {
         Some(PyNamespaceDifference { core })
     }
 
+    /// Fields in which the policy that the cached KV was built under is laxer than the one asked
+    /// about. Empty unless the reason is `"laxer_policy"`.
+    #[getter]
+    fn laxer_in<'py>(&self, py: Python<'py>) -> PyResult<Names<'py>> {
+        Ok(PyTuple::new(py, &self.core.laxer_in)?.into())
+    }
+
     /// What a plan would reuse and compute.
     #[getter]
     fn would_save(&self) -> PyWouldSave {
@@ -151,6 +159,7 @@ impl PyExplanation {
         all.set_item("kinds", &core.kinds)?;
         all.set_item("kinds_before", &core.kinds_before)?;
         all.set_item("other_namespace", other)?;
+        all.set_item("laxer_in", &core.laxer_in)?;
         all.set_item("would_save", saved)?;
         Ok(all.into())
     }

@@ -7,7 +7,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyString, PyTuple};
 
-use crate::arguments::{arg, call, flag, int, optional_int, share, text};
+use crate::arguments::{arg, call, flag, int, of, optional_int, share, text};
 use crate::buffers::{Arg, nothing};
 use crate::fields::{Value, new_arguments, value_methods};
 use crate::hints::{Names, NewArguments};
@@ -27,7 +27,7 @@ pub(crate) const MIN_RUN: i64 = 8;
 /// Args:
 ///     approximate: Whether KV of another context or position may be used at all.
 ///     min_run: Shortest moved run in tokens, at least the index's `min_run`, which None means.
-///     max_hops: Most hops of approximate KV in the prompt, 0 to 32767. A moved run has one more
+///     max_hops: Most hops of approximate KV in the prompt, 0 to 255. A moved run has one more
 ///         than its source.
 ///     max_approximate_share: Largest approximate share of the prompt's tokens, 0 to 1. If a plan
 ///         would exceed it, the plan uses exact KV only.
@@ -82,6 +82,10 @@ impl PyReusePolicy {
     pub(crate) const EXACT_ONLY: Self = Self {
         core: ReusePolicy::EXACT_ONLY,
     };
+
+    pub(crate) fn of(core: ReusePolicy) -> Self {
+        Self { core }
+    }
 
     pub(crate) fn core(&self) -> &ReusePolicy {
         &self.core
@@ -255,6 +259,30 @@ value_methods! {
         #[getter]
         fn partial_blocks(&self) -> bool {
             self.core.partial_blocks
+        }
+
+        /// Whether this policy is at least as strict as another about approximate KV.
+        ///
+        /// If it is, plans under `other` may use what was built under this policy. Two policies may each
+        /// be stricter in one field; then neither is. `partial_blocks` is not compared.
+        ///
+        /// Args:
+        ///     other: A policy.
+        ///
+        /// Raises:
+        ///     TypeError: `other` is not a policy.
+        ///
+        /// Example:
+        ///     >>> rotated, first32 = kvtrie.ReusePolicy(), kvtrie.ReusePolicy(recompute_first=32)
+        ///     >>> first32.is_at_least_as_strict_as(rotated), rotated.is_at_least_as_strict_as(first32)
+        ///     (True, False)
+        #[pyo3(signature = (other: "ReusePolicy"))]
+        fn is_at_least_as_strict_as(
+            &self,
+            #[pyo3(from_py_with = of::<call::ReusePolicyIsAtLeastAsStrictAs, arg::Other, PyReusePolicy>)]
+            other: &Bound<'_, Self>,
+        ) -> bool {
+            self.core.is_at_least_as_strict_as(&other.get().core)
         }
 
         fn __repr__(&self, py: Python<'_>) -> PyResult<String> {

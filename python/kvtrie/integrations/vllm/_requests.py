@@ -86,7 +86,7 @@ class LiveRequest:
             inside = slice(start // block_size, -(-end // block_size))
             hops[inside] = np.maximum(hops[inside], count)
         return [
-            (len(list(same)), Imported(exact_until=self.exact_until, hops=count))
+            (len(list(same)), Imported(self.exact_until, hops=count, policy=self.policy))
             for count, same in groupby(hops.tolist())
         ]
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from kvtrie.testing.model._grades import LAXEST, Grade
 from kvtrie.testing.model._sequences import Tokens, common
 
 if TYPE_CHECKING:
@@ -41,10 +42,15 @@ class Allowed:
     forbidden: int
     moved_end: int
     in_scope: Callable[[Tokens, Entry], bool]
+    grade: Grade = LAXEST
 
     def in_place(self, entry: Entry) -> bool:
         free = not any(tags & self.forbidden for tags in entry.tags)
-        return self.approximate and entry.hops <= self.max_hops and free
+        return self.approximate and entry.hops <= self.max_hops and free and self.strict(entry)
+
+    def strict(self, entry: Entry) -> bool:
+        """Whether an entry is exact or built under a policy that is strict enough."""
+        return entry.exact or entry.grade.is_at_least_as_strict_as(self.grade)
 
 
 class Source(NamedTuple):
@@ -126,7 +132,8 @@ class Slots:
         few_hops = self.hops + ~self.same_prefix <= allowed.max_hops
         moved = allowed.moved & np.array(scope, dtype=np.bool_) & (rows < allowed.moved_end)
         near = self.same_prefix | moved
-        approximate = allowed.approximate & few_hops & (forbidden == 0) & near
+        strict = np.array([allowed.strict(source.entry) for source in self.sources], np.bool_)
+        approximate = allowed.approximate & few_hops & (forbidden == 0) & near & strict
         usable = (self.same_prefix & exact) | approximate
         self.lengths = self._lengths((np.array(token) == self.prompt[:, np.newaxis]) & usable)
 

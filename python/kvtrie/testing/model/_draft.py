@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 from kvtrie import ReusePolicy
 from kvtrie.testing.model._contexts import ModelMovedRun, context
 from kvtrie.testing.model._cover import Allowed, Piece, Slots, Source, cover
+from kvtrie.testing.model._grades import grade_of
 from kvtrie.testing.model._sequences import Tokens, common, sort_key
 
 if TYPE_CHECKING:
@@ -138,6 +139,7 @@ def _allowed(cached: Cached, tokens: Tokens, policy: ReusePolicy) -> Allowed:
         forbidden,
         moved_end,
         cached.scope(tokens, policy),
+        grade_of(policy, cached.kinds),
     )
 
 

@@ -26,6 +26,7 @@ from kvtrie.testing.model._arguments import (
     int32,
 )
 from kvtrie.testing.model._draft import Cached, draft
+from kvtrie.testing.model._grades import Grade, grade_of, meet
 from kvtrie.testing.model._plans import ModelPlan, copied_from
 from kvtrie.testing.model._removal import Removal
 from kvtrie.testing.model._results import (
@@ -172,6 +173,7 @@ class ModelIndex(Removal):
             pin,
             first_approximate=approximate[0] if approximate else None,
             hops=[origin.hops if origin else 0 for origin in origins],
+            grade=grade_of(policy, self.kinds) if policy.approximate else None,
         )
         plan = ModelPlan(self, state, origins, moved_runs, moved_end)
         if pin:
@@ -224,6 +226,7 @@ class ModelIndex(Removal):
             for key, block in zip(path[:last], whole, strict=False):
                 exact, hops = self._label(source, plan, len(key[1]), backing)
                 offer = Entry(block, exact, hops, 0, [0] * size, self._stays + 1)
+                offer.grade = self._grade(source, plan, backing)
                 entry = self._decide(key, offer, duplicates, freed)
                 if entry is None:
                     break
@@ -292,6 +295,15 @@ class ModelIndex(Removal):
             hops = max(plan.hops[end - self.block_size : end], default=0)
         return said_exact and all(entry.exact for entry in before), hops
 
+    def _grade(self, source: Source, plan: PlanState | None, before: list[Entry]) -> Grade:
+        """The grade of an offered block, if it is approximate."""
+        if plan is not None and plan.grade is not None:
+            return plan.grade
+        grades = [entry.grade for entry in before if not entry.exact]
+        if isinstance(source, Imported):
+            grades.append(grade_of(source.policy, self.kinds))
+        return meet(grades, self.kinds)
+
     def _decide(
         self, key: Key, offer: Entry, duplicates: list[int], freed: list[int]
     ) -> Entry | None:
@@ -303,10 +315,16 @@ class ModelIndex(Removal):
                 return None
             self._entries[key] = offer
             return offer
-        if present.block == offer.block or out_of_reach:
+        if present.block == offer.block:
             return present
-        better = not present.exact and (offer.exact or offer.hops < present.hops)
-        if not better:
+        no_worse = present.exact or (
+            not offer.exact
+            and present.hops <= offer.hops
+            and present.grade.is_at_least_as_strict_as(offer.grade)
+        )
+        if out_of_reach:
+            return present if no_worse else None
+        if no_worse:
             duplicates.append(offer.block)
             return present
         offer.tags, offer.sessions = present.tags, present.sessions
@@ -348,14 +366,9 @@ class ModelIndex(Removal):
     def digest(self) -> int:
         entries = sorted(
             (
-                repr(ns),
-                sort_key(key),
-                e.block,
-                e.exact,
-                e.hops,
-                e.last_use,
-                e.mark,
-                *map(tuple, (e.tags, e.sessions)),
+                *(repr(ns), sort_key(key), e.block, e.exact, e.hops, e.last_use, e.mark),
+                *(tuple(e.tags), tuple(e.sessions)),
+                () if e.exact else (*e.grade[:-1], sorted(e.grade.kinds)),
             )
             for (ns, key), e in self._entries.items()
         )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from kvtrie import Namespace
 from kvtrie.testing.model._arguments import Int32, int32
+from kvtrie.testing.model._grades import LAXEST, Grade
 from kvtrie.testing.model._sequences import Tokens
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ class Entry:
     """The sessions that the block belongs to, the one that came first at the front."""
     mark: int | None = None
     """The call of `mark_dead` that marked it, counted from 1."""
+    grade: Grade = LAXEST
+    """Of no meaning if it is exact."""
 
 
 @dataclass
@@ -49,6 +52,8 @@ class PlanState:
     """Blocks pinned together with all blocks above them."""
     source_pins: set[int] = field(default_factory=set)
     """Blocks pinned alone."""
+    grade: Grade | None = None
+    """The grade of its policy; None if that allows exact KV only."""
     released: bool = False
 
 

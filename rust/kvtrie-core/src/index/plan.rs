@@ -3,6 +3,7 @@
 use crate::effort::Effort;
 use crate::error::{Error, Result, invalid};
 use crate::eviction::count_revival;
+use crate::grade::Grade;
 use crate::ids::NO_NODE;
 use crate::index::RadixIndex;
 use crate::pins::Lease;
@@ -56,17 +57,18 @@ impl RadixIndex {
     pub fn pin_in_place(&mut self, seq: &mut TokenSequence, approximate: bool) -> ReusePlan {
         let policy = ReusePolicy {
             approximate,
-            max_hops: ReusePolicy::MAX_HOPS,
             // A longer run than any prompt has, so none is searched for.
             min_run: Some(seq.len().max(self.config.min_run) + 1),
             partial_blocks: false,
-            ..ReusePolicy::EXACT_ONLY
+            ..ReusePolicy::LAXEST
         };
         let options = PlanOptions {
             keep_last: 0,
             ..PlanOptions::default()
         };
-        self.plan_checked(seq, &policy, options)
+        let draft = self.draft(seq, None, (&policy, &Grade::LAXEST), options, Effort::ANY);
+        let built = (&ReusePolicy::LAXEST, Grade::LAXEST);
+        self.settle_on(seq, built, options, draft.unwrap_or_default())
     }
 
     fn plan_checked(
@@ -75,8 +77,14 @@ impl RadixIndex {
         policy: &ReusePolicy,
         options: PlanOptions,
     ) -> ReusePlan {
-        let draft = self.draft(seq, None, policy, options, Effort::ANY);
-        self.settle_on(seq, options, draft.unwrap_or_default())
+        let grade = self.grade_of(policy);
+        let draft = self.draft(seq, None, (policy, &grade), options, Effort::ANY);
+        self.settle_on(seq, (policy, grade), options, draft.unwrap_or_default())
+    }
+
+    /// The grade of a policy, with the kinds that are known now.
+    pub(crate) fn grade_of(&self, policy: &ReusePolicy) -> Grade {
+        Grade::of(policy, self.tagging.kinds().mask(&policy.forbid_kinds))
     }
 
     /// As [`plan`](Self::plan), but uses only KV on the path of the sequence `path`: what one sequence could give to
@@ -121,8 +129,9 @@ impl RadixIndex {
         }
         crate::failpoints::before("RadixIndex::plan_from")?;
         let path = CachedPath::of(&self.forest, path);
-        let draft = self.draft(seq, Some(&path), policy, options, Effort::ANY);
-        Ok(self.settle_on(seq, options, draft.unwrap_or_default()))
+        let grade = self.grade_of(policy);
+        let draft = self.draft(seq, Some(&path), (policy, &grade), options, Effort::ANY);
+        Ok(self.settle_on(seq, (policy, grade), options, draft.unwrap_or_default()))
     }
 
     /// As [`plan`](Self::plan). Returns `None`, and touches nothing, if following the prompt's own path or searching
@@ -144,8 +153,9 @@ impl RadixIndex {
         if effort != Effort::ANY && self.is_broken_path(seq, options, effort) {
             return Ok(None);
         }
-        let draft = self.draft(seq, None, policy, options, effort);
-        Ok(draft.map(|draft| self.settle_on(seq, options, draft)))
+        let grade = self.grade_of(policy);
+        let draft = self.draft(seq, None, (policy, &grade), options, effort);
+        Ok(draft.map(|draft| self.settle_on(seq, (policy, grade), options, draft)))
     }
 
     /// Whether the prompt's own path takes more than `effort`: holes and approximate blocks are checked one by one, and
@@ -187,6 +197,7 @@ impl RadixIndex {
     fn settle_on(
         &mut self,
         seq: &mut TokenSequence,
+        (policy, grade): (&ReusePolicy, Grade),
         options: PlanOptions,
         draft: Draft,
     ) -> ReusePlan {
@@ -199,6 +210,8 @@ impl RadixIndex {
             .touch_sources(&mut self.forest, &draft.sources, time);
         let lease = self.lease(seq, options.pin, &draft);
         let origin = Origin {
+            policy: policy.clone(),
+            grade,
             index: self.forest.uid(),
             lease,
             block_size: self.block_size(),
@@ -295,12 +308,13 @@ impl RadixIndex {
         self.bound_holes();
     }
 
-    /// Drafts a plan, from the blocks of `path` alone if one is given. Returns `None` if this takes more than `effort`.
+    /// Drafts a plan, from the blocks of `path` alone if one is given, with approximate blocks at least as strict as the
+    /// grade. Returns `None` if this takes more than `effort`.
     pub(crate) fn draft(
         &mut self,
         seq: &mut TokenSequence,
         path: Option<&CachedPath>,
-        policy: &ReusePolicy,
+        (policy, asked): (&ReusePolicy, &Grade),
         options: PlanOptions,
         effort: Effort,
     ) -> Option<Draft> {
@@ -328,7 +342,7 @@ impl RadixIndex {
             scope: scope.as_deref(),
             moved_end: options.moved_end.unwrap_or(usize::MAX),
         };
-        let draft = Draft::new(&cached, seq, policy, len, (end, &ids), effort);
+        let draft = Draft::new(&cached, seq, (policy, asked), len, (end, &ids), effort);
         self.work.search_looks += draft.as_ref().map_or(0, |draft| draft.looks);
         draft
     }

@@ -32,6 +32,9 @@ pub enum Reason {
     NotCached,
     /// The same tokens are cached there, but their KV is approximate.
     ApproximateOnly,
+    /// The same tokens are cached there, but their KV is approximate and was built under a policy that is not as strict
+    /// as the one asked about.
+    LaxerPolicy,
     /// More of the prompt is cached under another namespace of the same salt.
     OtherNamespace,
 }
@@ -46,6 +49,7 @@ impl Reason {
             Self::Evicted => "evicted",
             Self::NotCached => "not_cached",
             Self::ApproximateOnly => "approximate_only",
+            Self::LaxerPolicy => "laxer_policy",
             Self::OtherNamespace => "other_namespace",
         }
     }
@@ -136,6 +140,9 @@ pub struct Explanation {
     pub kinds_before: Vec<String>,
     /// Another namespace with more of the prompt.
     pub other_namespace: Option<NamespaceDifference>,
+    /// Fields in which the policy that the KV was built under is laxer. Empty unless the reason is
+    /// [`Reason::LaxerPolicy`].
+    pub laxer_in: Vec<&'static str>,
     /// What a plan would find.
     pub would_save: WouldSave,
 }
@@ -217,6 +224,19 @@ impl RadixIndex {
         } else {
             Reason::NotCached
         };
+        let laxer_in = neighbour
+            .filter(|_| reason == Reason::ApproximateOnly && options.policy.approximate)
+            .map_or(Vec::new(), |neighbour| {
+                let node = self.forest().node(neighbour.node);
+                let label = node.payload(reached, block_size).label;
+                let built = self.forest().grade(neighbour.node, label);
+                built.laxer_in(&self.grade_of(&options.policy))
+            });
+        let reason = if laxer_in.is_empty() {
+            reason
+        } else {
+            Reason::LaxerPolicy
+        };
         let shared = neighbour.filter(|_| reason == Reason::Diverged);
         let position = num_exact + shared.map_or(0, |neighbour| neighbour.shared);
         let kinds = |token: usize| {
@@ -239,6 +259,7 @@ impl RadixIndex {
             kinds: neighbour.map_or(Vec::new(), |_| kinds(position)),
             kinds_before: position.checked_sub(1).map_or(Vec::new(), kinds),
             other_namespace,
+            laxer_in,
             would_save,
         })
     }
@@ -267,7 +288,8 @@ impl RadixIndex {
         policy: &ReusePolicy,
         plan: PlanOptions,
     ) -> WouldSave {
-        let draft = self.draft(seq, None, policy, plan, Effort::ANY);
+        let asked = (policy, &self.grade_of(policy));
+        let draft = self.draft(seq, None, asked, plan, Effort::ANY);
         let segments = draft.unwrap_or_default().segments;
         let tokens = |class| {
             let of_class = segments.iter().filter(|segment| segment.class == class);
@@ -467,6 +489,13 @@ impl fmt::Display for Explanation {
                 f,
                 "From position {position} on the same tokens are cached, {:?}, but their KV is approximate.",
                 &self.context.theirs[split..]
+            )?,
+            Reason::LaxerPolicy => write!(
+                f,
+                "From position {position} on the same tokens are cached, {:?}, but their KV was built under a policy \
+                 that is laxer in {}.",
+                &self.context.theirs[split..],
+                listed(&self.laxer_in)
             )?,
             Reason::OtherNamespace => {
                 write!(f, "It goes on in another namespace of the same salt.")?;

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use crate::effort::Effort;
+use crate::grade::Grade;
 use crate::ids::{BlockId, Depth};
 use crate::plan::cached::Cached;
 use crate::plan::context::{Contexts, MovedRun};
@@ -47,17 +48,17 @@ impl Draft {
     }
 
     /// Drafts the plan of a prompt of which at most `len` tokens may be matched, given the end and the ids of its exact
-    /// prefix. Returns `None` if searching for moved runs takes more than `effort`.
+    /// prefix. Approximate blocks must be at least as strict as `asked`. Returns `None` if searching for moved runs takes more than `effort`.
     #[inline]
     pub(crate) fn new(
         cached: &Cached<'_>,
         seq: &TokenSequence,
-        policy: &ReusePolicy,
+        (policy, asked): (&ReusePolicy, &Grade),
         len: usize,
         (end, ids): (Position, &Arc<Vec<BlockId>>),
         effort: Effort,
     ) -> Option<Self> {
-        let usable = Usable::new(cached, policy);
+        let usable = Usable::new(cached, policy, asked, cached.forest.node(end.node).tree);
         let drafting = |usable| Drafting {
             cached,
             forest: cached.forest,

@@ -29,8 +29,10 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use crate::error::{Result, invalid};
+use crate::grade::Grade;
 use crate::ids::BlockId;
 use crate::pins::Lease;
+use crate::policy::ReusePolicy;
 use crate::session::SessionId;
 use crate::storage::slab::Handle;
 use crate::tokens::{Snapshot, TokenSequence};
@@ -161,10 +163,15 @@ pub struct ReusePlan {
     source_ids: Vec<BlockId>,
     moved_runs: Vec<MovedRun>,
     candidates_dropped: u64,
+    policy: ReusePolicy,
+    /// The grade of the policy when the plan was made, with the kinds that were known then.
+    grade: Grade,
 }
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct Origin {
+    pub(crate) policy: ReusePolicy,
+    pub(crate) grade: Grade,
     pub(crate) index: u64,
     pub(crate) lease: Handle,
     pub(crate) block_size: usize,
@@ -195,7 +202,19 @@ impl ReusePlan {
             source_ids: draft.source_ids,
             moved_runs: draft.moved_runs,
             candidates_dropped: draft.candidates_dropped,
+            policy: origin.policy,
+            grade: origin.grade,
         }
+    }
+
+    /// The policy that the plan was made under.
+    #[must_use]
+    pub fn policy(&self) -> &ReusePolicy {
+        &self.policy
+    }
+
+    pub(crate) fn grade(&self) -> Grade {
+        self.grade
     }
 
     /// Ids used in place, for the first whole blocks of the prompt.

@@ -7,6 +7,7 @@ use smallvec::SmallVec;
 use super::bytes::{Reader, Writer};
 use super::checks::{new_id, read_time};
 use crate::error::{Error, Result};
+use crate::grade::{Grade, Grades};
 use crate::ids::{ABSENT, Depth, NO_NODE, NodeIndex};
 use crate::index::{PartsMut, RadixIndex};
 use crate::namespace::{Namespace, Salt};
@@ -32,8 +33,8 @@ const SESSION_RUN: usize = 9 + SessionId::BYTES;
 
 /// The fewest bytes of an edge without its blocks.
 const EDGE: usize = 17;
-/// The fewest bytes of a tree without its edges: three one-letter fields, two flags and a count.
-const TREE: usize = 3 * 9 + 2 + 8;
+/// The fewest bytes of a tree without its edges: three one-letter fields, two flags and two counts.
+const TREE: usize = 3 * 9 + 2 + 1 + 8;
 /// The most edges that are read with shortened hashes. Children collide then, so finding one is O(edges).
 const MOST_CUT: usize = 1 << 14;
 const WHOLE_HASH: u32 = 32;
@@ -72,6 +73,7 @@ pub(super) fn write(index: &RadixIndex, out: &mut Writer) {
     let mut numbers = Vec::new();
     for (_, tree) in index.forest().trees().iter() {
         write_namespace(&tree.namespace, out);
+        write_grades(&tree.grades, out);
         let nodes = nodes_of(index, tree.root);
         for (number, &node) in (0_u32..).zip(&nodes) {
             let node = node as usize;
@@ -120,6 +122,34 @@ fn read_namespace(from: &mut Reader<'_>) -> Result<Namespace> {
         _ => return Err(from.wrong("a salt is shared or a tenant's")),
     };
     Namespace::new(model, kv_dtype, rope, adapter, salt).map_err(Error::snapshot)
+}
+
+/// Writes the grades that have a number of their own.
+fn write_grades(grades: &Grades, out: &mut Writer) {
+    let own = grades.iter().filter(|&(number, ..)| number > 0);
+    out.u8(u8::try_from(own.clone().count()).unwrap_or(u8::MAX));
+    for (number, grade, _) in own {
+        out.u8(number);
+        for bound in grade.to_numbers() {
+            out.u64(bound);
+        }
+    }
+}
+
+fn read_grades(index: &mut RadixIndex, from: &mut Reader<'_>, tree: u32) -> Result<()> {
+    for _ in 0..from.u8()? {
+        let number = from.u8()?;
+        let mut numbers = [0; Grade::NUMBERS];
+        for bound in &mut numbers {
+            *bound = from.u64()?;
+        }
+        let grades = index.parts_mut().forest.trees_mut().grades_mut(tree);
+        let is_new = grades.restore(number, Grade::from_numbers(&numbers));
+        from.must(is_new, || {
+            format!("grade {number} is out of order, or is named twice")
+        })?;
+    }
+    Ok(())
 }
 
 fn write_edge(node: &Node, block_size: usize, out: &mut Writer) {
@@ -249,6 +279,7 @@ fn read_tree(index: &mut RadixIndex, from: &mut Reader<'_>, tree: u32) -> Result
     let namespace = Arc::new(read_namespace(from)?);
     let (root, is_new) = index.parts_mut().forest.restore_tree(tree, &namespace);
     from.must(is_new, || "a namespace comes twice")?;
+    read_grades(index, from, tree)?;
     let block = size_of::<u32>() * (index.config().block_size + 1);
     let count = from.count(EDGE + block)?;
     let all = index.forest().num_nodes() + count;
@@ -265,6 +296,8 @@ fn read_tree(index: &mut RadixIndex, from: &mut Reader<'_>, tree: u32) -> Result
         })?;
         read_edge(index, from, tree, root + parent)?;
     }
+    let all_used = index.forest().trees()[tree].grades.are_all_used();
+    from.must(all_used, || "a grade without a block")?;
     Ok(())
 }
 
@@ -290,7 +323,7 @@ fn read_edge(
     let ids = from.u32s(blocks as usize)?;
     let mut extras = Extras::default();
     if has & LABELS != 0 {
-        extras.labels = read_labels(from, &ids)?;
+        extras.labels = read_labels(index, from, tree, &ids)?;
     }
     if has & ITEMS != 0 {
         extras.items = read_items(index, from, parent, end)?;
@@ -343,7 +376,13 @@ fn read_edge(
     Ok(())
 }
 
-fn read_labels(from: &mut Reader<'_>, ids: &[u32]) -> Result<Vec<Label>> {
+fn read_labels(
+    index: &RadixIndex,
+    from: &mut Reader<'_>,
+    tree: u32,
+    ids: &[u32],
+) -> Result<Vec<Label>> {
+    let grades = &index.forest().trees()[tree].grades;
     let left = from.left();
     from.must(ids.len() <= left / 2, || {
         format!("{} labels announced, {left} bytes left", ids.len())
@@ -351,7 +390,9 @@ fn read_labels(from: &mut Reader<'_>, ids: &[u32]) -> Result<Vec<Label>> {
     let mut labels = Vec::with_capacity(ids.len());
     for &id in ids {
         let bits = from.u16()?;
-        let label = Label::from_bits(bits).filter(|&label| id != ABSENT || label == Label::EXACT);
+        let label = Label::from_bits(bits)
+            .filter(|&label| id != ABSENT || label == Label::EXACT)
+            .filter(|&label| grades.knows(label));
         labels
             .push(label.ok_or_else(|| from.wrong(format_args!("label {bits:#x} of block {id}")))?);
     }

@@ -19,7 +19,7 @@
 //! | `CONF` | the configuration, the name of the pool last |
 //! | `COUN` | clock, last dead mark, unknown discards, nodes visited, bytes compared |
 //! | `KIND` | names of the kinds |
-//! | `TREE` | indices of the trees; for each its namespace and its edges with all their data, parents first |
+//! | `TREE` | indices of the trees; for each its namespace, its grades with their numbers, and its edges with all their data, parents first |
 //! | `WAIT` | waiting blocks, oldest release first |
 //! | `QUAR` | quarantined blocks, ascending |
 //! | `WIND` | windows whose order matters, oldest first, for each table of windows |

@@ -203,6 +203,16 @@ impl Node {
         labels.get(at).copied().unwrap_or(Label::EXACT)
     }
 
+    /// The labels of a range of depths; nothing if all blocks of the edge are exact.
+    pub(crate) fn labels(&self, from: Depth, to: Depth) -> &[Label] {
+        let labels = self
+            .extras
+            .as_ref()
+            .map_or(&[][..], |extras| &extras.labels);
+        let range = (from - self.depth) as usize..(to - self.depth) as usize;
+        labels.get(range).unwrap_or_default()
+    }
+
     pub(crate) fn num_holes(&self) -> u32 {
         self.extras.as_ref().map_or(0, |extras| extras.num_holes)
     }
@@ -577,7 +587,7 @@ mod tests {
             for (at, kind) in changes {
                 let new = match kind {
                     0 => Payload::HOLE,
-                    1 => Payload { id: at + 50, label: Label::approximate(3) },
+                    1 => Payload { id: at + 50, label: Label::approximate(3, 1) },
                     _ => Payload { id: at + 90, label: Label::EXACT },
                 };
                 node.set_payload(at, new, BLOCK_SIZE);

@@ -9,6 +9,7 @@
 
 #[cfg(feature = "failpoints")]
 mod failures;
+mod grades;
 mod items;
 mod naive;
 mod plans;
@@ -17,6 +18,7 @@ mod spans;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
+use grades::Grade;
 use items::{codes, pieces, spell};
 use kvtrie_core::{
     BlockId, Class, Config, Effort, ExplainOptions, Imported, InsertOptions, LookupOptions, Match,
@@ -527,6 +529,13 @@ impl Pair {
         Ok(())
     }
 
+    /// The kinds that a policy forbids, of those that are known now.
+    fn forbidden(&self, policy: &ReusePolicy) -> u64 {
+        let kinds = self.index.kinds().iter().enumerate();
+        let forbidden = kinds.filter(|(_, kind)| policy.forbid_kinds.contains(kind));
+        forbidden.fold(0, |mask, (bit, _)| mask | 1 << bit)
+    }
+
     fn check_plan(
         &mut self,
         seq: usize,
@@ -538,16 +547,12 @@ impl Pair {
         let plan = self.plan(seq, policy, options);
         prop_assert_eq!(plan.moved_end(), options.moved_end);
         let config = self.index.config();
-        let kinds = self.index.kinds().iter();
-        let forbidden = kinds
-            .enumerate()
-            .filter(|(_, kind)| policy.forbid_kinds.contains(kind));
         let ask = Ask {
             namespace,
             tokens: &tokens,
             keep_last: options.keep_last,
             policy,
-            forbidden: forbidden.fold(0, |mask, (bit, _)| mask | 1 << bit),
+            forbidden: self.forbidden(policy),
             min_run: policy.min_run.unwrap_or(config.min_run),
             moved_runs: config.moved_runs,
             session,
@@ -725,20 +730,31 @@ impl Pair {
             })
             .collect();
         let lease = self.plans.keys().nth(source.saturating_sub(4)).copied();
+        let built = ReusePolicy {
+            max_hops: if hops > 0 { 2 } else { ReusePolicy::MAX_HOPS },
+            recompute_first: usize::from(hops > 1),
+            forbid_kinds: (hops > 1).then(|| "kind 1".into()).into_iter().collect(),
+            ..ReusePolicy::LAXEST
+        };
         let from = match (source, lease) {
             (0 | 1, _) | (_, None) => From::Computed,
             (2 | 3, _) => From::Imported {
                 exact_until: cut,
                 hops,
+                grade: Grade::of(&built, self.forbidden(&built)),
             },
             (_, Some(key)) => From::Lease(key),
         };
         let before = (self.index.digest(), self.index.stats());
         let source = match from {
             From::Computed => Source::Computed,
-            From::Imported { exact_until, hops } => {
-                Source::Imported(Imported { exact_until, hops })
-            }
+            From::Imported {
+                exact_until, hops, ..
+            } => Source::Imported(Imported {
+                exact_until,
+                hops,
+                policy: (hops > 0).then(|| Arc::new(built)),
+            }),
             From::Lease(key) => Source::Plan(&self.plans[&key].0),
         };
         let options = InsertOptions {
@@ -867,7 +883,12 @@ impl Pair {
                 && path.starts_with(&tokens[..block.start])
         });
         match why.reason {
-            Reason::ApproximateOnly => prop_assert!(entry.is_some()),
+            Reason::ApproximateOnly | Reason::LaxerPolicy => {
+                let asked = Grade::of(&options.policy, 0);
+                let is_strict = |entry: &naive::Entry| entry.grade.is_at_least_as_strict_as(&asked);
+                let expected = why.reason == Reason::ApproximateOnly;
+                prop_assert_eq!(entry.map(is_strict), Some(expected));
+            }
             Reason::Evicted => prop_assert!(entry.is_none() && was),
             Reason::Diverged => {
                 prop_assert!(entry.is_none() && others);

@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use kvtrie_core::MovedRun;
 
+use crate::grades::Grade;
 use crate::plans::Planned;
 
 /// The number of a namespace, and all tokens up to the end of a block.
@@ -14,6 +15,8 @@ pub(crate) struct Entry {
     pub(crate) id: u32,
     pub(crate) exact: bool,
     pub(crate) hops: u16,
+    /// Of no meaning if it is exact.
+    pub(crate) grade: Grade,
     pub(crate) last_use: u64,
     pub(crate) tags: Vec<u64>,
     /// The sessions that the block belongs to, the one that came first at the front.
@@ -31,6 +34,8 @@ pub(crate) struct Lease {
     pub(crate) held: BTreeSet<u32>,
     pub(crate) sources: BTreeSet<u32>,
     pub(crate) first_approximate: usize,
+    /// `None` if the policy allows exact KV only.
+    pub(crate) grade: Option<Grade>,
     pub(crate) blocks: Vec<u32>,
     pub(crate) segments: Vec<Planned>,
     pub(crate) moved_runs: Vec<MovedRun>,
@@ -41,7 +46,11 @@ pub(crate) struct Lease {
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum From {
     Computed,
-    Imported { exact_until: usize, hops: u16 },
+    Imported {
+        exact_until: usize,
+        hops: u16,
+        grade: Grade,
+    },
     Lease(usize),
 }
 
@@ -219,6 +228,10 @@ impl Naive {
             return Some(done);
         }
         let mut approximate_before = before.iter().flatten().any(|entry| !entry.exact);
+        let mut grade_before = Grade::STRICTEST;
+        for entry in before.iter().flatten().filter(|entry| !entry.exact) {
+            grade_before = grade_before.meet(&entry.grade);
+        }
         let exact_before = before
             .iter()
             .flatten()
@@ -230,7 +243,9 @@ impl Naive {
             let end = (block + 1) * self.block_size;
             let said = match from {
                 From::Computed => (true, 0),
-                From::Imported { exact_until, hops } => (end <= exact_until, hops),
+                From::Imported {
+                    exact_until, hops, ..
+                } => (end <= exact_until, hops),
                 From::Lease(lease) => {
                     let lease = &self.leases[&lease];
                     let start = end - self.block_size;
@@ -246,12 +261,18 @@ impl Naive {
                 (true, _) => (!approximate_before, 0),
                 (false, hops) => (false, hops),
             };
+            let grade = match from {
+                From::Computed => grade_before,
+                From::Imported { grade, .. } => grade.meet(&grade_before),
+                From::Lease(lease) => self.leases[&lease].grade.unwrap_or(grade_before),
+            };
             let prefix = self.prefix(namespace, tokens, block);
             let held = self.is_held(id);
             let new = Entry {
                 id,
                 exact: is_exact,
                 hops,
+                grade,
                 last_use: 0,
                 tags: vec![0; self.block_size],
                 sessions: Vec::new(),
@@ -260,8 +281,11 @@ impl Naive {
             match self.entries.get(&prefix).cloned() {
                 Some(now) if now.id == id => {}
                 Some(now) => {
-                    let better = !now.exact && (is_exact || hops < now.hops);
-                    if held && better {
+                    let no_worse = now.exact
+                        || !is_exact
+                            && now.hops <= hops
+                            && now.grade.is_at_least_as_strict_as(&grade);
+                    if held && !no_worse {
                         self.remove(&prefix);
                         if self.pins(now.id) > 0 {
                             self.condemned.insert(now.id);
@@ -278,6 +302,8 @@ impl Naive {
                         );
                     } else if held {
                         done.duplicates.push(id);
+                    } else if !no_worse {
+                        break;
                     }
                 }
                 None if held => {
@@ -286,7 +312,10 @@ impl Naive {
                 None => break,
             }
             let now = &self.entries[&prefix];
-            approximate_before |= !now.exact;
+            if !now.exact {
+                approximate_before = true;
+                grade_before = grade_before.meet(&now.grade);
+            }
             exact += usize::from(!approximate_before);
             done.blocks.push(now.id);
         }

@@ -5,6 +5,7 @@ use std::collections::BTreeSet;
 
 use kvtrie_core::{Class, MovedRun, ReusePolicy, Scope};
 
+use crate::grades::Grade;
 use crate::naive::{Entry, Lease, Naive};
 
 /// A segment with the blocks that it is copied from.
@@ -31,6 +32,12 @@ pub(crate) struct Ask<'a> {
     pub(crate) moved_runs: bool,
     pub(crate) session: Option<u8>,
     pub(crate) moved_end: Option<usize>,
+}
+
+impl Ask<'_> {
+    fn grade(&self) -> Grade {
+        Grade::of(self.policy, self.forbidden)
+    }
 }
 
 /// A token of the prompt, and a place where it is cached.
@@ -128,6 +135,7 @@ impl Naive {
             held: blocks(true).filter(|_| pinned).collect(),
             sources: blocks(false).filter(|_| pinned).collect(),
             first_approximate: first.map_or(usize::MAX, |segment| segment.start),
+            grade: ask.policy.approximate.then_some(ask.grade()),
             blocks: blocks(true).collect(),
             segments,
             moved_runs,
@@ -146,7 +154,10 @@ impl Naive {
         let may_be_in_place = |entry: &Entry| {
             let kinds = entry.tags.iter().fold(0, |all, tags| all | tags);
             entry.exact
-                || approximate && entry.hops <= ask.policy.max_hops && kinds & ask.forbidden == 0
+                || approximate
+                    && entry.hops <= ask.policy.max_hops
+                    && kinds & ask.forbidden == 0
+                    && entry.grade.is_at_least_as_strict_as(&ask.grade())
         };
         let in_place = own
             .iter()
@@ -454,6 +465,7 @@ impl Naive {
         let is_allowed = approximate
             && hops <= ask.policy.max_hops
             && entry.tags[offset] & ask.forbidden == 0
+            && (entry.exact || entry.grade.is_at_least_as_strict_as(&ask.grade()))
             && (is_own || ask.moved_runs);
         (class == Class::Exact || is_allowed).then(|| Pair {
             source,

@@ -13,6 +13,7 @@ use kvtrie_core::{Class, ReusePolicy};
 
 use crate::transfer::digests::{Digest, Tokens, TransferKey};
 use crate::transfer::manifest::BlockRun;
+use crate::transfer::own::bounds_nothing;
 use crate::transfer::pairs::{Piece, distance};
 use crate::transfer::wire::short;
 
@@ -79,9 +80,11 @@ impl<'a> MoveSearch<'a> {
             windows: [Vec::new(), Vec::new()],
             known: HashMap::default(),
         };
+        let takes_any = bounds_nothing(policy);
         for (at, run) in runs.iter().enumerate() {
             let hops = run.hops() + 1;
-            if run.is_lookahead() || hops > policy.max_hops {
+            let is_usable = run.class() == Class::Exact || takes_any;
+            if run.is_lookahead() || !is_usable || hops > policy.max_hops {
                 continue;
             }
             for (place, digest) in run.digests().iter().enumerate() {

@@ -364,7 +364,7 @@ fn forbidden_kinds_leave_nothing_approximate() {
     let plan = |forbid_kinds| {
         let policy = ReusePolicy {
             forbid_kinds,
-            ..approximate()
+            ..ReusePolicy::LAXEST
         };
         let options = options(&policy);
         TransferPlan::new(&manifest, &sequence(&mine), &local, &key(), &options).unwrap()
@@ -413,10 +413,7 @@ fn a_live_request_offers_what_it_has() {
     let mut seq = sequence(&(0..18).collect::<Vec<_>>());
     let table = ids(6, 0);
     let begin = Begin {
-        source: LedgerSource::Imported(Imported {
-            exact_until: 9,
-            hops: 2,
-        }),
+        source: LedgerSource::Imported(Imported::new(9, 2)),
         missing: Some(&[(2, 5), (12, 13), (17, 18)]),
         num_computed: 0,
         in_place: None,
@@ -473,7 +470,7 @@ fn a_pair_is_as_long_as_both_blocks_allow() {
         block_size: None,
         blocks: Some(&table),
     });
-    let policy = approximate();
+    let policy = ReusePolicy::LAXEST;
     let plan = TransferPlan::new(&manifest, &seq, &local, &key(), &options(&policy)).unwrap();
     let pairs: Vec<_> = plan
         .pairs()

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use kvtrie_core::{
     BlockId, Class, Config, Error, Imported, InsertOptions, Namespace, PlanOptions, RadixIndex,
-    ReusePlan, ReusePolicy, Salt, Scope, SessionId, Source, Span, TokenSequence,
+    ReusePlan, ReusePolicy, Salt, SessionId, Source, Span, TokenSequence,
 };
 use kvtrie_transfer::{Begin, LabelRun, LedgerSource, RequestId, SequenceLedger, Step, StepIds};
 
@@ -83,7 +83,7 @@ fn labels(ledger: &SequenceLedger, id: RequestId, end: usize) -> Vec<(usize, usi
 }
 
 fn imported(exact_until: usize, hops: u16) -> Imported {
-    Imported { exact_until, hops }
+    Imported::new(exact_until, hops)
 }
 
 /// A request with imported KV that is exact up to `exact_until`.
@@ -438,12 +438,7 @@ fn what_is_in_place_has_the_hops_that_the_index_has() {
         index.insert(&mut known, &ids(8..13), options).unwrap();
     }
     let mut seq = sequence(0..32);
-    let policy = ReusePolicy {
-        approximate: true,
-        scope: Scope::Namespace,
-        max_hops: 4,
-        ..ReusePolicy::EXACT_ONLY
-    };
+    let policy = ReusePolicy::LAXEST;
     let plan = index.plan(&mut seq, &policy, PlanOptions::default());
     let plan = Arc::new(plan.unwrap());
     assert_eq!(plan.blocks(), ids(8..13));

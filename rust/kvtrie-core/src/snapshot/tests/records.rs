@@ -94,6 +94,8 @@ fn two_edges(middle: u32, above: &Edge, below: &Edge) -> Vec<u8> {
         out.u8(1);
         out.text(name);
     }
+    // No grade has a number.
+    out.u8(0);
     out.len(2);
     for (parent, blocks, ids, edge) in [
         (0, 2, &[0, 1][..], above),
@@ -266,8 +268,8 @@ fn labels_of_blocks_that_left_are_not_written() {
 fn an_edge_ends_above_the_greatest_number_of_a_depth() {
     let bytes = two_edges(3, &Edge::default(), &Edge::default());
     let tree = bytes.windows(4).position(|name| name == b"TREE").unwrap();
-    // The name and length of the section, two counts, the namespace and the number of edges precede the first edge.
-    let first = tree + 12 + 16 + (9 + 16 + 15) + 2 * 10 + 8;
+    // The name and length of the section, two counts, the namespace and the numbers of grades and edges precede the first edge.
+    let first = tree + 12 + 16 + (9 + 16 + 15) + 2 * 10 + 1 + 8;
     // Each edge has 17 bytes, plus 20 per block.
     let second = first + 17 + 2 * 20;
     let with = |edge: usize, blocks: u32| {
@@ -346,7 +348,7 @@ fn contradictions_of_one_edge_are_refused() {
         let depth = edge.depth + 2;
         let hole = Payload {
             id: ABSENT,
-            label: Label::approximate(1),
+            label: Label::approximate(1, 0),
         };
         edge.set_payload(depth, hole, 2);
     });
@@ -420,8 +422,8 @@ fn counts_are_checked_against_the_bytes_that_are_left() {
         other[at..at + len].copy_from_slice(&(number as u64).to_le_bytes()[..len]);
         refused(&sealed(other))
     };
-    // A tree takes at least three one-letter names, two flags and the number of edges.
-    let most = left / 37 + 1;
+    // A tree takes at least three one-letter names, two flags and the numbers of grades and edges.
+    let most = left / 38 + 1;
     let announced = format!("{} trees announced, 1 of them vacant", most + 1);
     says(&announced, &with(trees, most + 1, 8));
     let message = with(trees, most, 8);
@@ -429,7 +431,7 @@ fn counts_are_checked_against_the_bytes_that_are_left() {
     let few = with(trees, 0, 8);
     says("0 trees announced, 1 of them vacant", &few);
     // The namespace has names of 1, 8 and 7 letters, an adapter of one letter and a salt of one.
-    let edges = trees + 20 + (8 + 1) + (8 + 8) + (8 + 7) + (1 + 8 + 1) + (1 + 8 + 1);
+    let edges = trees + 20 + (8 + 1) + (8 + 8) + (8 + 7) + (1 + 8 + 1) + (1 + 8 + 1) + 1;
     let left = trees + number(trees - 8) - edges - 8;
     let most = left / (17 + 4 * 3);
     let message = with(edges, most + 1, 8);
