@@ -179,6 +179,7 @@ def policies(draw: st.DrawFn, *, min_run: int = 8) -> kvtrie.ReusePolicy:
         recompute_first=draw(st.sampled_from([0, 0, 1, 4])),
         recompute_last=draw(st.sampled_from([0, 0, 1, 4])),
         forbid_kinds=draw(st.sampled_from([(), (), KINDS[2:3], KINDS[1:5]])),
+        recompute_share=draw(st.sampled_from([0.0, 0.0, 0.2, 1.0])),
         partial_blocks=draw(st.booleans()),
     )
 

@@ -139,7 +139,7 @@ pub use inspection::explain::{
 pub use inspection::stats::Stats;
 pub use namespace::{Namespace, Salt};
 pub use plan::{Class, Move, PlanOptions, ReusePlan, Segment};
-pub use policy::ReusePolicy;
+pub use policy::{Repair, ReusePolicy};
 pub use snapshot::{RestoreLimits, RestoredPool};
 pub use span::{BUILT_IN_KINDS, MAX_KINDS, Span};
 pub use tokens::{Item, SequenceOwner, TokenSequence};

@@ -3,6 +3,48 @@
 use crate::error::{Result, invalid};
 use crate::storage::payload::Label;
 
+/// Who chooses the tokens of moved runs that [`ReusePolicy::recompute_share`] has computed (rule P20).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Repair {
+    /// The index: the first tokens of each moved run, equally many in all (rule P7).
+    #[default]
+    Fronts,
+    /// The engine: tokens after which the text is continued otherwise than where the KV was computed.
+    Ngrams,
+    /// The engine: half of them at fronts, half where a layer's output changes most.
+    Probe,
+    /// The engine: half of them where the last message attends, half as [`Probe`](Self::Probe).
+    Question,
+}
+
+impl Repair {
+    /// All values, by name.
+    pub const ALL: [(&'static str, Self); 4] = [
+        ("fronts", Self::Fronts),
+        ("ngrams", Self::Ngrams),
+        ("probe", Self::Probe),
+        ("question", Self::Question),
+    ];
+
+    /// The name that files and messages have.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Fronts => "fronts",
+            Self::Ngrams => "ngrams",
+            Self::Probe => "probe",
+            Self::Question => "question",
+        }
+    }
+
+    /// The value of a name.
+    #[must_use]
+    pub fn named(name: &str) -> Option<Self> {
+        let mut all = Self::ALL.into_iter();
+        all.find_map(|(known, repair)| (known == name).then_some(repair))
+    }
+}
+
 /// What a plan may reuse. Exact KV is always allowed. Approximate KV that a field forbids is treated as not cached.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ReusePolicy {
@@ -23,6 +65,10 @@ pub struct ReusePolicy {
     pub recompute_last: usize,
     /// Kinds of spans that are not reused approximately.
     pub forbid_kinds: Vec<String>,
+    /// Least share of the tokens of moved runs that is computed anyway, 0 to 1.
+    pub recompute_share: f64,
+    /// Who chooses these tokens.
+    pub repair: Repair,
     /// Whether the exact tokens of the block in which the match ends are copied. If this and `approximate` are `false`,
     /// nothing is copied.
     pub partial_blocks: bool,
@@ -41,6 +87,8 @@ impl ReusePolicy {
         recompute_first: 0,
         recompute_last: 0,
         forbid_kinds: Vec::new(),
+        recompute_share: 0.0,
+        repair: Repair::Fronts,
         partial_blocks: true,
     };
 
@@ -72,6 +120,13 @@ impl ReusePolicy {
                 self.max_approximate_share
             ));
         }
+        if !(0.0..=1.0).contains(&self.recompute_share) {
+            return Err(invalid!(
+                call,
+                "the policy's recompute_share is {}; it must be in [0, 1]",
+                self.recompute_share
+            ));
+        }
         if self.forbid_kinds.iter().any(String::is_empty) {
             return Err(invalid!(
                 call,
@@ -79,6 +134,34 @@ impl ReusePolicy {
             ));
         }
         Ok(())
+    }
+
+    /// How many tokens at the start of each moved run are computed, given the lengths of the runs:
+    /// [`recompute_first`](Self::recompute_first), or the least number with which at least
+    /// [`recompute_share`](Self::recompute_share) of all their tokens are. O(runs · log(runs)).
+    #[must_use]
+    #[expect(
+        clippy::cast_precision_loss,
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        reason = "a share of a number of tokens is such a number"
+    )]
+    pub fn front(&self, runs: impl IntoIterator<Item = usize>) -> usize {
+        if self.recompute_share <= 0.0 {
+            return self.recompute_first;
+        }
+        let mut runs: Vec<usize> = runs.into_iter().collect();
+        runs.sort_unstable();
+        let total: usize = runs.iter().sum();
+        let mut wanted = ((self.recompute_share * total as f64).ceil() as usize).min(total);
+        for (at, &len) in runs.iter().enumerate() {
+            let left = runs.len() - at;
+            if len >= wanted.div_ceil(left) {
+                return self.recompute_first.max(wanted.div_ceil(left));
+            }
+            wanted -= len;
+        }
+        self.recompute_first
     }
 }
 

@@ -212,6 +212,7 @@ impl World {
             recompute_last: numbers.of(&[0, 0, 0, 1, 4]),
             forbid_kinds: kinds.then(|| "reasoning".into()).into_iter().collect(),
             partial_blocks: !numbers.once_in(4),
+            ..ReusePolicy::EXACT_ONLY
         }
     }
 

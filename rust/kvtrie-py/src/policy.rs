@@ -2,12 +2,12 @@
 
 use std::hash::{Hash, Hasher};
 
-use kvtrie_core::ReusePolicy;
+use kvtrie_core::{Repair, ReusePolicy};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyString, PyTuple};
 
-use crate::arguments::{arg, call, flag, int, optional_int, share};
+use crate::arguments::{arg, call, flag, int, optional_int, share, text};
 use crate::buffers::{Arg, nothing};
 use crate::fields::{Value, new_arguments, value_methods};
 use crate::hints::{Names, NewArguments};
@@ -34,6 +34,10 @@ pub(crate) const MIN_RUN: i64 = 8;
 ///     recompute_last: Tokens at the end of every moved run that are computed anyway.
 ///     forbid_kinds: Kinds of spans that are not reused approximately. A kind that no tag of the
 ///         index has raises a `UserWarning`, once, with the nearest kind.
+///     recompute_share: Least share of the tokens of moved runs that is computed anyway, 0 to 1.
+///     repair: Who chooses them. "fronts": the index, the first tokens of every run, equally many in
+///         all. "ngrams", "probe" and "question": the engine, with `kvtrie.repair`, which has to call
+///         `ReusePlan.recompute` before an insert with the plan.
 ///     partial_blocks: Whether the exact tokens of the block in which the match ends are copied. An
 ///         engine that copies nothing needs False, and `approximate=False`.
 ///
@@ -59,6 +63,8 @@ impl Hash for PyReusePolicy {
         (policy.approximate, policy.min_run, policy.max_hops).hash(state);
         policy.max_approximate_share.to_bits().hash(state);
         (policy.recompute_first, policy.recompute_last).hash(state);
+        policy.recompute_share.to_bits().hash(state);
+        policy.repair.hash(state);
         (&policy.forbid_kinds, policy.partial_blocks).hash(state);
     }
 }
@@ -82,6 +88,8 @@ impl Value for PyReusePolicy {
         "recompute_first",
         "recompute_last",
         "forbid_kinds",
+        "recompute_share",
+        "repair",
         "partial_blocks",
     ];
 }
@@ -96,8 +104,9 @@ value_methods! {
             *, approximate: "bool" = true, min_run: "SupportsIndex | None" = None, max_hops: "SupportsIndex" = 1,
             max_approximate_share: "SupportsFloat" = 1.0, recompute_first: "SupportsIndex" = 0,
             recompute_last: "SupportsIndex" = 0, forbid_kinds: "Iterable[str]" = nothing(),
+            recompute_share: "SupportsFloat" = 0.0, repair: "str" = Repair::Fronts,
             partial_blocks: "bool" = true
-        ), text_signature = "(*, approximate=True, min_run=None, max_hops=1, max_approximate_share=1.0, recompute_first=0, recompute_last=0, forbid_kinds=(), partial_blocks=True)")]
+        ), text_signature = "(*, approximate=True, min_run=None, max_hops=1, max_approximate_share=1.0, recompute_first=0, recompute_last=0, forbid_kinds=(), recompute_share=0.0, repair='fronts', partial_blocks=True)")]
         #[expect(clippy::too_many_arguments, reason = "all are keywords")]
         fn new(
             #[pyo3(from_py_with = flag::<call::ReusePolicy, arg::Approximate>)] approximate: bool,
@@ -110,6 +119,9 @@ value_methods! {
             #[pyo3(from_py_with = int::<call::ReusePolicy, arg::RecomputeFirst>)] recompute_first: i128,
             #[pyo3(from_py_with = int::<call::ReusePolicy, arg::RecomputeLast>)] recompute_last: i128,
             forbid_kinds: Option<&Bound<'_, PyAny>>,
+            #[pyo3(from_py_with = share::<call::ReusePolicy, arg::RecomputeShare>)]
+            recompute_share: f64,
+            #[pyo3(from_py_with = choice)] repair: Repair,
             #[pyo3(from_py_with = flag::<call::ReusePolicy, arg::PartialBlocks>)] partial_blocks: bool,
         ) -> PyResult<Self> {
             const CALL: &str = "ReusePolicy";
@@ -125,6 +137,11 @@ value_methods! {
                     "{CALL}: max_approximate_share is {max_approximate_share}; it must be in [0, 1]"
                 )));
             }
+            if !(0.0..=1.0).contains(&recompute_share) {
+                return Err(PyValueError::new_err(format!(
+                    "{CALL}: recompute_share is {recompute_share}; it must be in [0, 1]"
+                )));
+            }
             Ok(Self {
                 core: ReusePolicy {
                     approximate,
@@ -135,6 +152,8 @@ value_methods! {
                     recompute_first: Arg::new(CALL, "recompute_first").count(recompute_first)?,
                     recompute_last: Arg::new(CALL, "recompute_last").count(recompute_last)?,
                     forbid_kinds: kinds(forbid_kinds)?,
+                    recompute_share: recompute_share.abs(),
+                    repair,
                     partial_blocks,
                 },
             })
@@ -182,6 +201,18 @@ value_methods! {
             Ok(PyTuple::new(py, &self.core.forbid_kinds)?.into())
         }
 
+        /// Least share of the tokens of moved runs that is computed.
+        #[getter]
+        fn recompute_share(&self) -> f64 {
+            self.core.recompute_share
+        }
+
+        /// Who chooses them: "fronts", "ngrams", "probe" or "question".
+        #[getter]
+        fn repair(&self) -> &'static str {
+            self.core.repair.name()
+        }
+
         /// Whether the exact tokens of the block in which the match ends are copied.
         #[getter]
         fn partial_blocks(&self) -> bool {
@@ -201,7 +232,8 @@ value_methods! {
             };
             Ok(format!(
                 "ReusePolicy(approximate={}, min_run={}, max_hops={}, max_approximate_share={:?}, recompute_first={}, \
-                 recompute_last={}, forbid_kinds=({kinds}), partial_blocks={})",
+                 recompute_last={}, forbid_kinds=({kinds}), recompute_share={:?}, repair='{}', \
+                 partial_blocks={})",
                 truth(policy.approximate),
                 policy
                     .min_run
@@ -210,6 +242,8 @@ value_methods! {
                 policy.max_approximate_share,
                 policy.recompute_first,
                 policy.recompute_last,
+                policy.recompute_share,
+                policy.repair.name(),
                 truth(policy.partial_blocks)
             ))
         }
@@ -218,6 +252,16 @@ value_methods! {
             new_arguments(slf)
         }
     }
+}
+
+fn choice(value: &Bound<'_, PyAny>) -> PyResult<Repair> {
+    let name = text::<call::ReusePolicy, arg::Repair>(value)?;
+    Repair::named(&name).ok_or_else(|| {
+        let names = Repair::ALL.map(|(name, _)| name).join(", ");
+        PyValueError::new_err(format!(
+            "ReusePolicy: repair is {name:?}; it must be one of {names}"
+        ))
+    })
 }
 
 fn kinds(value: Option<&Bound<'_, PyAny>>) -> PyResult<Vec<String>> {

@@ -19,6 +19,7 @@ _POLICY_FIELDS: Final = (
     "recompute_first",
     "recompute_last",
     "forbid_kinds",
+    "recompute_share",
     "partial_blocks",
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
@@ -66,9 +67,11 @@ def draft(cached: Cached, tokens: Tokens, keep_last: int, policy: ReusePolicy) -
         by_position = cached.is_one_path
         slots = Slots(limited, cached.entries, cached.block_size, allowed, by_position=by_position)
         pieces += cover(slots, start, policy.min_run or cached.min_run)
-    for number, piece in enumerate(pieces, IN_PLACE + 1):
+    copied = [_origins(number, piece) for number, piece in enumerate(pieces, IN_PLACE + 1)]
+    first = _front(copied, policy)
+    for piece, origins in zip(pieces, copied, strict=True):
         found += [None] * (piece.start - len(found))
-        found += _recomputed(_origins(number, piece), policy)
+        found += _recomputed(origins, first, policy.recompute_last)
     found += [None] * (len(tokens) - len(found))
     approximate = sum(origin is not None and not origin.exact for origin in found)
     if approximate and approximate / len(tokens) > policy.max_approximate_share:
@@ -120,9 +123,24 @@ def _origins(number: int, piece: Piece) -> Draft:
     ]
 
 
-def _recomputed(origins: Draft, policy: ReusePolicy) -> Draft:
+def _approximate(origins: Draft) -> list[int]:
+    return [i for i, origin in enumerate(origins) if origin is not None and not origin.exact]
+
+
+def _front(pieces: list[Draft], policy: ReusePolicy) -> int:
+    """The tokens computed at the start of each piece: the fewest that reach the share."""
+    if policy.repair != "fronts":
+        return policy.recompute_first
+    lengths = [len(_approximate(origins)) for origins in pieces]
+    wanted = math.ceil(policy.recompute_share * sum(lengths))
+    first = 0
+    while sum(min(first, length) for length in lengths) < wanted:
+        first += 1
+    return max(first, policy.recompute_first)
+
+
+def _recomputed(origins: Draft, first: int, last: int) -> Draft:
     """The origins without the ends of the approximate part that the policy recomputes."""
-    part = [i for i, origin in enumerate(origins) if origin is not None and not origin.exact]
-    first, last = policy.recompute_first, policy.recompute_last
+    part = _approximate(origins)
     again = {*part[:first], *part[max(0, len(part) - last) :]}
     return [None if i in again else origin for i, origin in enumerate(origins)]

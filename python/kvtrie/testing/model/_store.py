@@ -48,6 +48,11 @@ class PlanState:
     source_pins: set[int] = field(default_factory=set)
     """Blocks pinned alone."""
     released: bool = False
+    used: bool = False
+    """Whether an insert has used the plan."""
+    awaits: bool = False
+    """Whether `ModelPlan.recompute` must be called before an insert."""
+    recomputed: bool = False
 
 
 def exact_run(entries: Iterable[Entry | None]) -> list[Entry]:

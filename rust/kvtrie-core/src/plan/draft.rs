@@ -10,7 +10,7 @@ use crate::plan::reach::{Follower, Piece};
 use crate::plan::search::Search;
 use crate::plan::usable::{Kinship, Usable};
 use crate::plan::{Class, Copied, Segment};
-use crate::policy::ReusePolicy;
+use crate::policy::{Repair, ReusePolicy};
 use crate::storage::forest::{Forest, Position, SourceRun};
 use crate::storage::node::Node;
 use crate::storage::payload::Label;
@@ -60,6 +60,7 @@ impl Draft {
             policy,
             usable,
             len,
+            front: policy.recompute_first,
             draft: Self::default(),
         };
         let draft = drafting(usable).draft(end, ids, effort);
@@ -92,6 +93,8 @@ struct Drafting<'a> {
     policy: &'a ReusePolicy,
     usable: Usable,
     len: usize,
+    /// Approximate tokens at the start of each run that are computed (P7).
+    front: usize,
     draft: Draft,
 }
 
@@ -264,19 +267,36 @@ impl Drafting<'_> {
         };
         let min_run = self.policy.min_run.unwrap_or(cached.config.min_run);
         let mut cover = Cover::new(follower, own, search, min_run, cached.config.seed);
-        for run in cover.runs(at, effort)? {
-            self.copy(&run);
+        let runs = cover.runs(at, effort)?;
+        if self.policy.repair == Repair::Fronts {
+            let lens = runs.iter().map(|run| self.num_approximate(run));
+            self.front = self.policy.front(lens);
+        }
+        for run in &runs {
+            self.copy(run);
         }
         self.draft.candidates_dropped = cover.dropped();
         self.draft.looks = cover.budget.looks();
         Some(())
     }
 
+    fn num_approximate(&self, run: &Run) -> usize {
+        if run.kinship == Kinship::Moved {
+            return run.end - run.start;
+        }
+        let parts = run.path.iter().flat_map(|piece| {
+            let node = self.forest.node(piece.node);
+            equal_labels(node, piece, run.kinship, self.forest.block_size())
+        });
+        let approximate = parts.filter(|part| part.2 == Class::Approximate);
+        approximate.map(|(from, to, ..)| to - from).sum()
+    }
+
     /// Adds the segments and copies of a run: one segment for each part of equal class and hops.
     fn copy(&mut self, run: &Run) {
         let forest = self.forest;
         let is_plain = |piece: &Piece| forest.node(piece.node).num_approximate() == 0;
-        let recomputed = (self.policy.recompute_first, self.policy.recompute_last);
+        let recomputed = (self.front, self.policy.recompute_last);
         if recomputed == (0, 0) && run.path.iter().all(is_plain) {
             let (class, hops) = Usable::becomes(run.kinship, Label::EXACT);
             return self.copy_part(run.start, run.end, class, hops, &run.path);
@@ -310,7 +330,7 @@ impl Drafting<'_> {
             }
         }
         let approximate = |part: &&mut RunPart| part.class == Class::Approximate;
-        let mut first = self.policy.recompute_first;
+        let mut first = self.front;
         for part in parts.iter_mut().filter(approximate) {
             first -= part.cut_front(first);
         }

@@ -1,7 +1,7 @@
 //! Plans: how to build the KV of a prompt, and the lease that keeps a plan valid (D7, D13, D19).
 //!
 //! A plan is made in one pass from left to right, as a function of the prompt, the policy and the cache. It has blocks
-//! in place, the partial block after them, and *runs* that cover the rest (rules P1 to P16 in `docs/design.md`).
+//! in place, the partial block after them, and *runs* that cover the rest (rules P1 to P20 in `docs/design.md`).
 //!
 //! `draft` assembles the parts, `cover` covers one token at a time, `search` looks up windows, `reach` follows the
 //! prompt along a source by comparing memory, and `usable` says what a policy allows. A run that contains a token has a
@@ -17,6 +17,7 @@ mod draft;
 mod moves;
 mod path;
 mod reach;
+mod recompute;
 mod search;
 #[cfg(test)]
 mod tests;
@@ -28,6 +29,7 @@ use std::sync::Arc;
 
 use crate::ids::BlockId;
 use crate::pins::Lease;
+use crate::policy::Repair;
 use crate::storage::slab::Handle;
 use crate::tokens::{Snapshot, TokenSequence};
 
@@ -135,6 +137,7 @@ pub struct ReusePlan {
     copies: Vec<Copied>,
     source_ids: Vec<BlockId>,
     candidates_dropped: u64,
+    repair: Repaired,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -146,6 +149,18 @@ pub(crate) struct Origin {
     pub(crate) pinned: bool,
     pub(crate) number: u64,
     pub(crate) edges: u64,
+    pub(crate) repair: Repaired,
+}
+
+/// Whether the tokens that a policy has computed within moved runs are chosen (P20).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Repaired {
+    /// Nothing has to be chosen.
+    May,
+    /// The engine has to choose.
+    Must(Repair),
+    /// The engine has chosen.
+    Done,
 }
 
 impl ReusePlan {
@@ -166,6 +181,7 @@ impl ReusePlan {
             copies: draft.copies,
             source_ids: draft.source_ids,
             candidates_dropped: draft.candidates_dropped,
+            repair: origin.repair,
         }
     }
 
