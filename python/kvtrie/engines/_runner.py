@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
 
 from kvtrie.engines._paged_cache import PagedCache
-from kvtrie.engines._probe import forward_inputs
+from kvtrie.engines._probe import TOLERANCE, forward_inputs
+from kvtrie.pool.kv_pool import KVPool
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
     from transformers import PreTrainedModel
 
     from kvtrie._core import TokenSequence
-    from kvtrie.pool.kv_pool import KVPool
+    from kvtrie.engines._repair import Repair
+
+    Ranges = Sequence[tuple[int, int]]
+
+# Positions of a tiny prompt, and the gaps in it, by which sparse passes are checked.
+_CHECKED: Final = 9
+_CHECKED_GAPS: Final = ((2, 4), (6, 7), (8, 9))
 
 
 class Runner:
@@ -25,26 +34,95 @@ class Runner:
         self._model = model
         self._pool = pool
         self._inputs = forward_inputs(model)
+        self._is_sparse: bool | None = None
+        self.repair: Repair | None = None
 
-    def run(
-        self, seq: TokenSequence, table: NDArray[np.int32], start: int, end: int
-    ) -> torch.Tensor:
-        """Compute the KV of ``[start, end)`` into a table that has all KV before ``start``.
+    @property
+    def is_sparse(self) -> bool:
+        """Whether one pass may compute several ranges; checked by two tiny passes at first use."""
+        if self._is_sparse is None:
+            self._is_sparse = self._check_sparse()
+        return self._is_sparse
+
+    def run(self, seq: TokenSequence, table: NDArray[np.int32], ranges: Ranges) -> torch.Tensor:
+        """Compute the KV of ascending ranges into a table that has all other KV before their end.
+
+        Each token attends to everything before it, the other ranges included, as if the ranges were
+        computed one after the other. Several ranges need ``is_sparse``. The mask takes one byte per
+        computed token and position before the end, or one element of the model where it attends
+        eagerly.
 
         Returns the last position's logits, float32, on the CPU.
         """
-        device = self._pool.device
-        cache = PagedCache(self._pool, table, start, end)
-        ids = torch.from_numpy(seq[start:end].astype(np.int64)).to(device).unsqueeze(0)
+        ids = np.concatenate([seq[start:end] for start, end in ranges])
+        if self.repair is None:
+            return self._run(self._pool, ids, table, ranges)
+        slots = [self._pool.slots(table, start, end) for start, end in ranges]
+        with self.repair.recording(torch.cat(slots)):
+            return self._run(self._pool, ids, table, ranges)
+
+    def begin(
+        self, tokens: NDArray[np.int64], table: NDArray[np.int32], ranges: Ranges
+    ) -> None:
+        """Run ranges as far as something ends the pass; what it stored is to be computed again."""
+        ids = np.concatenate([tokens[start:end] for start, end in ranges])
+        self._run(self._pool, ids, table, ranges)
+
+    def _run(
+        self, pool: KVPool, ids: NDArray[np.integer[Any]], table: NDArray[np.int32], ranges: Ranges
+    ) -> torch.Tensor:
+        device = pool.device
+        cache = PagedCache(pool, table, ranges)
+        parts = [torch.arange(start, end, device=device) for start, end in ranges]
+        positions = torch.cat(parts)
         options: dict[str, Any] = {}
         if "position_ids" in self._inputs:
-            options["position_ids"] = torch.arange(start, end, device=device).unsqueeze(0)
+            options["position_ids"] = positions.unsqueeze(0)
         if "cache_position" in self._inputs:
-            options["cache_position"] = torch.arange(start, end, device=device)
+            options["cache_position"] = positions
         if "logits_to_keep" in self._inputs:
             options["logits_to_keep"] = 1
+        if len(ranges) > 1:
+            options["attention_mask"] = self._mask(positions, ranges[-1][1])
+        tokens = torch.from_numpy(ids.astype(np.int64)).to(device).unsqueeze(0)
         with torch.inference_mode():
-            out = self._model(input_ids=ids, past_key_values=cache, use_cache=True, **options)
+            out = self._model(input_ids=tokens, past_key_values=cache, use_cache=True, **options)
         cache.check_written()
         row: torch.Tensor = out.logits[0, -1].float().cpu()
         return row
+
+    def _mask(self, positions: torch.Tensor, end: int) -> torch.Tensor:
+        """What each computed token attends to, ``[1, 1, tokens, end]``."""
+        seen = torch.arange(end, device=positions.device) <= positions.unsqueeze(1)
+        if self._model.config._attn_implementation == "eager":  # noqa: SLF001 - as transformers does
+            dtype = self._pool.dtype
+            low = torch.tensor(torch.finfo(dtype).min, dtype=dtype, device=positions.device)
+            return torch.where(seen, torch.zeros_like(low), low)[None, None]
+        return seen[None, None]
+
+    def _check_sparse(self) -> bool:
+        """Compare a tiny prompt computed at once with one whose gaps are computed in one pass."""
+        kind = getattr(self._model.config, "_attn_implementation", None)
+        if "position_ids" not in self._inputs or kind not in ("sdpa", "eager"):
+            return False
+        layout = self._pool.layout
+        table = np.arange(-(-_CHECKED // layout.block_size), dtype=np.int32)
+        pool = KVPool(layout, num_blocks=len(table), device=self._pool.device)
+        ids = np.arange(_CHECKED)
+        try:
+            whole = self._run(pool, ids, table, [(0, _CHECKED)])
+            kept = pool.gather(table, 0, _CHECKED)
+            gaps = np.concatenate([np.arange(start, end) for start, end in _CHECKED_GAPS])
+            for start, end in _CHECKED_GAPS:
+                noise = [None if rows is None else rows[:, start:end] * 0 + 3 for rows in kept]
+                pool.scatter(noise[0], noise[1], table, start)
+            sparse = self._run(pool, ids[gaps], table, _CHECKED_GAPS)
+        except (TypeError, ValueError, RuntimeError, AttributeError):
+            return False
+        found = pool.gather(table, 0, _CHECKED)
+        pairs = [(whole, sparse), *zip(kept, found, strict=True)]
+        return all(
+            bool((new - old).abs().max() <= TOLERANCE[layout.dtype] * old.abs().max())
+            for old, new in pairs
+            if old is not None and new is not None
+        )
