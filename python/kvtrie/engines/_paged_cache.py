@@ -11,10 +11,10 @@ from kvtrie._core import LayoutError
 from kvtrie.kernels import reference
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
     from numpy.typing import NDArray
-
-    from collections.abc import Sequence
 
     from kvtrie.pool.kv_pool import KVPool
     from kvtrie.pool.layout import KVLayout

@@ -1,4 +1,4 @@
-"""Chooses tokens of a plan to compute, as its policy says, and keeps what the probe compares with."""
+"""Chooses tokens of a plan to compute, as its policy says, and keeps records for the probe."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from kvtrie.kernels import reference
-from kvtrie.repair.choice import Fronts, Moved, Scored
+from kvtrie.repair.choice import Fronts, Moved, Scored, as_ranges
 from kvtrie.repair.ngrams import Ngrams
 
 if TYPE_CHECKING:
@@ -38,8 +38,8 @@ class RepairCounts:
 
     Attributes:
         chosen: Plans whose policy leaves the choice to the engine, and got what it asks for.
-        without_records: Plans that got fronts instead, because a token has no record, or the records
-            are of another layer, size or element type.
+        without_records: Plans that got fronts instead, because a token has no record, the records
+            are of another layer, size or element type, or too much is to compute anyway.
     """
 
     chosen: int = 0
@@ -88,14 +88,16 @@ class Repair:
         table: NDArray[np.int32],
         moves: NDArray[np.void],
     ) -> None:
-        """Move records with KV that was copied, and have the plan compute what the policy asks for."""
+        """Move records with KV that was copied; have the plan compute what the policy asks for."""
         if self._records is not None:
             self._records.move(moves)
         if policy.repair == "fronts" or policy.recompute_share == 0:
             return
         tokens = seq[0 : len(seq)].astype(np.int64)
         moved = Moved.of(plan, tokens, self._pool.layout.block_size)
-        moved = Moved(moved.tokens, moved.segments, moved.num_in_place, self._contexts(moved, moves))
+        moved = Moved(
+            moved.tokens, moved.segments, moved.num_in_place, self._contexts(moved, moves)
+        )
         if not len(moved.runs):
             return
         chooser = self._chooser(policy, moved, table)
@@ -126,7 +128,9 @@ class Repair:
         with probe.seeing(stop=True) as seen:
             self._runner.begin(moved.tokens, table, gaps)
         end = gaps[-1][1]
-        rows = [self._rows(layer[probe.layer], table, end) for layer in (self._pool.k, self._pool.v)]
+        rows = [
+            self._rows(layer[probe.layer], table, end) for layer in (self._pool.k, self._pool.v)
+        ]
         # What is to compute and was not seen has no KV yet.
         known = np.ones(end, dtype=bool)
         for start, stop in moved.gaps.tolist():
@@ -169,8 +173,6 @@ class _Best:
         self._scores = scores
 
     def choose(self, moved: Moved, share: float) -> NDArray[np.int64]:
-        from kvtrie.repair.choice import as_ranges
-
         positions = moved.positions
         wanted = int(np.ceil(share * len(positions)))
         best = np.argsort(-self._scores, kind="stable")[:wanted]
@@ -189,7 +191,7 @@ class _Contexts:
         ends = np.cumsum(moves["num_tokens"])
         done = 0
         for number, segment in enumerate(moved.segments):
-            if segment["class"] != 2 and segment["start"] >= moved.num_in_place:  # noqa: PLR2004
+            if segment["class"] != 2 and segment["start"] >= moved.num_in_place:
                 done += int(segment["end"] - segment["start"])
                 last = moves[int(np.searchsorted(ends, done))]
                 slot = int(last["source_slot"] + last["num_tokens"] - 1)

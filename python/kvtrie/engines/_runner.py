@@ -61,9 +61,7 @@ class Runner:
         with self.repair.recording(torch.cat(slots)):
             return self._run(self._pool, ids, table, ranges)
 
-    def begin(
-        self, tokens: NDArray[np.int64], table: NDArray[np.int32], ranges: Ranges
-    ) -> None:
+    def begin(self, tokens: NDArray[np.int64], table: NDArray[np.int32], ranges: Ranges) -> None:
         """Run ranges as far as something ends the pass; what it stored is to be computed again."""
         ids = np.concatenate([tokens[start:end] for start, end in ranges])
         self._run(self._pool, ids, table, ranges)

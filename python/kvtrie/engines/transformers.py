@@ -64,7 +64,16 @@ if TYPE_CHECKING:
 
     EventStream = collections.abc.Generator[Event, None, None]
 
-__all__ = ["BlockCounts", "Completion", "Event", "Generator", "Options", "RepairCounts", "Request", "Usage"]
+__all__ = [
+    "BlockCounts",
+    "Completion",
+    "Event",
+    "Generator",
+    "Options",
+    "RepairCounts",
+    "Request",
+    "Usage",
+]
 
 DEFAULT_MAX_NEW_TOKENS: Final = 256
 

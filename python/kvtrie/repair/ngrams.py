@@ -60,7 +60,7 @@ def changed(moved: Moved) -> NDArray[np.float64]:
 
 
 def matches(tokens: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The last earlier position after the same n-gram as before each token, and the n-gram's length.
+    """The last earlier position after the n-gram that is before each token, and its length.
 
     Both int64 ``[tokens]``; -1 and 0 where there is none. Of several lengths the longest counts.
     """
@@ -88,7 +88,7 @@ def _paths(moved: Moved) -> list[tuple[NDArray[np.int64] | None, list[int]]]:
         (number, moved.context(number)) for number in moved.numbers.tolist()
     ]
     # Longest first: the paths of others may be their beginnings.
-    found.sort(key=lambda one: -1 if one[1] is None else -len(one[1]), reverse=False)
+    found.sort(key=lambda one: 0 if one[1] is None else -len(one[1]))
     for number, path in found:
         part = moved.segments[number]
         if path is None or len(path) < part["old_start"] + part["end"] - part["start"]:
@@ -106,9 +106,7 @@ def _paths(moved: Moved) -> list[tuple[NDArray[np.int64] | None, list[int]]]:
     return [*known, (None, unknown)]
 
 
-def _old_positions(
-    moved: Moved, path: NDArray[np.int64], numbers: list[int]
-) -> NDArray[np.int64]:
+def _old_positions(moved: Moved, path: NDArray[np.int64], numbers: list[int]) -> NDArray[np.int64]:
     """For each prompt token the position on a path that its KV is of; -1 where it is of none."""
     old = np.full(len(moved.tokens), -1, dtype=np.int64)
     shared = min(moved.num_in_place, len(path))

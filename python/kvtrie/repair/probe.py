@@ -12,6 +12,7 @@ import contextlib
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from transformers import DynamicCache
 
 from kvtrie._core import LayoutError
 
@@ -190,8 +191,6 @@ class LayerProbe:
 
     def _check(self) -> None:
         """Compare the attention of a tiny pass with what attending from its kept input gives."""
-        from transformers import DynamicCache
-
         model: Any = self._model
         cache: Any = DynamicCache(config=model.config)
         ids = torch.arange(_CHECKED, device=model.device).unsqueeze(0)
@@ -200,16 +199,14 @@ class LayerProbe:
                 model(input_ids=ids, past_key_values=cache, use_cache=True)
             rows = cache.layers[self.layer]
             keys, values = rows.keys[0].transpose(0, 1), rows.values[0].transpose(0, 1)
-            if seen.h is None or seen.out is None:
-                raise LayoutError("the layer was not run")  # noqa: TRY301 - one message for all
-            new, _ = self._attend(seen.h, ids[0], keys, values)
+            h, out = torch.as_tensor(seen.h), torch.as_tensor(seen.out)
+            new, _ = self._attend(h, ids[0], keys, values)
         except Exception as error:
             msg = f"layer {self.layer} of {type(model).__name__} cannot be probed: {error}"
             raise LayoutError(msg) from error
-        change = (new - seen.out).abs().max()
-        if not change <= _TOLERANCE[new.dtype] * seen.out.abs().max():
+        if not (new - out).abs().max() <= _TOLERANCE[new.dtype] * out.abs().max():
             msg = (
-                f"layer {self.layer} of {type(model).__name__} cannot be probed: attending from its "
-                "kept input does not give its own attention output"
+                f"layer {self.layer} of {type(model).__name__} cannot be probed: attending from "
+                "its kept input does not give its own attention output"
             )
             raise LayoutError(msg)

@@ -16,7 +16,7 @@ _FP8: Final = torch.float8_e4m3fn
 
 
 class Records:
-    """Two rows per token of a pool: the layer's input h, and its attention output, both ``[hidden]``.
+    """Two rows per token of a pool: a layer's input h and its attention output, ``[hidden]``.
 
     Rows are beside the blocks, by slot. A slot counts as known once it is written, and is forgotten
     with its block. ``bytes_per_token`` says what they take: 2 x hidden elements, in fp8 2 x hidden
@@ -74,7 +74,7 @@ class Records:
             self._scales.index_copy_(0, slots, size)
             rows = (rows.float() / size.unsqueeze(-1)).to(_FP8).view(torch.uint8)
         self._rows.index_copy_(0, slots, rows)
-        self._known.index_fill_(0, slots, True)  # noqa: FBT003 - torch's own signature
+        self._known.index_fill_(0, slots, True)
 
     def read(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The rows of slots, h and out, ``[tokens, hidden]``; None if one is not known."""

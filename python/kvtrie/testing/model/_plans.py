@@ -99,9 +99,7 @@ class ModelPlan:
         self._sources = copied_from(draft)
         # A part of a segment keeps its kinds.
         self._kinds = [
-            kinds
-            for _, origins in _stretches(draft)
-            for kinds in [_kinds(origins)] * len(origins)
+            kinds for _, origins in _stretches(draft) for kinds in [_kinds(origins)] * len(origins)
         ]
         self._set(draft)
         self._in_place = [
