@@ -11,6 +11,7 @@ import torch
 from tests.engines.architectures import CONFIGS
 
 import kvtrie
+from kvtrie.engines import _runner
 from kvtrie.engines._runner import Runner
 from kvtrie.engines.transformers import Generator
 from kvtrie.repair.probe import LayerProbe
@@ -47,8 +48,13 @@ def edited(ids: Ids) -> tuple[list[int], list[int]]:
     ],
 )
 def test_one_pass_is_gap_by_gap_except_for_rounding(
-    architecture: str, dtype: torch.dtype, models: Models, ids: Ids
+    architecture: str,
+    dtype: torch.dtype,
+    models: Models,
+    ids: Ids,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setitem(_runner._CHUNKS, "cpu", 5)
     model: Any = copy.deepcopy(models(architecture)).to(dtype)
     generator = Generator(model, num_blocks=32, block_size=4)
     pool, runner = generator.pool, Runner(model, generator.pool)

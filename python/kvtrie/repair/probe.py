@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 # Queries whose scores are computed at once; their keys end with the last of them.
-_CHUNK: Final = 512
+_CHUNK: Final = 128
 _CHECKED: Final = 9
 _TOLERANCE: Final = {
     torch.float64: 1e-5,
@@ -68,7 +68,7 @@ class LayerProbe:
 
     def __init__(self, model: PreTrainedModel, layer: int | None = None) -> None:
         decoder: Any = model.get_decoder()
-        layers = getattr(decoder, "layers", None)
+        layers: Any = getattr(decoder, "layers", None)
         if layers is None or getattr(decoder, "rotary_emb", None) is None:
             msg = f"{type(model).__name__} has no decoder layers with rotary embeddings to probe"
             raise LayoutError(msg)
