@@ -55,7 +55,8 @@ def test_one_pass_is_gap_by_gap_except_for_rounding(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(_runner._CHUNKS, "cpu", 5)
-    model: Any = copy.deepcopy(models(architecture)).to(dtype)
+    copied: Any = copy.deepcopy(models(architecture))
+    model: Any = copied.to(dtype)
     generator = Generator(model, num_blocks=32, block_size=4)
     pool, runner = generator.pool, Runner(model, generator.pool)
     assert runner.is_sparse

@@ -155,8 +155,8 @@ class Runner:
             kept = pool.gather(table, 0, _CHECKED)
             gaps = np.concatenate([np.arange(start, end) for start, end in _CHECKED_GAPS])
             for start, end in _CHECKED_GAPS:
-                noise = [None if rows is None else rows[:, start:end] * 0 + 3 for rows in kept]
-                pool.scatter(noise[0], noise[1], table, start)
+                k, v = (None if rows is None else rows[:, start:end] * 0 + 3 for rows in kept)
+                pool.scatter(torch.as_tensor(k), v, table, start)
             sparse = self._run(pool, ids[gaps], table, _CHECKED_GAPS)
         except (TypeError, ValueError, RuntimeError, AttributeError):
             return False

@@ -111,7 +111,7 @@ class Fronts:
 class Scored:
     """Half of the budget on fronts of runs, the other half on the tokens of highest score.
 
-    Equal scores go to the lower position. Costs a sort of the moved tokens beside the scores.
+    Equal scores go to the lower position. Costs a sort of the moved tokens next to the scores.
 
     Args:
         score: Scores of ``moved.positions``, float ``[tokens]``; not-a-number counts as lowest.

@@ -46,7 +46,7 @@ class _Given:
         return self._rows
 
 
-class Seen:
+class PassView:
     """What a pass showed of the layer, ``[tokens, hidden]``: its input and its attention output."""
 
     def __init__(self) -> None:
@@ -87,16 +87,17 @@ class LayerProbe:
     @property
     def hidden(self) -> int:
         """Channels of the layer's input."""
-        return int(self._model.get_input_embeddings().weight.shape[1])
+        embeddings: Any = self._model.get_input_embeddings()
+        return int(embeddings.weight.shape[1])
 
     @contextlib.contextmanager
-    def seeing(self, *, stop: bool = False) -> Iterator[Seen]:
+    def seeing(self, *, stop: bool = False) -> Iterator[PassView]:
         """Note what a pass of the model shows of the layer.
 
         Args:
             stop: End the pass after the layer's attention.
         """
-        seen = Seen()
+        seen = PassView()
 
         def before(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             seen.h = (args[0] if args else kwargs["hidden_states"])[0]

@@ -18,9 +18,9 @@ _FP8: Final = torch.float8_e4m3fn
 class Records:
     """Two rows per token of a pool: a layer's input h and its attention output, ``[hidden]``.
 
-    Rows are beside the blocks, by slot. A slot counts as known once it is written, and is forgotten
-    with its block. ``bytes_per_token`` says what they take: 2 x hidden elements, in fp8 2 x hidden
-    bytes and two float32 scales, and one byte that says whether they are known.
+    Rows are by slot, as KV is. A slot counts as known once it is written, and is forgotten with its
+    block. ``bytes_per_token`` says what they take: 2 x hidden elements, in fp8 2 x hidden bytes and
+    two float32 scales, and one byte that says whether they are known.
 
     Args:
         num_blocks: Blocks of the pool.
