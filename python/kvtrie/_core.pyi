@@ -1176,6 +1176,27 @@ class RadixIndex:
         """
         Number of blocks that `evict` can remove now.
         """
+    def path_tokens(self, /, block: SupportsIndex) -> npt.NDArray[np.uint32] | None:
+        """
+        The tokens of the whole path down to a block, its own last (uint32); None if it is not indexed.
+
+        They are the context in which the block's KV was computed, as far as the index knows it.
+        Items count with the ids that stand for them inside the index.
+
+        Args:
+            block: An id in 0..num_blocks.
+
+        Raises:
+            ValueError: The id is outside the pool.
+
+        Example:
+            >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+            >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
+            >>> seq = kvtrie.TokenSequence(range(1, 7), space)
+            >>> done = index.insert(seq, [6, 0, 3], num_computed=6, source=kvtrie.COMPUTED)
+            >>> index.path_tokens(0)
+            array([1, 2, 3, 4], dtype=uint32)
+        """
     def plan(
         self,
         /,
@@ -1585,6 +1606,37 @@ class ReusePlan:
         """
         Whether the plan was made with `pin=True`.
         """
+    def recompute(self, /, ranges: _Ranges) -> None:
+        """
+        Compute tokens that would be copied approximately (rule P20).
+
+        `segments`, `gaps`, `moves` and the counts change. Sources stay pinned. Call it at most once,
+        before anything is inserted with the plan and before a ledger has it. Copies made before do no
+        harm, because the computed KV is written over them. If the policy leaves the choice to the
+        engine (`repair` other than "fronts", and a `recompute_share`), it must be called before an
+        insert with the plan, maybe without ranges.
+
+        Args:
+            ranges: Positions of the prompt as pairs (start, end) or an integer array of shape (n, 2),
+                ascending and disjoint, all in moved runs. `kvtrie.repair` chooses some.
+
+        Raises:
+            StaleHandleError: The plan was released.
+            TypeError: `ranges` are not integers.
+            ValueError: A range is reversed, overlaps another, ends beyond the prompt or has a token that
+                is in place, exact or to compute; or it is too late. Nothing changes then.
+
+        Example:
+            >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+            >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=16)
+            >>> seq = kvtrie.TokenSequence(range(100, 132), space)
+            >>> done = index.insert(seq, [5, 6], num_computed=32, source=kvtrie.COMPUTED)
+            >>> prompt = kvtrie.TokenSequence([7, *range(100, 132), 8], space)
+            >>> with index.plan(prompt, kvtrie.ReusePolicy()) as plan:
+            ...     plan.recompute([(1, 5), (20, 21)])
+            ...     plan.gaps.tolist()
+            [[0, 5], [20, 21], [33, 34]]
+        """
     def release(self, /) -> None:
         """
         Release the plan: it pins nothing afterwards.
@@ -1695,6 +1747,10 @@ class ReusePolicy:
             blocks of paths that begin with the prompt's first `shared_prefix` blocks.
             `"namespace"`: all blocks of the namespace.
         shared_prefix: Whole blocks that make two paths one conversation, at least 1.
+        recompute_share: Least share of the tokens of moved runs that is computed anyway, 0 to 1.
+        repair: Who chooses them. "fronts": the index, the first tokens of every run, equally many in
+            all. "ngrams", "probe" and "question": the engine, with `kvtrie.repair`, which has to call
+            `ReusePlan.recompute` before an insert with the plan.
         partial_blocks: Whether the exact tokens of the block in which the match ends are copied. An
             engine that copies nothing needs False, and `approximate=False`.
 
@@ -1726,6 +1782,8 @@ class ReusePolicy:
         max_new_context: SupportsFloat = 1.0,
         scope: Literal["conversation", "namespace"] = ...,
         shared_prefix: SupportsIndex = 16,
+        recompute_share: SupportsFloat = 0.0,
+        repair: str = ...,
         partial_blocks: bool = True,
     ) -> ReusePolicy: ...
     def __replace__(self, /, **changes: object) -> ReusePolicy:
@@ -1804,6 +1862,16 @@ class ReusePolicy:
     def recompute_last(self, /) -> int:
         """
         Tokens computed at the end of every moved run.
+        """
+    @property
+    def recompute_share(self, /) -> float:
+        """
+        Least share of the tokens of moved runs that is computed.
+        """
+    @property
+    def repair(self, /) -> str:
+        """
+        Who chooses them: fronts, "ngrams", "probe" or "question".
         """
     def replace(self, /, **changes: object) -> ReusePolicy:
         """

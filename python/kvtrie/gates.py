@@ -605,8 +605,12 @@ _POLICY_FIELDS: Final = (
     "forbid_kinds",
     "scope",
     "shared_prefix",
+    "recompute_share",
+    "repair",
     "partial_blocks",
 )
+# A file without them is of a policy that computes no such tokens.
+_NEW_FIELDS: Final[Mapping[str, Any]] = {"recompute_share": 0.0, "repair": "fronts"}
 CONTROLS: Final = ("unrotated", "drop")
 """The controls, as ``kvtrie.calibrate.policies`` names them."""
 _THRESHOLDS: Final = ("max_loss", "max_kl_mean", "max_kl_p99", "min_top1")
@@ -630,6 +634,8 @@ def _is_bolder(measured: ReusePolicy, wanted: ReusePolicy) -> bool:
         and measured.recompute_last <= wanted.recompute_last
         and set(measured.forbid_kinds) <= set(wanted.forbid_kinds)
         and _is_wider(measured, wanted)
+        and measured.recompute_share <= wanted.recompute_share
+        and (not measured.recompute_share or measured.repair == wanted.repair)
     )
 
 
@@ -840,6 +846,8 @@ def _measured(
 
 
 def _policy(value: object, where: str) -> ReusePolicy:
+    if isinstance(value, dict):
+        value = {**_NEW_FIELDS, **value}
     fields = _Reader(value, f"{where}, policy")
     given: Mapping[str, Any] = {name: fields.take(name) for name in _POLICY_FIELDS}
     fields.close()

@@ -83,6 +83,7 @@ def imported(exact_until: int, hops: int = 1) -> kvtrie.Imported:
         max_new_context=0.0,
         scope="conversation",
         shared_prefix=huge,
+        recompute_share=1.0,
         forbid_kinds=("system", "user", "reasoning", "answer", "tool_call", "tool_result"),
     )
     return kvtrie.Imported(exact_until, hops, strict)

@@ -315,6 +315,7 @@ class World:
             scope="namespace",
             recompute_first=int(self.rng.choice([0, 2, 16])),
             recompute_last=int(self.rng.choice([0, 2, 16])),
+            recompute_share=float(self.rng.choice([0.0, 0.0, 0.2, 0.5])),
             forbid_kinds=[(), ("reasoning",), KINDS][self.rng.integers(3)],
             partial_blocks=bool(self.rng.random() < 0.5),
         )
@@ -330,13 +331,31 @@ class World:
                 self.cover(plan, tokens[: max(0, len(tokens) - keep_last)], space, policy, reused)
             if not plan.validate().all():
                 raise UnsoundError("a plan is not valid at once")
+            if self.rng.random() < 0.3:
+                self.recompute(plan)
         finally:
             plan.release()
 
     @staticmethod
     def predictable(policy: kvtrie.ReusePolicy) -> bool:
-        cut = policy.recompute_first or policy.recompute_last or policy.forbid_kinds
-        return policy.partial_blocks and not cut
+        cut = policy.recompute_first or policy.recompute_last or policy.recompute_share
+        return policy.partial_blocks and not (cut or policy.forbid_kinds)
+
+    def recompute(self, plan: kvtrie.ReusePlan) -> None:
+        """Compute some tokens of moved runs; the others must come from where they came from."""
+        before = self.segments(plan, int(plan.segments["end"][-1]))
+        slots = self.sources(plan, *before)
+        label = before[0]["class"][before[1]].copy()
+        in_place = len(plan.blocks) * self.size
+        moved = np.flatnonzero((label == APPROXIMATE) & (np.arange(len(label)) >= in_place))
+        again = moved[self.rng.random(len(moved)) < self.rng.choice([0.05, 0.3, 1.0])]
+        plan.recompute(np.stack([again, again + 1], axis=1))
+        label[again], slots[again] = COMPUTE, -1
+        after = self.segments(plan, len(label))
+        require("recomputed are computed", (after[0]["class"][after[1]] == label).all())
+        require("others are copied as before", (self.sources(plan, *after) == slots).all())
+        require("a repaired plan is valid", plan.validate().all())
+        self.counts["plans, recomputed"] += bool(len(again))
 
     def check(
         self, plan: kvtrie.ReusePlan, tokens: Array, space: int, policy: kvtrie.ReusePolicy

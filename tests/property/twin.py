@@ -544,6 +544,8 @@ class Twin:
             max_new_context=choice([1.0, 1.0, 1.0, 0.75, 0.25]),
             scope=choice(SCOPES),
             shared_prefix=choice([1, 1, 2, 3, 16]),
+            recompute_share=choice([0.0, 0.0, 0.0, 0.15, 0.5, 1.0]),
+            repair=choice(["fronts"] * 8 + ["ngrams", "probe"]),
             partial_blocks=self.chance(0.8),
         )
 
@@ -592,6 +594,31 @@ class Twin:
                 lambda _, side: getattr(plans, side).moves(table, *args),  # noqa: B023
                 None,
             )
+
+    def recompute(self) -> None:
+        """Compute tokens of moved runs, sometimes of anything else."""
+        if not self.plans:
+            return
+        plans = self.rng.choice(self.plans)
+        in_place = len(plans.model._in_place) * self.block_size
+        ranges = []
+        for part in plans.model.segments:
+            if part["class"] == 1 and part["start"] >= in_place and self.chance(0.7):
+                ends = [self.rng.randint(int(part["start"]), int(part["end"])) for _ in range(2)]
+                ranges.append((min(ends), max(ends)))
+        if self.chance(0.2):
+            ends = [self.rng.randint(0, len(plans.pair.model)) for _ in range(2)]
+            ranges.append((ends[0], ends[1]))
+        self.both(
+            f"recompute({ranges}) of {plans.model}",
+            lambda _, side: getattr(plans, side).recompute(ranges),
+            None,
+        )
+        if not plans.model.released:
+            for name in PLAN:
+                real, model = pick(plans.real, [name]), pick(plans.model, [name])
+                self.same(f"{name} after recompute({ranges})", real, model)
+            self.counts["recomputed"] += plans.model._state.recomputed and bool(ranges)
 
     def insert(self) -> None:
         source, pair = self.source()
@@ -832,6 +859,7 @@ class Twin:
         ("truncate", 3),
         ("lookup", 10),
         ("plan", 12),
+        ("recompute", 6),
         ("insert", 30),
         ("validate", 8),
         ("release_sources", 3),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import math
 import struct
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -86,6 +87,7 @@ class Policy:
     recompute_first: int = 0
     recompute_last: int = 0
     forbid_kinds: tuple[str, ...] = ()
+    recompute_share: float = 0.0
 
 
 Pair = tuple[int, int, int, int, int, int, int, int]
@@ -509,6 +511,7 @@ def add_moved(
     min_run = 16 if policy.min_run is None else policy.min_run
     windows, partial = matches_of(group, prompt, key, policy, min_run)
     is_left = [open_[at] and at not in loads for at in range(length)]
+    pieces: list[tuple[int, int, Any]] = []
     at = 0
     while at < length:
         if not is_left[at]:
@@ -525,7 +528,13 @@ def add_moved(
             at += 1
             continue
         best = min(found, key=lambda match: match.rank(at, stop, size))
-        end = min(best.end, stop)
-        for token in range(at + policy.recompute_first, end - policy.recompute_last):
+        pieces.append((at, min(best.end, stop), best))
+        at = min(best.end, stop)
+    wanted = math.ceil(policy.recompute_share * sum(end - at for at, end, _ in pieces))
+    first = 0
+    while sum(min(first, end - at) for at, end, _ in pieces) < wanted:
+        first += 1
+    first = max(first, policy.recompute_first)
+    for at, end, best in pieces:
+        for token in range(at + first, end - policy.recompute_last):
             loads[token] = best.load(token)
-        at = end

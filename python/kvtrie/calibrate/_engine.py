@@ -79,7 +79,7 @@ class Model:
     ) -> torch.Tensor:
         """Compute ``[start, end)`` into a table; returns the last ``num_logits`` rows of logits."""
         device = self.model.device
-        cache = PagedCache(pool, table, start, end)
+        cache = PagedCache(pool, table, [(start, end)])
         ids = torch.from_numpy(seq[start:end].astype(np.int64)).to(device).unsqueeze(0)
         options = self._keep(num_logits)
         if "position_ids" in self.inputs:

@@ -45,7 +45,11 @@ class Lease:
         try:
             fresh = self._allocate(self.plan.num_new_blocks, headroom)
             table = np.concatenate([self.plan.blocks, fresh])
-            store.pool.apply(self.plan.moves(table))
+            moves = self.plan.moves(table)
+            store.pool.apply(moves)
+            if store.repair is not None:
+                # The tokens that it chooses are computed over their copies.
+                store.repair.apply(self.plan, policy, seq, table, moves)
             # Copies and later writes run on one stream, in this order.
             self.plan.release_sources()
             store.ledger.begin(self, seq, table, source=self.plan, session=session)
@@ -77,11 +81,20 @@ class Lease:
 
     def next_range(self, limit: int) -> tuple[int, int]:
         """The next tokens of a gap, or sampled ones, at most ``limit``."""
-        missing = self._store.ledger.missing(self)
-        if not len(missing):
-            return len(self._seq), len(self._seq)
-        start, end = missing[0].tolist()
-        return start, min(end, start + limit)
+        return self.next_ranges(limit)[0]
+
+    def next_ranges(self, limit: int) -> list[tuple[int, int]]:
+        """The next tokens of gaps, or sampled ones, at most ``limit`` in all.
+
+        Never empty: without missing tokens, an empty range at the end.
+        """
+        ranges = []
+        for start, end in self._store.ledger.missing(self).tolist():
+            ranges.append((start, min(end, start + limit)))
+            limit -= ranges[-1][1] - start
+            if limit == 0:
+                break
+        return ranges or [(len(self._seq), len(self._seq))]
 
     def issue(self, end: int) -> None:
         """Allocate blocks up to ``end``; `OutOfBlocksError` evicts nothing."""
@@ -137,4 +150,7 @@ class Lease:
             if available < wanted + headroom:
                 msg = f"{wanted} blocks wanted and {headroom} to spare, {available} available"
                 raise OutOfBlocksError(msg)
-        return store.allocator.allocate(wanted, evict_from=store.index)
+        fresh = store.allocator.allocate(wanted, evict_from=store.index)
+        if store.repair is not None:
+            store.repair.forget(fresh)
+        return fresh

@@ -127,10 +127,12 @@ class Scheduler:
 
     def _advance(self, job: Job, lease: Lease, events: list[Event]) -> None:
         try:
-            start, end = lease.next_range(self._prefill_chunk)
-            if self._make_room(job, lease, end):
-                logits = self._runner.run(job.seq, lease.table, start, end)
-                lease.advance(end)
+            ranges = lease.next_ranges(self._prefill_chunk)
+            if len(ranges) > 1 and not self._runner.is_sparse:
+                ranges = ranges[:1]
+            if all(self._make_room(job, lease, end) for _, end in ranges):
+                logits = self._runner.run(job.seq, lease.table, ranges)
+                lease.advance(ranges[-1][1])
                 if lease.is_computed:
                     self._emit(job, lease, logits, events)
         except Exception as error:  # noqa: BLE001 - the request ends with it, stream() raises it

@@ -18,6 +18,7 @@ import numpy as np
 from kvtrie._core import (
     EXACT_ONLY,
     BlockAllocator,
+    LayoutError,
     Namespace,
     OutOfBlocksError,
     RadixIndex,
@@ -38,6 +39,7 @@ except ImportError as error:
     raise ImportError(_MISSING) from error
 
 from kvtrie.engines._probe import check_model, checked_rope
+from kvtrie.engines._repair import Repair, RepairCounts
 from kvtrie.engines._request import Completion, Event, Options, Request, Usage
 from kvtrie.engines._runner import Runner
 from kvtrie.engines._sampling import Sampling
@@ -49,6 +51,8 @@ from kvtrie.models.directory import checked_model_dir
 from kvtrie.models.fingerprint import model_id, rope_id
 from kvtrie.pool.kv_pool import KVPool
 from kvtrie.pool.layout import KVLayout
+from kvtrie.repair.probe import LayerProbe
+from kvtrie.repair.records import Records
 from kvtrie.tags import Tagger
 
 if TYPE_CHECKING:
@@ -62,7 +66,16 @@ if TYPE_CHECKING:
 
     EventStream = collections.abc.Generator[Event, None, None]
 
-__all__ = ["BlockCounts", "Completion", "Event", "Generator", "Options", "Request", "Usage"]
+__all__ = [
+    "BlockCounts",
+    "Completion",
+    "Event",
+    "Generator",
+    "Options",
+    "RepairCounts",
+    "Request",
+    "Usage",
+]
 
 DEFAULT_MAX_NEW_TOKENS: Final = 256
 _MAX_SESSION: Final = 256
@@ -94,9 +107,14 @@ class Generator:
         index_seed: Seeds the hashes of the index; None draws one from the operating system. Answers
             do not depend on it.
         prefill_chunk: Most prompt tokens that one ``step`` computes for one request.
+        records: Keep what the policies ``repair="probe"`` and ``"question"`` need of every cached
+            token, at the middle layer: ``"model"`` in the model's element type, ``"fp8"`` in about
+            half of that. ``records_bytes_per_token`` is what it takes. None: nothing is kept, and
+            these policies compute fronts.
 
     Raises:
-        LayoutError: The model's KV cannot be held, or differs from its config.
+        LayoutError: The model's KV cannot be held, or differs from its config; or ``records`` are
+            asked for and its middle layer cannot be probed.
         UnsupportedRopeError: The policy is approximate and the model's KV cannot be moved.
         GateMismatchError: The policy is approximate and the gate is for another model.
         ValueError: The model is in training mode, or an argument is out of range.
@@ -117,6 +135,7 @@ class Generator:
         seed: int = 0,
         index_seed: int | None = None,
         prefill_chunk: int = 2048,
+        records: Literal["model", "fp8"] | None = None,
     ) -> None:
         if model.training:
             msg = "Generator: the model is in training mode; call model.eval() first"
@@ -154,14 +173,20 @@ class Generator:
         self._policy = policy
         # The pool first, because it may not fit.
         pool = KVPool(layout, rope, num_blocks=num_blocks, device=model.device)
+        runner = Runner(model, pool)
+        index = RadixIndex(num_blocks, block_size, moved_runs=rope is not None, seed=index_seed)
+        probe, self._records = _records(model, pool, records)
+        self._repair = Repair(index, pool, runner, probe, self._records)
+        runner.repair = self._repair
         self._store = Store(
-            index=RadixIndex(num_blocks, block_size, moved_runs=rope is not None, seed=index_seed),
+            index=index,
             allocator=BlockAllocator(num_blocks),
             pool=pool,
             ledger=SequenceLedger(block_size),
+            repair=self._repair,
         )
         self._decide(policy)
-        self._scheduler = Scheduler(self._store, Runner(model, pool), prefill_chunk)
+        self._scheduler = Scheduler(self._store, runner, prefill_chunk)
         self._num_submitted = 0
         self._tagger: Tagger | None = None
         self._has_sought_format = False
@@ -180,6 +205,7 @@ class Generator:
         dtype: torch.dtype | str = "auto",
         seed: int = 0,
         prefill_chunk: int = 2048,
+        records: Literal["model", "fp8"] | None = None,
     ) -> Generator:
         """Load a model directory; nothing is downloaded and no code of the directory runs.
 
@@ -195,6 +221,7 @@ class Generator:
             dtype: Element type of the weights; ``"auto"``: the config's.
             seed: As for the class.
             prefill_chunk: As for the class.
+            records: As for the class.
 
         Raises:
             FileNotFoundError: There is no such directory, or no ``config.json`` in it.
@@ -216,6 +243,7 @@ class Generator:
             salt=salt,
             seed=seed,
             prefill_chunk=prefill_chunk,
+            records=records,
         )
 
     @property
@@ -242,6 +270,16 @@ class Generator:
     def pool(self) -> KVPool:
         """The KV itself."""
         return self._store.pool
+
+    @property
+    def repair_counts(self) -> RepairCounts:
+        """How tokens of moved runs were chosen so far."""
+        return self._repair.counts
+
+    @property
+    def records_bytes_per_token(self) -> int:
+        """Bytes of records per token of the pool; 0 without records."""
+        return 0 if self._records is None else self._records.bytes_per_token
 
     @property
     def num_running(self) -> int:
@@ -527,6 +565,33 @@ class Generator:
                 "num_blocks or lower max_new_tokens"
             )
             raise OutOfBlocksError(msg)
+
+
+def _records(
+    model: PreTrainedModel, pool: KVPool, kind: str | None
+) -> tuple[LayerProbe | None, Records | None]:
+    if kind is None:
+        return None, None
+    if kind not in ("model", "fp8"):
+        msg = f"Generator: records must be 'model', 'fp8' or None, not {kind!r}"
+        raise ValueError(msg)
+    if pool.layout.v_head_dim == 0:
+        msg = "Generator: records are of heads with K and V; this model caches latent rows"
+        raise LayoutError(msg)
+    try:
+        probe = LayerProbe(model)
+    except LayoutError as error:
+        msg = f"Generator: records: {error}"
+        raise LayoutError(msg) from error
+    return probe, Records(
+        pool.num_blocks,
+        pool.layout.block_size,
+        probe.hidden,
+        layer=probe.layer,
+        dtype=pool.dtype,
+        fp8=kind == "fp8",
+        device=pool.device,
+    )
 
 
 def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:

@@ -185,6 +185,7 @@ def policies(draw: st.DrawFn, *, min_run: int = 8) -> kvtrie.ReusePolicy:
         max_new_context=draw(st.sampled_from([1.0, 1.0, 0.5, 0.0])),
         scope=draw(st.sampled_from(["namespace", "conversation"])),
         shared_prefix=draw(st.sampled_from([1, 2, 3, 16])),
+        recompute_share=draw(st.sampled_from([0.0, 0.0, 0.2, 1.0])),
         partial_blocks=draw(st.booleans()),
     )
 

@@ -4,11 +4,11 @@
 //! stricter, and 0 bounds nothing. So grades are ordered in part: one is at least as strict as another if each of its
 //! numbers is. A field is added by a line in [`BOUNDS`] and one in [`bounds`], or in [`SETS`] and [`Grade::of`].
 
-use crate::policy::{ReusePolicy, Scope};
+use crate::policy::{Repair, ReusePolicy, Scope};
 use crate::storage::payload::Label;
 
 /// The fields that bound a number.
-const BOUNDS: [&str; 9] = [
+const BOUNDS: [&str; 13] = [
     "min_run",
     "max_hops",
     "max_approximate_share",
@@ -18,12 +18,21 @@ const BOUNDS: [&str; 9] = [
     "max_lost_context",
     "max_new_context",
     "scope",
+    // One for each `Repair`: shares that are chosen in different ways are not comparable.
+    "recompute_share",
+    "recompute_share",
+    "recompute_share",
+    "recompute_share",
 ];
 
 /// The fields that are sets. More members are stricter.
 const SETS: [&str; 1] = ["forbid_kinds"];
 
 fn bounds(policy: &ReusePolicy) -> [u64; BOUNDS.len()] {
+    let share_by = |repair| match policy.repair == repair {
+        true => policy.recompute_share.abs().to_bits(),
+        false => 0,
+    };
     [
         at_least(policy.min_run.unwrap_or(0)),
         u64::from(ReusePolicy::MAX_HOPS.saturating_sub(policy.max_hops)),
@@ -37,6 +46,10 @@ fn bounds(policy: &ReusePolicy) -> [u64; BOUNDS.len()] {
             Scope::Conversation => at_least(policy.shared_prefix),
             Scope::Namespace => 0,
         },
+        share_by(Repair::Fronts),
+        share_by(Repair::Ngrams),
+        share_by(Repair::Probe),
+        share_by(Repair::Question),
     ]
 }
 
@@ -104,7 +117,9 @@ impl Grade {
         let sets = (0..SETS.len())
             .filter(|&at| self.sets[at] & other.sets[at] != other.sets[at])
             .map(|at| SETS[at]);
-        bounds.chain(sets).collect()
+        let mut names: Vec<_> = bounds.chain(sets).collect();
+        names.dedup();
+        names
     }
 
     pub(crate) fn to_numbers(self) -> impl Iterator<Item = u64> {

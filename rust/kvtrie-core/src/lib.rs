@@ -143,7 +143,7 @@ pub use inspection::explain::{
 pub use inspection::stats::Stats;
 pub use namespace::{Namespace, Salt};
 pub use plan::{Class, Move, MovedRun, PlanOptions, ReusePlan, Segment};
-pub use policy::{ReusePolicy, Scope};
+pub use policy::{Repair, ReusePolicy, Scope};
 pub use session::SessionId;
 pub use snapshot::{RestoreLimits, RestoredPool};
 pub use span::{BUILT_IN_KINDS, MAX_KINDS, Span};

@@ -14,6 +14,48 @@ pub enum Scope {
     Namespace,
 }
 
+/// Who chooses the tokens of moved runs that [`ReusePolicy::recompute_share`] has computed (rule P20).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Repair {
+    /// The index: the first tokens of each moved run, equally many in all (rule P7).
+    #[default]
+    Fronts,
+    /// The engine: tokens after which the text is continued otherwise than where the KV was computed.
+    Ngrams,
+    /// The engine: half of them at fronts, half where a layer's output changes most.
+    Probe,
+    /// The engine: half of them where the last message attends, half as [`Probe`](Self::Probe).
+    Question,
+}
+
+impl Repair {
+    /// All values, by name.
+    pub const ALL: [(&'static str, Self); 4] = [
+        ("fronts", Self::Fronts),
+        ("ngrams", Self::Ngrams),
+        ("probe", Self::Probe),
+        ("question", Self::Question),
+    ];
+
+    /// The name that files and messages have.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Fronts => "fronts",
+            Self::Ngrams => "ngrams",
+            Self::Probe => "probe",
+            Self::Question => "question",
+        }
+    }
+
+    /// The value of a name.
+    #[must_use]
+    pub fn named(name: &str) -> Option<Self> {
+        let mut all = Self::ALL.into_iter();
+        all.find_map(|(known, repair)| (known == name).then_some(repair))
+    }
+}
+
 /// What a plan may reuse. Exact KV is always allowed. Approximate KV that a field forbids is treated as not cached.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ReusePolicy {
@@ -47,6 +89,10 @@ pub struct ReusePolicy {
     pub scope: Scope,
     /// Whole blocks, from the first on, that make two paths one conversation with [`Scope::Conversation`]. At least 1.
     pub shared_prefix: usize,
+    /// Least share of the tokens of moved runs that is computed anyway, 0 to 1.
+    pub recompute_share: f64,
+    /// Who chooses these tokens.
+    pub repair: Repair,
     /// Whether the exact tokens of the block in which the match ends are copied. If this and `approximate` are `false`,
     /// nothing is copied.
     pub partial_blocks: bool,
@@ -73,6 +119,8 @@ impl ReusePolicy {
         max_new_context: 1.0,
         scope: Scope::Namespace,
         shared_prefix: 16,
+        recompute_share: 0.0,
+        repair: Repair::Fronts,
         partial_blocks: true,
     };
 
@@ -90,6 +138,8 @@ impl ReusePolicy {
         max_new_context: 1.0,
         scope: Scope::Conversation,
         shared_prefix: 16,
+        recompute_share: 0.0,
+        repair: Repair::Fronts,
         partial_blocks: true,
     };
 
@@ -118,6 +168,7 @@ impl ReusePolicy {
             ("max_approximate_share", self.max_approximate_share),
             ("max_lost_context", self.max_lost_context),
             ("max_new_context", self.max_new_context),
+            ("recompute_share", self.recompute_share),
         ] {
             if !(0.0..=1.0).contains(&share) {
                 return Err(invalid!(
@@ -139,6 +190,34 @@ impl ReusePolicy {
             ));
         }
         Ok(())
+    }
+
+    /// How many tokens at the start of each moved run are computed, given the lengths of the runs:
+    /// [`recompute_first`](Self::recompute_first), or the least number with which at least
+    /// [`recompute_share`](Self::recompute_share) of all their tokens are. O(runs · log(runs)).
+    #[must_use]
+    #[expect(
+        clippy::cast_precision_loss,
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        reason = "a share of a number of tokens is such a number"
+    )]
+    pub fn front(&self, runs: impl IntoIterator<Item = usize>) -> usize {
+        if self.recompute_share <= 0.0 {
+            return self.recompute_first;
+        }
+        let mut runs: Vec<usize> = runs.into_iter().collect();
+        runs.sort_unstable();
+        let total: usize = runs.iter().sum();
+        let mut wanted = ((self.recompute_share * total as f64).ceil() as usize).min(total);
+        for (at, &len) in runs.iter().enumerate() {
+            let left = runs.len() - at;
+            if len >= wanted.div_ceil(left) {
+                return self.recompute_first.max(wanted.div_ceil(left));
+            }
+            wanted -= len;
+        }
+        self.recompute_first
     }
 }
 

@@ -246,7 +246,9 @@ fn limits_of_a_policy() {
         change(&mut policy);
         index.plan(&mut sequence(4), &policy, PlanOptions::default())
     };
-    let good: [&dyn Fn(&mut ReusePolicy); 9] = [
+    let good: [&dyn Fn(&mut ReusePolicy); 11] = [
+        &|policy| policy.recompute_share = 0.0,
+        &|policy| policy.recompute_share = 1.0,
         &|policy| policy.min_run = Some(min_run),
         &|policy| policy.max_hops = 0,
         &|policy| policy.max_hops = ReusePolicy::MAX_HOPS,
@@ -260,7 +262,9 @@ fn limits_of_a_policy() {
     for change in good {
         of(change).unwrap();
     }
-    let bad: [&dyn Fn(&mut ReusePolicy); 10] = [
+    let bad: [&dyn Fn(&mut ReusePolicy); 12] = [
+        &|policy| policy.recompute_share = 1.1,
+        &|policy| policy.recompute_share = f64::NAN,
         &|policy| policy.min_run = Some(min_run - 1),
         &|policy| policy.max_hops = ReusePolicy::MAX_HOPS + 1,
         &|policy| policy.max_approximate_share = -0.1,
@@ -353,6 +357,10 @@ fn an_error_names_the_call_that_was_made() {
         (
             "RadixIndex::plan_within",
             index.plan_within(seq, &policy, options, any).err(),
+        ),
+        (
+            "RadixIndex::recompute",
+            index.recompute(&released, &[]).err(),
         ),
         ("RadixIndex::release", index.release(&released).err()),
         (

@@ -224,6 +224,7 @@ impl World {
             max_cuts: numbers.of(&[None, None, None, Some(0), Some(2)]),
             max_lost_context: numbers.of(&[1.0, 1.0, 1.0, 0.5]),
             max_new_context: numbers.of(&[1.0, 1.0, 1.0, 0.5]),
+            ..ReusePolicy::EXACT_ONLY
         }
     }
 

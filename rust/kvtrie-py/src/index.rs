@@ -6,6 +6,7 @@ use kvtrie_core::{
     BlockId, Config, ExplainOptions, InsertOptions, LookupOptions, PlanOptions, RadixIndex,
     RestoreLimits, RestoredPool, SessionId,
 };
+use numpy::PyArray1;
 use pyo3::exceptions::PyOSError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
@@ -15,7 +16,7 @@ use crate::buffers::{Arg, block_ids, nothing};
 use crate::detach::{Cost, Enter, Keys, Lock};
 use crate::errors::exception;
 use crate::explain::{self, PyExplanation};
-use crate::hints::{Ids, Names};
+use crate::hints::{Ids, Names, TokenIds};
 use crate::namespace::PyNamespace;
 use crate::output::{ids, truth};
 use crate::plan::PyReusePlan;
@@ -684,6 +685,39 @@ impl PyRadixIndex {
             Ok(keys.lock(&shared.core, INDEX)?.quarantined().collect())
         })?;
         Ok(ids(py, &all))
+    }
+
+    /// The tokens of the whole path down to a block, its own last (uint32); None if it is not indexed.
+    ///
+    /// They are the context in which the block's KV was computed, as far as the index knows it.
+    /// Items count with the ids that stand for them inside the index.
+    ///
+    /// Args:
+    ///     block: An id in 0..num_blocks.
+    ///
+    /// Raises:
+    ///     ValueError: The id is outside the pool.
+    ///
+    /// Example:
+    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
+    ///     >>> seq = kvtrie.TokenSequence(range(1, 7), space)
+    ///     >>> done = index.insert(seq, [6, 0, 3], num_computed=6, source=kvtrie.COMPUTED)
+    ///     >>> index.path_tokens(0)
+    ///     array([1, 2, 3, 4], dtype=uint32)
+    #[pyo3(signature = (block: "SupportsIndex"))]
+    fn path_tokens<'py>(
+        &self,
+        py: Python<'py>,
+        #[pyo3(from_py_with = int::<call::RadixIndexPathTokens, arg::Block>)] block: i128,
+    ) -> PyResult<Option<TokenIds<'py>>> {
+        let shared = &*self.shared;
+        let most = u32::try_from(shared.num_blocks - 1).unwrap_or(u32::MAX);
+        let id: u32 = Arg::new("RadixIndex.path_tokens", "block").within(block, 0, most)?;
+        let tokens = py.enter(Cost::Long, |keys| {
+            Ok(keys.lock(&shared.core, INDEX)?.path_tokens(BlockId(id)))
+        })?;
+        Ok(tokens.map(|tokens| PyArray1::from_vec(py, tokens).into()))
     }
 
     /// Mark blocks as dead: they are evicted before all others.

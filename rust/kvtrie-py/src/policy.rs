@@ -2,7 +2,7 @@
 
 use std::hash::{Hash, Hasher};
 
-use kvtrie_core::{ReusePolicy, Scope};
+use kvtrie_core::{Repair, ReusePolicy, Scope};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyString, PyTuple};
@@ -45,6 +45,10 @@ pub(crate) const MIN_RUN: i64 = 8;
 ///         blocks of paths that begin with the prompt's first `shared_prefix` blocks.
 ///         `"namespace"`: all blocks of the namespace.
 ///     shared_prefix: Whole blocks that make two paths one conversation, at least 1.
+///     recompute_share: Least share of the tokens of moved runs that is computed anyway, 0 to 1.
+///     repair: Who chooses them. "fronts": the index, the first tokens of every run, equally many in
+///         all. "ngrams", "probe" and "question": the engine, with `kvtrie.repair`, which has to call
+///         `ReusePlan.recompute` before an insert with the plan.
 ///     partial_blocks: Whether the exact tokens of the block in which the match ends are copied. An
 ///         engine that copies nothing needs False, and `approximate=False`.
 ///
@@ -74,6 +78,8 @@ impl Hash for PyReusePolicy {
         policy.max_lost_context.to_bits().hash(state);
         policy.max_new_context.to_bits().hash(state);
         (scope_name(policy.scope), policy.shared_prefix).hash(state);
+        policy.recompute_share.to_bits().hash(state);
+        policy.repair.hash(state);
         policy.partial_blocks.hash(state);
     }
 }
@@ -106,6 +112,8 @@ impl Value for PyReusePolicy {
         "max_new_context",
         "scope",
         "shared_prefix",
+        "recompute_share",
+        "repair",
         "partial_blocks",
     ];
 }
@@ -123,8 +131,9 @@ value_methods! {
             max_cuts: "SupportsIndex | None" = None, max_lost_context: "SupportsFloat" = 1.0,
             max_new_context: "SupportsFloat" = 1.0,
             scope: "Literal['conversation', 'namespace']" = String::from("conversation"), shared_prefix: "SupportsIndex" = 16,
+            recompute_share: "SupportsFloat" = 0.0, repair: "str" = Repair::Fronts,
             partial_blocks: "bool" = true
-        ), text_signature = "(*, approximate=True, min_run=None, max_hops=1, max_approximate_share=1.0, recompute_first=0, recompute_last=0, forbid_kinds=(), max_cuts=None, max_lost_context=1.0, max_new_context=1.0, scope='conversation', shared_prefix=16, partial_blocks=True)")]
+        ), text_signature = "(*, approximate=True, min_run=None, max_hops=1, max_approximate_share=1.0, recompute_first=0, recompute_last=0, forbid_kinds=(), max_cuts=None, max_lost_context=1.0, max_new_context=1.0, scope='conversation', shared_prefix=16, recompute_share=0.0, repair='fronts', partial_blocks=True)")]
         #[expect(clippy::too_many_arguments, reason = "all are keywords")]
         fn new(
             #[pyo3(from_py_with = flag::<call::ReusePolicy, arg::Approximate>)] approximate: bool,
@@ -145,6 +154,9 @@ value_methods! {
             max_new_context: f64,
             #[pyo3(from_py_with = text::<call::ReusePolicy, arg::Scope>)] scope: String,
             #[pyo3(from_py_with = int::<call::ReusePolicy, arg::SharedPrefix>)] shared_prefix: i128,
+            #[pyo3(from_py_with = share::<call::ReusePolicy, arg::RecomputeShare>)]
+            recompute_share: f64,
+            #[pyo3(from_py_with = choice)] repair: Repair,
             #[pyo3(from_py_with = flag::<call::ReusePolicy, arg::PartialBlocks>)] partial_blocks: bool,
         ) -> PyResult<Self> {
             const CALL: &str = "ReusePolicy";
@@ -178,6 +190,8 @@ value_methods! {
                     max_new_context: share("max_new_context", max_new_context)?,
                     scope: scope_of(&scope)?,
                     shared_prefix: Arg::new(CALL, "shared_prefix").count(shared_prefix.into())?,
+                    recompute_share: share("recompute_share", recompute_share)?,
+                    repair,
                     partial_blocks,
                 },
             })
@@ -255,6 +269,18 @@ value_methods! {
             self.core.shared_prefix
         }
 
+        /// Least share of the tokens of moved runs that is computed.
+        #[getter]
+        fn recompute_share(&self) -> f64 {
+            self.core.recompute_share
+        }
+
+        /// Who chooses them: "fronts", "ngrams", "probe" or "question".
+        #[getter]
+        fn repair(&self) -> &'static str {
+            self.core.repair.name()
+        }
+
         /// Whether the exact tokens of the block in which the match ends are copied.
         #[getter]
         fn partial_blocks(&self) -> bool {
@@ -299,7 +325,7 @@ value_methods! {
             Ok(format!(
                 "ReusePolicy(approximate={}, min_run={}, max_hops={}, max_approximate_share={:?}, recompute_first={}, \
                  recompute_last={}, forbid_kinds=({kinds}), max_cuts={}, max_lost_context={:?}, max_new_context={:?}, \
-                 scope='{}', shared_prefix={}, partial_blocks={})",
+                 scope='{}', shared_prefix={}, recompute_share={:?}, repair='{}', partial_blocks={})",
                 truth(policy.approximate),
                 policy
                     .min_run
@@ -315,6 +341,8 @@ value_methods! {
                 policy.max_new_context,
                 scope_name(policy.scope),
                 policy.shared_prefix,
+                policy.recompute_share,
+                policy.repair.name(),
                 truth(policy.partial_blocks)
             ))
         }
@@ -338,6 +366,16 @@ fn scope_of(name: &str) -> PyResult<Scope> {
     found.ok_or_else(|| {
         PyValueError::new_err(format!(
             "ReusePolicy: scope is {name:?}; it must be \"conversation\" or \"namespace\""
+        ))
+    })
+}
+
+fn choice(value: &Bound<'_, PyAny>) -> PyResult<Repair> {
+    let name = text::<call::ReusePolicy, arg::Repair>(value)?;
+    Repair::named(&name).ok_or_else(|| {
+        let names = Repair::ALL.map(|(name, _)| name).join(", ");
+        PyValueError::new_err(format!(
+            "ReusePolicy: repair is {name:?}; it must be one of {names}"
         ))
     })
 }

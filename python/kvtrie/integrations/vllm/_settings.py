@@ -26,6 +26,7 @@ _POLICY_FIELDS: Final = (
     "max_new_context",
     "scope",
     "shared_prefix",
+    "recompute_share",
     "partial_blocks",
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
@@ -107,18 +108,26 @@ def draft(
         previous = used.sources[-1] if used.sources else None
         pieces += cover(slots, start, policy.min_run or cached.min_run, previous)
     paths = {id(entry): path for path, entry in cached.entries.items()}
-    runs = []
+    runs, copied = [], []
+    in_place = len(found)
     for number, piece in enumerate(pieces, IN_PLACE + 1):
         found += [None] * (piece.start - len(found))
-        origins = _recomputed(_origins(number, piece), policy)
+        whole = _origins(number, piece)
+        origins = _recomputed(whole, policy.recompute_first, policy.recompute_last)
         if not piece.same_prefix:
             path = paths[id(piece.sources[-1].entry)]
             run = context(found, piece.start, origins, path, paths)
-            if run is not None and run.is_within(policy):
-                runs.append(run)
-            else:
-                origins = [None] * len(origins)
+            if run is None or not run.is_within(policy):
+                continue
+            runs.append(run)
+        copied.append((piece.start, whole))
         found += origins
+    # Contexts are those before the share is computed.
+    first = _front([origins for _, origins in copied], policy)
+    del found[in_place:]
+    for start, whole in copied:
+        found += [None] * (start - len(found))
+        found += _recomputed(whole, first, policy.recompute_last)
     found += [None] * (len(tokens) - len(found))
     approximate = sum(origin is not None and not origin.exact for origin in found)
     if approximate and approximate / len(tokens) > policy.max_approximate_share:
@@ -191,9 +200,24 @@ def _origins(number: int, piece: Piece) -> Draft:
     ]
 
 
-def _recomputed(origins: Draft, policy: ReusePolicy) -> Draft:
+def _approximate(origins: Draft) -> list[int]:
+    return [i for i, origin in enumerate(origins) if origin is not None and not origin.exact]
+
+
+def _front(pieces: list[Draft], policy: ReusePolicy) -> int:
+    """The tokens computed at the start of each piece: the fewest that reach the share."""
+    if policy.repair != "fronts":
+        return policy.recompute_first
+    lengths = [len(_approximate(origins)) for origins in pieces]
+    wanted = math.ceil(policy.recompute_share * sum(lengths))
+    first = 0
+    while sum(min(first, length) for length in lengths) < wanted:
+        first += 1
+    return max(first, policy.recompute_first)
+
+
+def _recomputed(origins: Draft, first: int, last: int) -> Draft:
     """The origins without the ends of the approximate part that the policy recomputes."""
-    part = [i for i, origin in enumerate(origins) if origin is not None and not origin.exact]
-    first, last = policy.recompute_first, policy.recompute_last
+    part = _approximate(origins)
     again = {*part[:first], *part[max(0, len(part) - last) :]}
     return [None if i in again else origin for i, origin in enumerate(origins)]

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 class Grade(NamedTuple):
     """The fields of a policy that bound approximate KV; `kinds` are the forbidden ones.
 
-    `shared_prefix` is 0 with `scope="namespace"`.
+    `shared_prefix` is 0 with `scope="namespace"`. Of the shares, by who chooses what is computed, only that of the policy's
+    `repair` is not 0.
     """
 
     min_run: float
@@ -26,6 +27,10 @@ class Grade(NamedTuple):
     max_lost_context: float
     max_new_context: float
     shared_prefix: float
+    fronts: float
+    ngrams: float
+    probe: float
+    question: float
     kinds: frozenset[str]
 
     def is_at_least_as_strict_as(self, other: Grade) -> bool:
@@ -39,12 +44,19 @@ class Grade(NamedTuple):
             and self.max_lost_context <= other.max_lost_context
             and self.max_new_context <= other.max_new_context
             and self.shared_prefix >= other.shared_prefix
+            and self.fronts >= other.fronts
+            and self.ngrams >= other.ngrams
+            and self.probe >= other.probe
+            and self.question >= other.question
             and self.kinds >= other.kinds
         )
 
 
-LAXEST = Grade(0, 255, 1.0, 0, 0, math.inf, 1.0, 1.0, 0, frozenset())
+LAXEST = Grade(0, 255, 1.0, 0, 0, math.inf, 1.0, 1.0, 0, 0, 0, 0, 0, frozenset())
 """The grade of a policy that bounds nothing, and of KV whose policy is not known."""
+
+
+_REPAIRS = ("fronts", "ngrams", "probe", "question")
 
 
 def grade_of(policy: ReusePolicy | None, known: Iterable[str]) -> Grade:
@@ -61,13 +73,14 @@ def grade_of(policy: ReusePolicy | None, known: Iterable[str]) -> Grade:
         policy.max_lost_context,
         policy.max_new_context,
         policy.shared_prefix if policy.scope == "conversation" else 0,
+        *(policy.recompute_share * (policy.repair == name) for name in _REPAIRS),
         frozenset(policy.forbid_kinds) & frozenset(known),
     )
 
 
 def meet(grades: Iterable[Grade], known: Iterable[str]) -> Grade:
     """The strictest grade that all are at least as strict as."""
-    met = Grade(math.inf, 0, 0.0, math.inf, math.inf, 0, 0.0, 0.0, math.inf, frozenset(known))
+    met = Grade(math.inf, 0, 0.0, math.inf, math.inf, 0, 0.0, 0.0, *[math.inf] * 5, frozenset(known))
     for grade in grades:
         met = Grade(
             min(met.min_run, grade.min_run),
@@ -79,6 +92,10 @@ def meet(grades: Iterable[Grade], known: Iterable[str]) -> Grade:
             max(met.max_lost_context, grade.max_lost_context),
             max(met.max_new_context, grade.max_new_context),
             min(met.shared_prefix, grade.shared_prefix),
+            min(met.fronts, grade.fronts),
+            min(met.ngrams, grade.ngrams),
+            min(met.probe, grade.probe),
+            min(met.question, grade.question),
             met.kinds & grade.kinds,
         )
     return met

@@ -27,7 +27,7 @@ from kvtrie.testing.model._arguments import (
 )
 from kvtrie.testing.model._draft import Cached, draft
 from kvtrie.testing.model._grades import Grade, grade_of, meet
-from kvtrie.testing.model._plans import ModelPlan, copied_from
+from kvtrie.testing.model._plans import ModelPlan, copied_from, is_moved
 from kvtrie.testing.model._removal import Removal
 from kvtrie.testing.model._results import (
     ModelInsertResult,
@@ -174,6 +174,9 @@ class ModelIndex(Removal):
             first_approximate=approximate[0] if approximate else None,
             hops=[origin.hops if origin else 0 for origin in origins],
             grade=grade_of(policy, self.kinds) if policy.approximate else None,
+            awaits=policy.repair != "fronts"
+            and policy.recompute_share > 0
+            and any(is_moved(origin) for origin in origins),
         )
         plan = ModelPlan(self, state, origins, moved_runs, moved_end)
         if pin:
@@ -215,6 +218,8 @@ class ModelIndex(Removal):
         self._refuse_blocks_in_use(path, first, offered)
 
         # From here on nothing fails.
+        if plan is not None:
+            plan.used = True
         owned = self._where().keys() | self._out_of_reach()
         before = [self._entries.get(key) for key in path[:first]]
         freed: list[int] = []
@@ -266,6 +271,9 @@ class ModelIndex(Removal):
         if state.released:
             message = "source is a plan that was released"
             raise StaleHandleError(message)
+        if state.awaits and not state.recomputed:
+            message = "source is a plan whose tokens to compute were not chosen"
+            raise ValueError(message)
         if state.namespace != namespace or tokens[: len(state.tokens)] != state.tokens:
             message = f"the sequence does not start with the {len(state.tokens)} tokens of the plan"
             raise ValueError(message)

@@ -55,6 +55,11 @@ class PlanState:
     grade: Grade | None = None
     """The grade of its policy; None if that allows exact KV only."""
     released: bool = False
+    used: bool = False
+    """Whether an insert has used the plan."""
+    awaits: bool = False
+    """Whether `ModelPlan.recompute` must be called before an insert."""
+    recomputed: bool = False
 
 
 def exact_run(entries: Iterable[Entry | None]) -> list[Entry]:

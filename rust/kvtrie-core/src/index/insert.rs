@@ -236,6 +236,9 @@ impl RadixIndex {
         self.work.add_walk(work);
         let edges_before = self.forest.num_edges();
         let time = self.next_time();
+        if let Some(lease) = lease {
+            self.pins.note_use(lease);
+        }
         let whole_before = path
             .as_ref()
             .is_some_and(|path| path.present as usize >= first)
@@ -334,6 +337,14 @@ impl RadixIndex {
             return Ok(None);
         };
         let lease = plan.lease_index(self, CALL)?;
+        if let Some(repair) = plan.awaits() {
+            return Err(invalid!(
+                CALL,
+                "source is a plan whose policy has repair {:?}; recompute must be called first, with the tokens that the \
+                 engine chose",
+                repair.name()
+            ));
+        }
         if !seq.starts_with(plan.snapshot()) {
             return Err(invalid!(
                 CALL,

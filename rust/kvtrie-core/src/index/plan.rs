@@ -7,7 +7,7 @@ use crate::grade::Grade;
 use crate::ids::NO_NODE;
 use crate::index::RadixIndex;
 use crate::pins::Lease;
-use crate::plan::{Cached, CachedPath, Draft, InScope, Origin, PlanOptions, ReusePlan};
+use crate::plan::{Cached, CachedPath, Draft, InScope, Origin, PlanOptions, Repaired, ReusePlan};
 use crate::policy::ReusePolicy;
 use crate::storage::node::Node;
 use crate::storage::slab::Handle;
@@ -220,6 +220,7 @@ impl RadixIndex {
             number: self.forest.blocks_mut().count_plan(),
             moved_end: options.moved_end,
             edges: self.known_edges(seq),
+            repair: Repaired::by(policy, &draft, self.block_size()),
         };
         let plan = ReusePlan::new(origin, seq.snapshot(), draft);
         crate::failpoints::within("a lease whose plan is lost");
@@ -227,6 +228,55 @@ impl RadixIndex {
             self.pins.lower_first_approximate(lease.index, at);
         }
         plan
+    }
+
+    /// The plan, with the tokens in `ranges` to compute as well (P20). It has the pins of `plan` and takes its place:
+    /// `plan` is then as a released one. Ranges are positions of the prompt, ascending and disjoint; touching ranges
+    /// are one, empty ones are ignored.
+    ///
+    /// Sources stay pinned, also those that nothing is copied from any more. The first approximate token is the first
+    /// that remains, because tokens before it are computed from exact KV.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if a range is reversed, overlaps the one before, ends
+    /// beyond the prompt, or has a token that is not an approximate token to be copied; if the plan is of another
+    /// index, was the source of an insert, or had its tokens chosen by this call;
+    /// [`StaleHandle`](crate::ErrorKind::StaleHandle) if it was released. Nothing changes then.
+    ///
+    /// # Complexity
+    /// O(segments + ranges).
+    ///
+    /// # Examples
+    /// ```
+    /// # use std::sync::Arc;
+    /// # use kvtrie_core::*;
+    /// let ns = Arc::new(Namespace::new("m", "bfloat16", "default", None, Salt::Shared)?);
+    /// let mut index = RadixIndex::new(Config { num_blocks: 8, block_size: 8, ..Config::seeded(0) })?;
+    /// let mut seq = TokenSequence::new(ns.clone(), (0..16).collect(), vec![])?;
+    /// index.insert(&mut seq, &[BlockId(6), BlockId(0)], InsertOptions::new(16, Source::Computed))?;
+    /// let mut prompt = TokenSequence::new(ns, [99].into_iter().chain(0..16).chain([98]).collect(), vec![])?;
+    /// let policy = ReusePolicy { approximate: true, scope: Scope::Namespace, ..ReusePolicy::EXACT_ONLY };
+    /// let plan = index.plan(&mut prompt, &policy, PlanOptions::default())?;
+    /// assert_eq!(plan.num_tokens(Class::Approximate), 16);
+    /// let plan = index.recompute(&plan, &[(3, 5)])?;
+    /// let ranges: Vec<_> = plan.segments().iter().map(|segment| (segment.start, segment.end)).collect();
+    /// assert_eq!(ranges, [(0, 1), (1, 3), (3, 5), (5, 17), (17, 18)]);
+    /// index.release(&plan)?;
+    /// # Ok::<(), kvtrie_core::Error>(())
+    /// ```
+    pub fn recompute(&mut self, plan: &ReusePlan, ranges: &[(usize, usize)]) -> Result<ReusePlan> {
+        const CALL: &str = "RadixIndex::recompute";
+        let lease = plan.lease_index(self, CALL)?;
+        if self.pins.leases()[lease].is_used {
+            return Err(invalid!(
+                CALL,
+                "the plan was the source of an insert; its tokens to compute must be chosen before"
+            ));
+        }
+        let mut plan = plan.recomputed(ranges, CALL)?;
+        crate::failpoints::before(CALL)?;
+        plan.set_lease(self.pins.renew(lease, plan.first_approximate()));
+        Ok(plan)
     }
 
     /// Releases the plan and its pins. Condemned blocks that no other plan pins wait for

@@ -13,7 +13,7 @@ use crate::plan::scope::InScope;
 use crate::plan::search::Search;
 use crate::plan::usable::{Kinship, Usable};
 use crate::plan::{Class, Copied, Segment};
-use crate::policy::ReusePolicy;
+use crate::policy::{Repair, ReusePolicy};
 use crate::storage::forest::{Forest, Position, SourceRun};
 use crate::storage::node::Node;
 use crate::storage::payload::Label;
@@ -68,6 +68,7 @@ impl Draft {
             moves_after: None,
             contexts: None,
             len,
+            front: policy.recompute_first,
             draft: Self::default(),
         };
         let draft = drafting(usable).draft(end, ids, effort);
@@ -105,6 +106,8 @@ struct Drafting<'a> {
     /// Made with the first copy, if runs may be moved.
     contexts: Option<Contexts<'a>>,
     len: usize,
+    /// Approximate tokens at the start of each run that are computed (P7).
+    front: usize,
     draft: Draft,
 }
 
@@ -287,8 +290,11 @@ impl<'a> Drafting<'a> {
         };
         let min_run = self.policy.min_run.unwrap_or(cached.config.min_run);
         let mut cover = Cover::new(follower, own, search, min_run, cached.config.seed);
-        for run in cover.runs(at, effort)? {
-            self.copy(&run);
+        let mut runs = cover.runs(at, effort)?;
+        if self.policy.repair == Repair::Fronts && self.policy.recompute_share > 0.0 {
+            self.copy_with_fronts(&mut runs);
+        } else {
+            runs.iter().for_each(|run| _ = self.copy_if_allowed(run));
         }
         self.draft.candidates_dropped = cover.dropped();
         self.draft.looks = cover.budget.looks();
@@ -323,15 +329,60 @@ impl<'a> Drafting<'a> {
         is_allowed
     }
 
-    /// Adds the segments and copies of a run, unless the policy's limits on its context exclude it: one segment for each
-    /// part of equal class and hops.
-    fn copy(&mut self, run: &Run) {
-        if run.kinship == Kinship::Moved && !self.may_move(run) {
+    /// Copies runs without the tokens at their fronts that the policy's share asks for. Contexts are those before these
+    /// are computed, so the runs are judged first, and then copied again.
+    fn copy_with_fronts(&mut self, runs: &mut Vec<Run>) {
+        let draft = &self.draft;
+        let lens = (
+            draft.segments.len(),
+            draft.copies.len(),
+            draft.sources.len(),
+            draft.source_ids.len(),
+        );
+        runs.retain(|run| self.copy_if_allowed(run));
+        let front = self
+            .policy
+            .front(runs.iter().map(|run| self.num_approximate(run)));
+        if front == self.front {
             return;
         }
+        let draft = &mut self.draft;
+        draft.segments.truncate(lens.0);
+        draft.copies.truncate(lens.1);
+        draft.sources.truncate(lens.2);
+        draft.source_ids.truncate(lens.3);
+        self.front = front;
+        let moves_after = self.moves_after.take();
+        runs.iter().for_each(|run| self.copy(run));
+        self.moves_after = moves_after;
+    }
+
+    fn num_approximate(&self, run: &Run) -> usize {
+        if run.kinship == Kinship::Moved {
+            return run.end - run.start;
+        }
+        let parts = run.path.iter().flat_map(|piece| {
+            let node = self.forest.node(piece.node);
+            equal_labels(node, piece, run.kinship, self.forest.block_size())
+        });
+        let approximate = parts.filter(|part| part.2 == Class::Approximate);
+        approximate.map(|(from, to, ..)| to - from).sum()
+    }
+
+    /// Copies a run, unless the policy's limits on its context exclude it. Returns whether they allow it.
+    fn copy_if_allowed(&mut self, run: &Run) -> bool {
+        let is_allowed = run.kinship == Kinship::Own || self.may_move(run);
+        if is_allowed {
+            self.copy(run);
+        }
+        is_allowed
+    }
+
+    /// Adds the segments and copies of a run: one segment for each part of equal class and hops.
+    fn copy(&mut self, run: &Run) {
         let forest = self.forest;
         let is_plain = |piece: &Piece| forest.node(piece.node).num_approximate() == 0;
-        let recomputed = (self.policy.recompute_first, self.policy.recompute_last);
+        let recomputed = (self.front, self.policy.recompute_last);
         if recomputed == (0, 0) && run.path.iter().all(is_plain) {
             let (class, hops) = Usable::becomes(run.kinship, Label::EXACT);
             return self.copy_part(run.start, run.end, class, hops, &run.path);
@@ -365,7 +416,7 @@ impl<'a> Drafting<'a> {
             }
         }
         let approximate = |part: &&mut RunPart| part.class == Class::Approximate;
-        let mut first = self.policy.recompute_first;
+        let mut first = self.front;
         for part in parts.iter_mut().filter(approximate) {
             first -= part.cut_front(first);
         }

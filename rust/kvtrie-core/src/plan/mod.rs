@@ -1,7 +1,7 @@
 //! Plans: how to build the KV of a prompt, and the lease that keeps a plan valid (D7, D13, D19).
 //!
 //! A plan is made in one pass from left to right, as a function of the prompt, the policy and the cache. It has blocks
-//! in place, the partial block after them, and *runs* that cover the rest (rules P1 to P17 in `docs/design.md`).
+//! in place, the partial block after them, and *runs* that cover the rest (rules P1 to P20 in `docs/design.md`).
 //!
 //! `draft` assembles the parts, `cover` covers one token at a time, `search` looks up windows, `reach` follows the
 //! prompt along a source by comparing memory, `usable` says what a policy allows, and `context` what a moved run was
@@ -18,6 +18,7 @@ mod draft;
 mod moves;
 mod path;
 mod reach;
+mod recompute;
 mod scope;
 mod search;
 #[cfg(test)]
@@ -32,7 +33,7 @@ use crate::error::{Result, invalid};
 use crate::grade::Grade;
 use crate::ids::BlockId;
 use crate::pins::Lease;
-use crate::policy::ReusePolicy;
+use crate::policy::{Repair, ReusePolicy};
 use crate::session::SessionId;
 use crate::storage::slab::Handle;
 use crate::tokens::{Snapshot, TokenSequence};
@@ -166,6 +167,7 @@ pub struct ReusePlan {
     policy: ReusePolicy,
     /// The grade of the policy when the plan was made, with the kinds that were known then.
     grade: Grade,
+    repair: Repaired,
 }
 
 #[derive(Clone, Debug)]
@@ -180,6 +182,18 @@ pub(crate) struct Origin {
     pub(crate) number: u64,
     pub(crate) moved_end: Option<usize>,
     pub(crate) edges: u64,
+    pub(crate) repair: Repaired,
+}
+
+/// Whether the tokens that a policy has computed within moved runs are chosen (P20).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Repaired {
+    /// Nothing has to be chosen.
+    May,
+    /// The engine has to choose.
+    Must(Repair),
+    /// The engine has chosen.
+    Done,
 }
 
 impl ReusePlan {
@@ -204,6 +218,7 @@ impl ReusePlan {
             candidates_dropped: draft.candidates_dropped,
             policy: origin.policy,
             grade: origin.grade,
+            repair: origin.repair,
         }
     }
 

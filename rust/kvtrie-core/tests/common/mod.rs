@@ -55,6 +55,7 @@ pub(crate) fn imported(exact_until: usize, hops: u16) -> Source<'static> {
         max_new_context: 0.0,
         scope: Scope::Conversation,
         shared_prefix: usize::MAX,
+        recompute_share: 1.0,
         forbid_kinds: BUILT_IN_KINDS.map(String::from).to_vec(),
         ..ReusePolicy::LAXEST
     };

@@ -1,6 +1,6 @@
 //! Grades without numbers: the fields of a policy, compared one by one.
 
-use kvtrie_core::{ReusePolicy, Scope};
+use kvtrie_core::{Repair, ReusePolicy, Scope};
 
 /// How strict a policy was, with the kinds that were known then as a bit set.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -16,6 +16,8 @@ pub(crate) struct Grade {
     new: f64,
     /// Blocks of the shared prefix; 0 for the whole namespace.
     shared_prefix: usize,
+    /// What is computed of moved runs, by who chooses it.
+    shares: [f64; 4],
     forbidden: u64,
 }
 
@@ -30,6 +32,7 @@ impl Grade {
         lost: 0.0,
         new: 0.0,
         shared_prefix: usize::MAX,
+        shares: [f64::INFINITY; 4],
         forbidden: u64::MAX,
     };
 
@@ -50,6 +53,10 @@ impl Grade {
                 Scope::Conversation => policy.shared_prefix,
                 Scope::Namespace => 0,
             },
+            shares: Repair::ALL.map(|(_, repair)| match repair == policy.repair {
+                true => policy.recompute_share,
+                false => 0.0,
+            }),
             forbidden,
         }
     }
@@ -64,6 +71,7 @@ impl Grade {
             && self.lost <= other.lost
             && self.new <= other.new
             && self.shared_prefix >= other.shared_prefix
+            && (0..4).all(|at| self.shares[at] >= other.shares[at])
             && other.forbidden & !self.forbidden == 0
     }
 
@@ -78,6 +86,7 @@ impl Grade {
             lost: self.lost.max(other.lost),
             new: self.new.max(other.new),
             shared_prefix: self.shared_prefix.min(other.shared_prefix),
+            shares: std::array::from_fn(|at| self.shares[at].min(other.shares[at])),
             forbidden: self.forbidden & other.forbidden,
         }
     }

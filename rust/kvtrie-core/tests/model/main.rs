@@ -22,8 +22,8 @@ use grades::Grade;
 use items::{codes, pieces, spell};
 use kvtrie_core::{
     BlockId, Class, Config, Effort, ExplainOptions, Imported, InsertOptions, LookupOptions, Match,
-    Namespace, PlanOptions, RadixIndex, Reason, RestoredPool, ReusePlan, ReusePolicy, Salt, Scope,
-    SessionId, Source, Span, TokenSequence,
+    Namespace, PlanOptions, RadixIndex, Reason, Repair, RestoredPool, ReusePlan, ReusePolicy, Salt,
+    Scope, SessionId, Source, Span, TokenSequence,
 };
 use naive::{From, Lease, Naive};
 use plans::{Ask, Planned};
@@ -84,6 +84,12 @@ enum Step {
         moved_end: Option<usize>,
         policy: ReusePolicy,
     },
+    /// Computes tokens of a plan: those picked that are moved, or simply those picked, maybe in a bad order.
+    Recompute {
+        plan: usize,
+        picks: Vec<bool>,
+        is_wild: bool,
+    },
     Release {
         plan: usize,
     },
@@ -139,6 +145,10 @@ fn policy() -> impl Strategy<Value = ReusePolicy> {
         share(),
         share(),
     );
+    let repair = prop_oneof![
+        3 => Just((0.0, Repair::Fronts)),
+        1 => (0.0f64..=1.0, prop_oneof![5 => Just(Repair::Fronts), 1 => Just(Repair::Ngrams), 1 => Just(Repair::Probe)]),
+    ];
     (
         prop::bool::weighted(0.7),
         limits,
@@ -146,6 +156,7 @@ fn policy() -> impl Strategy<Value = ReusePolicy> {
         kinds,
         contexts,
         scope(),
+        repair,
         prop::bool::weighted(0.8),
     )
         .prop_map(
@@ -156,6 +167,7 @@ fn policy() -> impl Strategy<Value = ReusePolicy> {
                 kind,
                 (max_cuts, max_lost_context, max_new_context),
                 (scope, shared_prefix),
+                repair,
                 partial_blocks,
             )| {
                 ReusePolicy {
@@ -171,6 +183,8 @@ fn policy() -> impl Strategy<Value = ReusePolicy> {
                     max_new_context,
                     scope,
                     shared_prefix,
+                    recompute_share: repair.0,
+                    repair: repair.1,
                     partial_blocks,
                 }
             },
@@ -217,6 +231,8 @@ fn step(num_blocks: u32, letters: u32) -> impl Strategy<Value = Step> {
         8 => (seq.clone(), 0usize..3, prop::bool::weighted(0.8), session(), moved_end(), policy())
             .prop_map(|(seq, keep_last, pin, session, moved_end, policy)|
                 Step::Plan { seq, keep_last, pin, session, moved_end, policy }),
+        4 => (0usize..6, prop::collection::vec(any::<bool>(), 0..40), prop::bool::weighted(0.2))
+            .prop_map(|(plan, picks, is_wild)| Step::Recompute { plan, picks, is_wild }),
         3 => (0usize..6).prop_map(|plan| Step::Release { plan }),
         1 => (0usize..6).prop_map(|plan| Step::ReleaseSources { plan }),
         3 => (0usize..4).prop_map(|n| Step::Evict { n }),
@@ -447,6 +463,11 @@ impl Pair {
                 };
                 self.check_plan(*seq, options, *session, policy)?;
             }
+            Step::Recompute {
+                plan,
+                picks,
+                is_wild,
+            } => self.recompute(*plan, picks, *is_wild)?,
             Step::Release { plan } => {
                 let Some(&key) = self.plans.keys().nth(*plan) else {
                     return Ok(());
@@ -562,6 +583,73 @@ impl Pair {
         prop_assert_eq!(plan.candidates_dropped(), 0);
         prop_assert_eq!(raw(plan.blocks()), lease.blocks.clone());
         prop_assert_eq!(plan.moved_runs(), &lease.moved_runs);
+        prop_assert_eq!(plan.awaits().is_some(), lease.awaits);
+        let copied = lease.segments.iter().filter(|segment| !segment.in_place);
+        let sources: BTreeSet<u32> = copied.flat_map(|segment| segment.blocks.clone()).collect();
+        prop_assert_eq!(
+            raw(&plan.source_blocks()),
+            sources.into_iter().collect::<Vec<_>>()
+        );
+        self.check_segments(&plan, &lease)?;
+        self.check_moves(&plan, &lease)?;
+        self.model.leases.insert(self.next_plan, lease.clone());
+        self.plans.insert(self.next_plan, (plan, lease));
+        self.next_plan += 1;
+        Ok(())
+    }
+
+    fn recompute(
+        &mut self,
+        plan: usize,
+        picks: &[bool],
+        is_wild: bool,
+    ) -> Result<(), TestCaseError> {
+        let Some(&key) = self.plans.keys().nth(plan) else {
+            return Ok(());
+        };
+        let (plan, lease) = &self.plans[&key];
+        let in_place = lease.blocks.len() * self.model.block_size;
+        let is_moved = |token: usize| {
+            let holds = |segment: &&Planned| (segment.start..segment.end).contains(&token);
+            lease.segments.iter().find(holds).is_some_and(|segment| {
+                segment.class == Class::Approximate && segment.start >= in_place
+            })
+        };
+        let picked = (0..picks.len()).filter(|&at| picks[at] && (is_wild || is_moved(at)));
+        let mut ranges: Vec<(usize, usize)> = Vec::new();
+        for token in picked {
+            match ranges.last_mut() {
+                Some(last) if last.1 == token && token % 3 > 0 => last.1 += 1,
+                _ => ranges.push((token, token + 1)),
+            }
+        }
+        match picks.len() % 4 {
+            0 if is_wild => ranges.reverse(),
+            1 => ranges.insert(0, (0, 0)),
+            2 => ranges.push((lease.tokens.len(), lease.tokens.len())),
+            _ => {}
+        }
+        let (sources, digest) = (plan.source_blocks(), self.index.digest());
+        let made = self.index.recompute(plan, &ranges);
+        prop_assert_eq!(self.index.digest(), digest);
+        let Ok(made) = made else {
+            // A call may fail by chance, too; then the model is as before, and the step is repeated.
+            prop_assert!(!self.model.clone().recompute(key, &ranges));
+            return Ok(());
+        };
+        prop_assert!(self.model.recompute(key, &ranges));
+        prop_assert!(self.index.is_released(plan));
+        prop_assert!(self.index.release(plan).is_err());
+        let lease = self.model.leases[&key].clone();
+        prop_assert_eq!(made.source_blocks(), sources);
+        prop_assert_eq!(made.awaits(), None);
+        self.check_segments(&made, &lease)?;
+        self.check_moves(&made, &lease)?;
+        self.plans.insert(key, (made, lease));
+        Ok(())
+    }
+
+    fn check_segments(&self, plan: &ReusePlan, lease: &Lease) -> Result<(), TestCaseError> {
         let in_place = lease.blocks.len() * self.model.block_size;
         let found: Vec<Planned> = plan
             .segments()
@@ -580,16 +668,6 @@ impl Pair {
             .collect();
         prop_assert_eq!(found, lease.segments.clone());
         prop_assert_eq!(plan.segments().len(), lease.segments.len());
-        let copied = lease.segments.iter().filter(|segment| !segment.in_place);
-        let sources: BTreeSet<u32> = copied.flat_map(|segment| segment.blocks.clone()).collect();
-        prop_assert_eq!(
-            raw(&plan.source_blocks()),
-            sources.into_iter().collect::<Vec<_>>()
-        );
-        self.check_moves(&plan, &lease)?;
-        self.model.leases.insert(self.next_plan, lease.clone());
-        self.plans.insert(self.next_plan, (plan, lease));
-        self.next_plan += 1;
         Ok(())
     }
 
@@ -603,7 +681,9 @@ impl Pair {
             .flat_map(|segment| segment.blocks.clone())
             .collect();
         // Blocks that the plan does not read follow the blocks in place.
-        let spare = (0..self.model.num_blocks as u32).filter(|id| !reads.contains(id));
+        let sources = plan.source_blocks();
+        let spare = (0..self.model.num_blocks as u32)
+            .filter(|id| !reads.contains(id) && !sources.contains(&BlockId(*id)));
         let mut table = in_place.to_vec();
         table.extend(spare.take(plan.num_new_blocks()).map(BlockId));
         if table.len() < lease.tokens.len().div_ceil(block_size) {

@@ -25,6 +25,7 @@ pub(crate) struct Entry {
     pub(crate) mark: Option<u64>,
 }
 
+#[expect(clippy::struct_excessive_bools, reason = "each is a fact of its own")]
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Lease {
     pub(crate) namespace: usize,
@@ -39,6 +40,10 @@ pub(crate) struct Lease {
     pub(crate) blocks: Vec<u32>,
     pub(crate) segments: Vec<Planned>,
     pub(crate) moved_runs: Vec<MovedRun>,
+    /// Whether an insert has used the plan, tokens to compute were chosen for it, and have to be before an insert.
+    pub(crate) used: bool,
+    pub(crate) chosen: bool,
+    pub(crate) awaits: bool,
     /// Blocks of the plan that left after it was made.
     pub(crate) gone: BTreeSet<u32>,
 }
@@ -212,6 +217,12 @@ impl Naive {
             if lease.namespace != namespace || !tokens.starts_with(&lease.tokens) {
                 return None;
             }
+            if lease.awaits && !lease.chosen {
+                return None;
+            }
+        }
+        if let From::Lease(lease) = from {
+            self.leases.get_mut(&lease).unwrap().used = true;
         }
         self.clock += 1;
         let mut done = Inserted::default();

@@ -3,7 +3,7 @@
 use std::cmp::Reverse;
 use std::collections::BTreeSet;
 
-use kvtrie_core::{Class, MovedRun, ReusePolicy, Scope};
+use kvtrie_core::{Class, MovedRun, Repair, ReusePolicy, Scope};
 
 use crate::grades::Grade;
 use crate::naive::{Entry, Lease, Naive};
@@ -137,10 +137,83 @@ impl Naive {
             first_approximate: first.map_or(usize::MAX, |segment| segment.start),
             grade: ask.policy.approximate.then_some(ask.grade()),
             blocks: blocks(true).collect(),
+            awaits: ask.policy.repair != Repair::Fronts
+                && ask.policy.recompute_share > 0.0
+                && segments.iter().any(Planned::is_moved),
+            used: false,
+            chosen: false,
             segments,
             moved_runs,
             gone: BTreeSet::new(),
         }
+    }
+
+    /// Computes tokens that a plan would copy approximately; returns whether it is allowed (P20).
+    pub(crate) fn recompute(&mut self, key: usize, ranges: &[(usize, usize)]) -> bool {
+        let block_size = self.block_size;
+        let lease = self.leases.get_mut(&key).unwrap();
+        let ascend = ranges.iter().all(|range| range.0 <= range.1)
+            && ranges.windows(2).all(|pair| pair[0].1 <= pair[1].0)
+            && ranges
+                .last()
+                .is_none_or(|range| range.1 <= lease.tokens.len());
+        let tokens: BTreeSet<usize> = ranges.iter().flat_map(|&(start, end)| start..end).collect();
+        let moved = |token: &usize| {
+            let holds = |segment: &&Planned| (segment.start..segment.end).contains(token);
+            lease
+                .segments
+                .iter()
+                .find(holds)
+                .is_some_and(Planned::is_moved)
+        };
+        if lease.used || lease.chosen || !ascend || !tokens.iter().all(moved) {
+            return false;
+        }
+        let mut segments = Vec::new();
+        for segment in &lease.segments {
+            if !segment.is_moved() {
+                if segment.class == Class::Compute {
+                    compute_until(&mut segments, segment.end);
+                } else {
+                    segments.push(segment.clone());
+                }
+                continue;
+            }
+            for token in (segment.start..segment.end).filter(|token| !tokens.contains(token)) {
+                let source = segment.old_start + token - segment.start;
+                let block = segment.blocks[source / block_size - segment.old_start / block_size];
+                match segments.last_mut() {
+                    Some(last)
+                        if last.end == token
+                            && last.start >= segment.start
+                            && last.class == segment.class =>
+                    {
+                        last.end += 1;
+                        if last.blocks.last() != Some(&block) {
+                            last.blocks.push(block);
+                        }
+                    }
+                    _ => {
+                        compute_until(&mut segments, token);
+                        segments.push(Planned {
+                            start: token,
+                            end: token + 1,
+                            old_start: source,
+                            blocks: vec![block],
+                            ..segment.clone()
+                        });
+                    }
+                }
+            }
+            compute_until(&mut segments, segment.end);
+        }
+        let first = segments
+            .iter()
+            .find(|segment| segment.class == Class::Approximate);
+        lease.first_approximate = first.map_or(usize::MAX, |segment| segment.start);
+        lease.segments = segments;
+        lease.chosen = true;
+        true
     }
 
     fn segments(&self, ask: &Ask<'_>, approximate: bool) -> Cover {
@@ -253,7 +326,8 @@ impl Naive {
         cover: &mut Cover,
     ) {
         let runs = self.runs(ask, approximate, len);
-        let mut at = from;
+        let (mut at, mut pieces) = (from, Vec::new());
+        let before = cover.segments.clone();
         while at < len {
             let holders = runs.iter().filter(|run| {
                 let is_long = run.is_own || run.end() >= at + ask.min_run;
@@ -283,10 +357,23 @@ impl Naive {
             let tail = run.tail(at);
             let is_allowed = run.is_own || self.may_move(ask, run, at, cover);
             if is_allowed {
-                piece(ask, at, tail, &mut cover.segments);
+                piece(
+                    ask,
+                    at,
+                    tail,
+                    ask.policy.recompute_first,
+                    &mut cover.segments,
+                );
+                pieces.push((at, tail));
             }
             at += tail.len();
             previous = tail.last().map(|pair| (pair.source, pair.block));
+        }
+        // Contexts are those before the share is computed.
+        let first = front(ask.policy, &pieces);
+        cover.segments = before;
+        for (at, pairs) in pieces {
+            piece(ask, at, pairs, first, &mut cover.segments);
         }
     }
 
@@ -495,11 +582,38 @@ impl Naive {
     }
 }
 
-fn piece(ask: &Ask<'_>, start: usize, pairs: &[Pair], segments: &mut Vec<Planned>) {
+impl Planned {
+    fn is_moved(&self) -> bool {
+        self.class == Class::Approximate && !self.in_place
+    }
+}
+
+/// The tokens that are computed at the start of each piece: the least number with which the share is reached (P7).
+#[expect(
+    clippy::cast_precision_loss,
+    clippy::cast_sign_loss,
+    reason = "some tokens"
+)]
+fn front(policy: &ReusePolicy, pieces: &[(usize, &[Pair])]) -> usize {
+    let approximate = |pair: &&Pair| pair.class == Class::Approximate;
+    let lens = pieces
+        .iter()
+        .map(|(_, pairs)| pairs.iter().filter(approximate).count());
+    let computed = |first: usize| lens.clone().map(|len| len.min(first)).sum::<usize>();
+    let all = computed(usize::MAX);
+    let wanted = (policy.recompute_share * all as f64).ceil() as usize;
+    let first = match policy.repair {
+        Repair::Fronts => (0..=all).find(|&first| computed(first) >= wanted),
+        _ => None,
+    };
+    first.unwrap_or(0).max(policy.recompute_first)
+}
+
+fn piece(ask: &Ask<'_>, start: usize, pairs: &[Pair], first: usize, segments: &mut Vec<Planned>) {
     let approximate: Vec<usize> = (0..pairs.len())
         .filter(|&at| pairs[at].class == Class::Approximate)
         .collect();
-    let (first, last) = (ask.policy.recompute_first, ask.policy.recompute_last);
+    let last = ask.policy.recompute_last;
     let left_out = |at: usize| {
         approximate
             .iter()
@@ -541,7 +655,12 @@ fn piece(ask: &Ask<'_>, start: usize, pairs: &[Pair], segments: &mut Vec<Planned
 
 fn compute_until(segments: &mut Vec<Planned>, end: usize) {
     let start = segments.last().map_or(0, |segment| segment.end);
-    if start < end {
+    if let Some(last) = segments
+        .last_mut()
+        .filter(|last| last.class == Class::Compute)
+    {
+        last.end = end;
+    } else if start < end {
         segments.push(Planned {
             start,
             end,

@@ -119,7 +119,7 @@ impl<'a> MoveSearch<'a> {
     }
 
     pub(super) fn cover(&mut self, gaps: &[Range<usize>], policy: &ReusePolicy) -> Vec<Piece> {
-        let mut pieces = Vec::new();
+        let (mut pieces, mut runs) = (Vec::new(), Vec::new());
         if self.blocks.is_empty() {
             return pieces;
         }
@@ -133,12 +133,17 @@ impl<'a> MoveSearch<'a> {
                     from = at;
                     continue;
                 };
-                let start = (at + policy.recompute_first).min(end);
-                let stop = end.saturating_sub(policy.recompute_last).max(start);
-                self.emit(&found, start..stop, &mut pieces);
+                runs.push((found, at..end));
                 at = end;
                 from = (at + 1).saturating_sub(self.block_size + self.lengths[0]);
             }
+        }
+        // Nobody chooses tokens of a transfer, so a policy's share is that of fronts.
+        let front = policy.front(runs.iter().map(|(_, range)| range.len()));
+        for (found, range) in runs {
+            let start = (range.start + front).min(range.end);
+            let stop = range.end.saturating_sub(policy.recompute_last).max(start);
+            self.emit(&found, start..stop, &mut pieces);
         }
         pieces
     }

@@ -192,16 +192,28 @@ fn labels() -> impl Strategy<Value = Vec<Option<(Class, u16)>>> {
 }
 
 fn policy() -> impl Strategy<Value = ReusePolicy> {
-    (any::<bool>(), 8usize..20, 0u16..3, 0usize..3, 0usize..3).prop_map(
-        |(approximate, min_run, max_hops, recompute_first, recompute_last)| ReusePolicy {
-            approximate,
-            min_run: Some(min_run),
-            max_hops,
-            recompute_first,
-            recompute_last,
-            ..ReusePolicy::EXACT_ONLY
-        },
+    let share = prop_oneof![2 => Just(0.0), 1 => 0.0f64..=1.0];
+    (
+        any::<bool>(),
+        8usize..20,
+        0u16..3,
+        0usize..3,
+        0usize..3,
+        share,
     )
+        .prop_map(
+            |(approximate, min_run, max_hops, recompute_first, recompute_last, recompute_share)| {
+                ReusePolicy {
+                    approximate,
+                    min_run: Some(min_run),
+                    max_hops,
+                    recompute_first,
+                    recompute_last,
+                    recompute_share,
+                    ..ReusePolicy::EXACT_ONLY
+                }
+            },
+        )
 }
 
 proptest! {

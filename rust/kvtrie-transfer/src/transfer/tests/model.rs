@@ -151,15 +151,14 @@ impl Model<'_> {
         let free: Vec<bool> = (0..origins.len())
             .map(|at| self.wanted[at] && origins[at].is_none())
             .collect();
-        let mut at = 0;
+        let source = |start: usize, chain: &[&Named], at: usize| chain[0].range.start + at - start;
+        let block_of = |chain: &[&Named], source: usize| -> Named {
+            let holds = |block: &&&Named| block.range.contains(&source);
+            (**chain.iter().find(holds).unwrap()).clone()
+        };
+        let (mut at, mut pieces) = (0, Vec::new());
         while at < free.len() {
             let gap_end = (at..free.len()).find(|&at| !free[at]).unwrap_or(free.len());
-            let source =
-                |start: usize, chain: &[&Named], at: usize| chain[0].range.start + at - start;
-            let block_of = |chain: &[&Named], source: usize| -> Named {
-                let holds = |block: &&&Named| block.range.contains(&source);
-                (**chain.iter().find(holds).unwrap()).clone()
-            };
             let best = chains
                 .iter()
                 .filter(|(start, chain)| {
@@ -182,14 +181,33 @@ impl Model<'_> {
                 at += 1;
                 continue;
             };
-            let first = (at + self.policy.recompute_first).min(end);
+            pieces.push((at, end, start, chain));
+            at = end;
+        }
+        let computed = |first: usize| -> usize {
+            pieces
+                .iter()
+                .map(|piece| first.min(piece.1 - piece.0))
+                .sum()
+        };
+        let all = computed(usize::MAX);
+        #[expect(
+            clippy::cast_precision_loss,
+            clippy::cast_sign_loss,
+            clippy::cast_possible_truncation,
+            reason = "some tokens"
+        )]
+        let wanted = (self.policy.recompute_share * all as f64).ceil() as usize;
+        let front = (0..=all).find(|&first| computed(first) >= wanted);
+        let front = front.unwrap_or(0).max(self.policy.recompute_first);
+        for (at, end, start, chain) in pieces {
+            let first = (at + front).min(end);
             let until = end.saturating_sub(self.policy.recompute_last).max(first);
             for (token, origin) in (first..until).zip(&mut origins[first..until]) {
                 let here = source(start, chain, token);
                 let hops = block_of(chain, here).hops + 1;
                 *origin = Some((Class::Approximate, here, hops));
             }
-            at = end;
         }
     }
 }
