@@ -1537,16 +1537,16 @@ class ReusePlan:
         Ranges (start, end) to compute: int64 of shape (n, 2), ascending.
         """
     @property
-    def moved_runs(self, /) -> tuple[MovedRun, ...]:
-        """
-        The moved runs, ascending: one per piece of the cover that is moved, without the tokens that
-        the policy recomputes at its ends.
-        """
-    @property
     def moved_end(self, /) -> int | None:
         """
         The `moved_end` that the plan was made with: moved runs supply no token at or after it. None
         means that none was given, and they may supply any token.
+        """
+    @property
+    def moved_runs(self, /) -> tuple[MovedRun, ...]:
+        """
+        The moved runs, ascending: one per piece of the cover that is moved, without the tokens that
+        the policy recomputes at its ends.
         """
     def moves(
         self, /, table: _Integers, start: SupportsIndex = 0, end: SupportsIndex | None = None

@@ -29,9 +29,12 @@ const BOUNDS: [&str; 13] = [
 const SETS: [&str; 1] = ["forbid_kinds"];
 
 fn bounds(policy: &ReusePolicy) -> [u64; BOUNDS.len()] {
-    let share_by = |repair| match policy.repair == repair {
-        true => policy.recompute_share.abs().to_bits(),
-        false => 0,
+    let share_by = |repair| {
+        if policy.repair == repair {
+            policy.recompute_share.abs().to_bits()
+        } else {
+            0
+        }
     };
     [
         at_least(policy.min_run.unwrap_or(0)),

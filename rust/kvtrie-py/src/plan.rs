@@ -196,7 +196,8 @@ impl PyReusePlan {
     /// the policy recomputes at its ends.
     #[getter]
     fn moved_runs<'py>(&self, py: Python<'py>) -> PyResult<MovedRuns<'py>> {
-        let runs = self.core.moved_runs().iter();
+        let core = self.core();
+        let runs = core.moved_runs().iter();
         let runs: Vec<PyMovedRun> = runs.copied().map(PyMovedRun::from).collect();
         Ok(PyTuple::new(py, runs)?.into())
     }
@@ -223,7 +224,7 @@ impl PyReusePlan {
     /// means that none was given, and they may supply any token.
     #[getter]
     fn moved_end(&self) -> Option<usize> {
-        self.core.moved_end()
+        self.core().moved_end()
     }
 
     /// Whether the plan was released.

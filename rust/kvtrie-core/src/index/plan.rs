@@ -251,7 +251,7 @@ impl RadixIndex {
     /// # use std::sync::Arc;
     /// # use kvtrie_core::*;
     /// let ns = Arc::new(Namespace::new("m", "bfloat16", "default", None, Salt::Shared)?);
-    /// let mut index = RadixIndex::new(Config { num_blocks: 8, block_size: 8, ..Config::seeded(0) })?;
+    /// let mut index = RadixIndex::new(Config { num_blocks: 8, block_size: 8, moved_runs: true, ..Config::seeded(0) })?;
     /// let mut seq = TokenSequence::new(ns.clone(), (0..16).collect(), vec![])?;
     /// index.insert(&mut seq, &[BlockId(6), BlockId(0)], InsertOptions::new(16, Source::Computed))?;
     /// let mut prompt = TokenSequence::new(ns, [99].into_iter().chain(0..16).chain([98]).collect(), vec![])?;

@@ -294,7 +294,9 @@ impl<'a> Drafting<'a> {
         if self.policy.repair == Repair::Fronts && self.policy.recompute_share > 0.0 {
             self.copy_with_fronts(&mut runs);
         } else {
-            runs.iter().for_each(|run| _ = self.copy_if_allowed(run));
+            for run in &runs {
+                self.copy_if_allowed(run);
+            }
         }
         self.draft.candidates_dropped = cover.dropped();
         self.draft.looks = cover.budget.looks();
@@ -353,7 +355,9 @@ impl<'a> Drafting<'a> {
         draft.source_ids.truncate(lens.3);
         self.front = front;
         let moves_after = self.moves_after.take();
-        runs.iter().for_each(|run| self.copy(run));
+        for run in runs.iter() {
+            self.copy(run);
+        }
         self.moves_after = moves_after;
     }
 

@@ -53,9 +53,12 @@ impl Grade {
                 Scope::Conversation => policy.shared_prefix,
                 Scope::Namespace => 0,
             },
-            shares: Repair::ALL.map(|(_, repair)| match repair == policy.repair {
-                true => policy.recompute_share,
-                false => 0.0,
+            shares: Repair::ALL.map(|(_, repair)| {
+                if repair == policy.repair {
+                    policy.recompute_share
+                } else {
+                    0.0
+                }
             }),
             forbidden,
         }
