@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from kvtrie._core import ReusePlan, ReusePolicy, TokenSequence
     from kvtrie.engines._store import Store
+    from kvtrie.gates import Decision
 
 
 class Lease:
@@ -22,7 +23,8 @@ class Lease:
 
     Every block of the table belongs to the index or is held by the lease; after ``close``, which
     works after an exception at any point, none is held. Until then only the ledger changes ``seq``.
-    ``headroom`` blocks stay available for others; `OutOfBlocksError` evicts nothing.
+    ``headroom`` blocks stay available for others; `OutOfBlocksError` evicts nothing. A plan that
+    ``decision`` does not clear is made again, exact, and ``refused`` says why.
     """
 
     def __init__(
@@ -34,13 +36,25 @@ class Lease:
         session: str | None = None,
         moved_end: int | None = None,
         headroom: int = 0,
+        decision: Decision | None = None,
     ) -> None:
         self._store = store
         self._seq = seq
         self._is_closed = False
-        self.plan: ReusePlan = store.index.plan(
-            seq, policy, keep_last=1, session=session, moved_end=moved_end
-        )
+        self.refused: Decision | None = None
+
+        def planned(policy: ReusePolicy) -> ReusePlan:
+            return store.index.plan(
+                seq, policy, keep_last=1, session=session, moved_end=moved_end
+            )
+
+        self.plan = planned(policy)
+        judged = None if decision is None else decision.of(self.plan)
+        if judged is not decision and judged is not None:
+            self.plan.release()
+            self.refused = judged
+            policy = judged.policy
+            self.plan = planned(policy)
         fresh = np.empty(0, dtype=np.int32)
         try:
             fresh = self._allocate(self.plan.num_new_blocks, headroom)

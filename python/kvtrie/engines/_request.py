@@ -118,7 +118,8 @@ class Request:
     Attributes:
         number: Counts up from 0 in the order of submission.
         prompt_len: Tokens of the prompt.
-        decision: What it may reuse, and why.
+        decision: What it may reuse, and why. If the gate does not clear the kind of edit that its
+            plan follows, it becomes exact when the request is first admitted.
         status: ``"waiting"``, ``"running"`` or ``"finished"``.
         tokens: Generated ids so far, with a final end-of-sequence id.
         text: Text of ``tokens`` so far.

@@ -48,7 +48,7 @@ from kvtrie.engines._store import BlockCounts, Store
 from kvtrie.engines._text import TextStream
 from kvtrie.gates import Decision, Gate
 from kvtrie.models.directory import checked_model_dir
-from kvtrie.models.fingerprint import model_id, rope_id
+from kvtrie.models.fingerprint import model_id, rope_id, template_id
 from kvtrie.pool.kv_pool import KVPool
 from kvtrie.pool.layout import KVLayout
 from kvtrie.repair.probe import LayerProbe
@@ -99,8 +99,9 @@ class Generator:
         block_size: Tokens per block.
         policy: Default of what requests may reuse.
         gate: What `kvtrie calibrate` measured on this model. Approximate policies that it does not
-            clear, and all of them without a gate, become ``kvtrie.EXACT_ONLY``. ``"unchecked"``: no
-            gate; the caller is responsible for the quality.
+            clear, and all of them without a gate, become ``kvtrie.EXACT_ONLY``; a plan after a kind
+            of edit that it does not clear is made again, exact. ``"unchecked"``: no gate; the
+            caller is responsible for the quality.
         salt: Tenant of requests that name none; ``kvtrie.SHARED`` to share on purpose.
         adapter: Content id of the model's LoRA adapter, if any.
         seed: Makes sampling repeatable.
@@ -504,7 +505,7 @@ class Generator:
             text=TextStream(self._tokenizer),
             stop_ids=eos_ids | frozenset(options.get("stop_token_ids", ())),
             max_len=max_len,
-            policy=decision.policy,
+            decision=decision,
             return_logits=options.get("return_logits", False),
             session=options.get("session"),
             moved_end=self._moved_end(seq, decision.policy, options),
@@ -553,7 +554,13 @@ class Generator:
         if policy.min_run is None:
             # A gate compares the shortest run.
             policy = policy.replace(min_run=self.index.min_run)
-        return self._gate.policy(policy, model=own.model, kv_dtype=own.kv_dtype, rope=own.rope)
+        return self._gate.policy(
+            policy,
+            model=own.model,
+            kv_dtype=own.kv_dtype,
+            rope=own.rope,
+            template=template_id(getattr(self._tokenizer, "chat_template", None)),
+        )
 
     def _check_fits(self, prompt_len: int, max_len: int) -> None:
         block_size, num_blocks = self.pool.layout.block_size, self.pool.num_blocks

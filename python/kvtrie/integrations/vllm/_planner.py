@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvtrie._core import ReusePlan, ReusePolicy
+    from kvtrie.gates import Decision
     from kvtrie.integrations.vllm._settings import Settings
     from kvtrie.integrations.vllm._stats import Counts
     from kvtrie.tags import Tagger
@@ -62,7 +63,7 @@ class Planner:
         manager: KVCacheManager,
         block_size: int,
         settings: Settings,
-        cleared: ReusePolicy,
+        decision: Decision,
         counts: Counts,
     ) -> None:
         self._vllm_config = vllm_config
@@ -70,6 +71,8 @@ class Planner:
         self._pool = manager.block_pool
         self._block_size = block_size
         self._settings = settings
+        self._decision = decision
+        cleared = decision.policy
         self._cleared = cleared
         self._counts = counts
         self._space_of = lru_cache(maxsize=_MAX_NAMESPACES)(self._new_namespace)
@@ -127,13 +130,26 @@ class Planner:
         """Let vLLM find approximate blocks in place, under their own hashes."""
         if not self.sources.has_approximate:
             return
-        plan = self.sources.plan(live.seq, live.policy, live.session, live.moved_end)
+        plan = self._plan(live)
         if plan is None:
             return
         first = _lineage.join(request, self.sources.blocks(plan.blocks.tolist()))
         if first is not None:
             live.becomes_approximate(first * self._block_size)
         plan.release()
+
+    def _plan(self, live: LiveRequest) -> ReusePlan | None:
+        """A plan for a request, exact if the gate does not clear the kind of edit."""
+        plan = self.sources.plan(live.seq, live.policy, live.session, live.moved_end)
+        if plan is None or not live.policy.approximate:
+            return plan
+        judged = self._decision.of(plan)
+        if judged is self._decision:
+            return plan
+        plan.release()
+        self._counts.add("plans_not_cleared")
+        _LOG.debug("kvtrie: planned again, exact: %s", judged.reason)
+        return self.sources.plan(live.seq, judged.policy, live.session, live.moved_end)
 
     def _namespace(self, request: Request) -> Namespace:
         return self._space_of(request.cache_salt, adapter_of(request))
@@ -164,7 +180,7 @@ class Planner:
             self._counts.add("requests_without_room")
             return 0
         live.follow(request)
-        plan = self.sources.plan(live.seq, live.policy, live.session, live.moved_end)
+        plan = self._plan(live)
         if plan is None:
             self._counts.add("plans_stale")
             return 0

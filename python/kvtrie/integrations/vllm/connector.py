@@ -61,7 +61,8 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         _support.check(vllm_config, kv_cache_config)
         self._settings = Settings.read(self._kv_transfer_config.kv_connector_extra_config)
-        self._cleared = _gate.cleared(self._settings, vllm_config)
+        self._decision = _gate.decision_of(self._settings, vllm_config)
+        self._cleared = self._decision.policy
         if self._cleared.approximate:
             rope_of(vllm_config)
         self._block_size: int = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
@@ -94,7 +95,7 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
             kv_cache_manager,
             self._block_size,
             self._settings,
-            self._cleared,
+            self._decision,
             self._counts,
         )
 
