@@ -43,6 +43,7 @@ def rows(
             received=torch.zeros(len(case.prompt)),
             moved_end=case.moved_end,
             seed=at,
+            contexts=case.contexts,
         )
         choice = policy.chooses(view, policy.share)
         chosen = plan.is_computed | choice.chosen

@@ -130,6 +130,7 @@ class Bench:
                 received=self._shelf.received[plan.slots],
                 moved_end=self._case.moved_end,
                 seed=int(self._case.digest, 16) % 2**31,
+                contexts=self._case.contexts,
             )
         return self._view
 

@@ -55,6 +55,8 @@ class Assembled:
         contexts: For each token the slot it came from, or -1.
         k: As in `Kept`; rows of tokens to compute are not meaningful.
         v: Likewise.
+        segments: The plan's, moved ones cut at the last message.
+        num_in_place: Tokens in whole blocks that are used where they are.
         inputs: Records of the middle layer, as in `Kept`.
         outputs: Likewise.
     """
@@ -63,6 +65,8 @@ class Assembled:
     source: torch.Tensor
     runs: tuple[tuple[int, int, int], ...]
     slots: torch.Tensor
+    segments: NDArray[Any]
+    num_in_place: int
     k: torch.Tensor
     v: torch.Tensor
     inputs: torch.Tensor
@@ -141,10 +145,17 @@ class Shelf:
             fresh = self.allocator.allocate(plan.num_new_blocks)
             table = np.concatenate([plan.blocks, fresh])
             moves = plan.moves(table)
-            segments = plan.segments
+            segments, in_place = plan.segments, len(plan.blocks) * BLOCK
             try:
                 return self._assembled(
-                    ids, table, moves, segments, moved_end, rotates=rotates, foreign=foreign
+                    ids,
+                    table,
+                    moves,
+                    segments,
+                    moved_end,
+                    in_place,
+                    rotates=rotates,
+                    foreign=foreign,
                 )
             finally:
                 self.allocator.free(fresh)
@@ -156,6 +167,7 @@ class Shelf:
         moves: NDArray[Any],
         segments: NDArray[Any],
         moved_end: int,
+        in_place: int,
         *,
         rotates: bool,
         foreign: NDArray[np.int64] | None,
@@ -168,7 +180,9 @@ class Shelf:
             if kind == MOVED:
                 end = min(end, moved_end)
                 if end <= start:
+                    one["class"] = COMPUTE
                     continue
+                one["end"] = end
                 runs.append((start, end, int(one["old_start"])))
             source[start:end] = kind
         slots = np.asarray(self.pool.slots(table, 0, len(ids)).cpu().numpy()).copy()
@@ -197,6 +211,8 @@ class Shelf:
             source=torch.from_numpy(source),
             runs=tuple(runs),
             slots=torch.from_numpy(came_from),
+            segments=segments,
+            num_in_place=in_place,
             k=k,
             v=k if v is None else v,
             inputs=self.inputs[came_from],

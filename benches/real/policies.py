@@ -1,13 +1,15 @@
-"""Which tokens of moved runs are computed again: the policies that are compared, on the same plans.
+"""Which tokens of moved runs are computed again: the policies that are compared.
 
-A policy is a function of a `View` that returns a `Choice`. Its cost is the tokens chosen, and what
-choosing costs, in tokens that go through all layers. ``NAME20`` chooses 20 % of the moved tokens.
+All are compared on the same plans. A policy is a function of a `View` that returns a `Choice`. Its
+cost is the tokens chosen, and what choosing costs, in tokens that go through all layers. ``NAME20``
+chooses 20 % of the moved tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -37,6 +39,7 @@ class View:
         received: For each token, the share of attention it drew in the context it comes from.
         moved_end: Where the last message starts.
         seed: Of random choices.
+        contexts: The cached sequences.
     """
 
     reader: Reader
@@ -46,6 +49,7 @@ class View:
     received: torch.Tensor
     moved_end: int
     seed: int
+    contexts: tuple[tuple[int, ...], ...] = ()
 
     @property
     def num_moved(self) -> int:
@@ -137,7 +141,7 @@ def asked(view: View) -> torch.Tensor:
     return reader.attention(q, at[tail], view.gaps.k[middle], at).mean((0, 1))
 
 
-def _to_middle(view: View) -> float:
+def to_middle(view: View) -> float:
     """What it costs to know the middle layer's keys of the gaps, in tokens: half of their pass."""
     return int(view.plan.is_computed.sum()) * view.reader.middle / view.reader.num_layers
 
@@ -145,7 +149,7 @@ def _to_middle(view: View) -> float:
 def question(view: View, share: float) -> Choice:
     """Query attention: those that the last message attends to most."""
     scores = asked(view)
-    return Choice(top(scores, view.plan.is_moved, view.budget(share)), _to_middle(view))
+    return Choice(top(scores, view.plan.is_moved, view.budget(share)), to_middle(view))
 
 
 def probed(view: View) -> torch.Tensor:
@@ -171,12 +175,12 @@ def _half(view: View, share: float, chosen: torch.Tensor, cost: float) -> Choice
 
 def probe(view: View, share: float) -> Choice:
     """Half of the budget on fronts, half by the probe."""
-    return _half(view, share, fronts(view, share / 2).chosen, _to_middle(view))
+    return _half(view, share, fronts(view, share / 2).chosen, to_middle(view))
 
 
 def question_probe(view: View, share: float) -> Choice:
     """Half of the budget by the last message's attention, half by the probe."""
-    return _half(view, share, question(view, share / 2).chosen, _to_middle(view))
+    return _half(view, share, question(view, share / 2).chosen, to_middle(view))
 
 
 def _first(number: int) -> Chooser:
@@ -210,6 +214,29 @@ def _shares(name: str, chooses: Chooser, source: str, *per_cent: int) -> list[Po
     return [Policy(f"{name}{one}", chooses, one / 100, "moved", source) for one in per_cent]
 
 
+OURS: Final = "kvtrie.repair" if find_spec("kvtrie.repair") else ""
+"""Where kvtrie's own choosers come from; empty: from this file."""
+
+
+def _own(name: str, chooses: Chooser) -> Chooser:
+    """The package's chooser of this name, where it has one."""
+    if not OURS:
+        return chooses
+
+    def package(view: View, share: float) -> Choice:
+        from real import ours  # noqa: PLC0415 - it imports this module
+
+        found: Choice = getattr(ours, name)(view, share)
+        return found
+
+    return package
+
+
+def _no_ngrams(_view: View, _share: float) -> Choice:
+    msg = "the n-gram rule is in kvtrie.repair"
+    raise NotImplementedError(msg)
+
+
 POLICIES: Final = {
     one.name: one
     for one in (
@@ -222,12 +249,16 @@ POLICIES: Final = {
         *_shares("blend", blend, "CacheBlend", 20),
         *_shares("sink", sink, "attention sink", 20),
         *_shares("question", question, "query attention", 20),
-        *_shares("fronts", fronts, "kvtrie", 20, 30),
-        *_shares("probe", probe, "kvtrie", 20, 30),
+        *_shares("fronts", _own("fronts", fronts), "kvtrie", 20, 30),
+        *(_shares("ngrams", _own("ngrams", _no_ngrams), "kvtrie", 20) if OURS else ()),
+        *_shares("probe", _own("probe", probe), "kvtrie", 20, 30),
         *_shares("question+probe", question_probe, "kvtrie", 20, 28),
         *_shares("oracle", oracle, "bound", 20, 30),
     )
 }
 """All policies by name; ``exact`` first, as it is the floor."""
+
+OWN: Final = ("fronts", "ngrams", "probe")
+"""Names of choosers that the package has."""
 
 CONTROLS: Final = ("unrotated", "foreign")
