@@ -482,10 +482,8 @@ impl Engine {
             };
             self.write(&table, at, value);
         }
-        let source = Source::Imported(Imported {
-            exact_until,
-            hops: 1 + u16::from(bytes.one_in(2)),
-        });
+        let hops = 1 + u16::from(bytes.one_in(2));
+        let source = Source::Imported(Imported::new(exact_until, hops));
         let done = self
             .index
             .insert(

@@ -177,17 +177,31 @@ fn full(kind: usize) -> RadixIndex {
     let items = [Item::new(3, 9, b"cat").expect("a valid item")];
     let mut branch = vec![5; 6];
     branch.extend([6; 18]);
-    let imported = Source::Imported(Imported {
-        exact_until: 10,
-        hops: 3,
-    });
+    let imported = Source::Imported(Imported::new(10, 3));
     let ids = |from: u32, to: u32| (from..to).map(BlockId).collect::<Vec<BlockId>>();
-    let computed = Source::Computed;
     let all = [
-        (&shared, vec![5; 24], &items[..], ids(0, 12), computed),
+        (
+            &shared,
+            vec![5; 24],
+            &items[..],
+            ids(0, 12),
+            Source::Computed,
+        ),
         (&shared, branch, &items[..], ids(12, 24), imported),
-        (&tenant, (1..7).collect(), &[], ids(40, 43), computed),
-        (&tenant, vec![1, 2, 9, 9], &[], ids(50, 52), computed),
+        (
+            &tenant,
+            (1..7).collect(),
+            &[],
+            ids(40, 43),
+            Source::Computed,
+        ),
+        (
+            &tenant,
+            vec![1, 2, 9, 9],
+            &[],
+            ids(50, 52),
+            Source::Computed,
+        ),
     ];
     let spans = ["reasoning", "mine"].map(|kind| Span {
         start: 1,

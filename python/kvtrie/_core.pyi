@@ -280,8 +280,8 @@ class Explanation:
         there. `"evicted"`: the prompt's tokens were cached after this prefix, and left by eviction,
         discard or removal. `"approximate_only"`: the same tokens are cached, but their KV is
         approximate. `"laxer_policy"`: so they are, and it was built under a policy that is not as
-        strict as the one asked about. `"other_namespace"`: more of the prompt is cached under another namespace of
-        the same salt. `"not_cached"`: nothing is known.
+        strict as the one asked about. `"other_namespace"`: more of the prompt is cached under
+        another namespace of the same salt. `"not_cached"`: nothing is known.
         """
     def to_dict(self, /) -> dict[str, Any]:
         """
@@ -663,9 +663,11 @@ class MovedRun:
         >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
         >>> index = kvtrie.RadixIndex(num_blocks=64, block_size=4)
         >>> seq = kvtrie.TokenSequence(range(40), space)
-        >>> done = index.insert(seq, range(10), num_computed=40, source=kvtrie.COMPUTED)
+        >>> done = index.insert(
+        ...     seq, range(10), num_computed=40, source=kvtrie.COMPUTED, session="chat"
+        ... )
         >>> prompt = kvtrie.TokenSequence([*range(8), *range(16, 40), 99], space)
-        >>> with index.plan(prompt, kvtrie.ReusePolicy()) as plan:
+        >>> with index.plan(prompt, kvtrie.ReusePolicy(), session="chat") as plan:
         ...     plan.moved_runs[0]
         MovedRun(8, 32, old_start=16, cuts=1, lost_context=0.5, new_context=0.0)
     """
@@ -1240,9 +1242,11 @@ class RadixIndex:
             >>> space, text = kvtrie.Namespace(model="m", salt=kvtrie.SHARED), list(range(40))
             >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=4, min_run=8)
             >>> seq = kvtrie.TokenSequence(text, space)
-            >>> done = index.insert(seq, range(8), num_computed=32, source=kvtrie.COMPUTED)
+            >>> done = index.insert(
+            ...     seq, range(8), num_computed=32, source=kvtrie.COMPUTED, session="chat"
+            ... )
             >>> prompt = kvtrie.TokenSequence(text[:5] + text[20:], space)
-            >>> with index.plan(prompt, kvtrie.ReusePolicy()) as plan:
+            >>> with index.plan(prompt, kvtrie.ReusePolicy(), session="chat") as plan:
             ...     plan.segments[["start", "end", "delta", "class"]].tolist()
             [(0, 4, 0, 0), (4, 5, 0, 0), (5, 17, -15, 1), (17, 25, 0, 2)]
             >>> with index.plan(prompt, path=kvtrie.TokenSequence(text[:4] + [99], space)) as plan:
@@ -1630,9 +1634,11 @@ class ReusePlan:
             >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
             >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=16)
             >>> seq = kvtrie.TokenSequence(range(100, 132), space)
-            >>> done = index.insert(seq, [5, 6], num_computed=32, source=kvtrie.COMPUTED)
+            >>> done = index.insert(
+            ...     seq, [5, 6], num_computed=32, source=kvtrie.COMPUTED, session="chat"
+            ... )
             >>> prompt = kvtrie.TokenSequence([7, *range(100, 132), 8], space)
-            >>> with index.plan(prompt, kvtrie.ReusePolicy()) as plan:
+            >>> with index.plan(prompt, kvtrie.ReusePolicy(), session="chat") as plan:
             ...     plan.recompute([(1, 5), (20, 21)])
             ...     plan.gaps.tolist()
             [[0, 5], [20, 21], [33, 34]]
@@ -2998,8 +3004,8 @@ class TransferPlan:
     @property
     def source(self, /) -> Imported | ComputedSource:
         """
-        The source for `insert` and `begin` after loading: `Imported(exact_until, hops,
-        policy)`, or `COMPUTED` if all loaded KV is exact, so that tokens decoded after it are exact too. Both
+        The source for `insert` and `begin` after loading: `Imported(exact_until, hops, policy)`, or
+        `COMPUTED` if all loaded KV is exact, so that tokens decoded after it are exact too. Both
         assume that the `cached` tokens are exact.
         """
 
@@ -3100,8 +3106,8 @@ def plan_transfer(
         >>> move = kvtrie.plan_transfer(manifest, mine, [1, 2, 4], key=key, policy=policy)
         >>> move.pairs[["remote", "local", "start", "delta", "class"]].tolist()
         [(8, 1, 0, 0, 0), (5, 2, 16, -16, 1), (9, 4, 32, -16, 1)]
-        >>> move.source
-        Imported(exact_until=16, hops=1)
+        >>> move.source == kvtrie.Imported(exact_until=16, hops=1, policy=policy)
+        True
     """
 
 class KvTrieError(Exception):

@@ -100,7 +100,7 @@ def test_what_the_trackers_index_does_not_know_is_planned_alone(alone: list[int]
     prompt = [7, *ids[20:], 8]
     reasoning = [kvtrie.Span(30, 40, "reasoning")]
     tracker = kvtrie.TurnTracker()
-    imported = kvtrie.Imported(exact_until=50, hops=1)
+    imported = kvtrie.Imported(exact_until=50, hops=1, policy=kvtrie.ReusePolicy())
     tracker.keep(seq(ids), num_computed=100, source=imported)
     tracker.keep(seq([5, *ids]), num_computed=101, spans=reasoning)
     tracker.keep(seq([6, *ids]), num_computed=101)

@@ -96,6 +96,7 @@ NAMES_BLOCKS: dict[str, Callable[[Any], object]] = {
     "moves": lambda plan: plan.moves([20, 21, 40, 41, 42, 43, 44, 45]),
     "release": lambda plan: plan.release(),
     "release_sources": lambda plan: plan.release_sources(),
+    "recompute": lambda plan: plan.recompute([]),
     "__enter__": lambda plan: plan.__enter__(),
 }
 STAYS: dict[str, Callable[[Any], object]] = {

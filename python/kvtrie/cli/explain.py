@@ -12,6 +12,8 @@ from kvtrie.cli import _explained, _prompts
 from kvtrie.cli._failure import fail
 
 _BLOCK_SIZE = 16
+# The two prompts of a comparison are of one conversation.
+_SESSION = "compared"
 
 
 def explain(
@@ -94,7 +96,11 @@ def explain(
             index, space = _restored(snapshot, asked)
         else:
             index, space = _filled(read[0].ids, block_size or _BLOCK_SIZE)
-        why = index.explain(kvtrie.TokenSequence(read[-1].ids, space), context=context)
+        why = index.explain(
+            kvtrie.TokenSequence(read[-1].ids, space),
+            context=context,
+            session=None if snapshot else _SESSION,
+        )
     except (kvtrie.KvTrieError, ValueError) as error:
         fail(error)
     if as_json:
@@ -109,7 +115,9 @@ def _filled(cached: list[int], block_size: int) -> tuple[kvtrie.RadixIndex, kvtr
     index = kvtrie.RadixIndex(max(1, count), block_size)
     seq = kvtrie.TokenSequence(cached, space)
     blocks = list(range(count))
-    index.insert(seq, blocks, num_computed=count * block_size, source=kvtrie.COMPUTED)
+    index.insert(
+        seq, blocks, num_computed=count * block_size, source=kvtrie.COMPUTED, session=_SESSION
+    )
     return index, space
 
 

@@ -49,8 +49,8 @@ impl PyExplanation {
     /// there. `"evicted"`: the prompt's tokens were cached after this prefix, and left by eviction,
     /// discard or removal. `"approximate_only"`: the same tokens are cached, but their KV is
     /// approximate. `"laxer_policy"`: so they are, and it was built under a policy that is not as
-    /// strict as the one asked about. `"other_namespace"`: more of the prompt is cached under another namespace of
-    /// the same salt. `"not_cached"`: nothing is known.
+    /// strict as the one asked about. `"other_namespace"`: more of the prompt is cached under
+    /// another namespace of the same salt. `"not_cached"`: nothing is known.
     #[getter]
     fn reason(&self) -> &'static str {
         self.core.reason.name()

@@ -398,9 +398,10 @@ impl PyRadixIndex {
     ///     >>> space, text = kvtrie.Namespace(model="m", salt=kvtrie.SHARED), list(range(40))
     ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=4, min_run=8)
     ///     >>> seq = kvtrie.TokenSequence(text, space)
-    ///     >>> done = index.insert(seq, range(8), num_computed=32, source=kvtrie.COMPUTED)
+    ///     >>> done = index.insert(seq, range(8), num_computed=32, source=kvtrie.COMPUTED,
+    ///     ...     session="chat")
     ///     >>> prompt = kvtrie.TokenSequence(text[:5] + text[20:], space)
-    ///     >>> with index.plan(prompt, kvtrie.ReusePolicy()) as plan:
+    ///     >>> with index.plan(prompt, kvtrie.ReusePolicy(), session="chat") as plan:
     ///     ...     plan.segments[["start", "end", "delta", "class"]].tolist()
     ///     [(0, 4, 0, 0), (4, 5, 0, 0), (5, 17, -15, 1), (17, 25, 0, 2)]
     ///     >>> with index.plan(prompt, path=kvtrie.TokenSequence(text[:4] + [99], space)) as plan:

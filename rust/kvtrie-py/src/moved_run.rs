@@ -13,9 +13,10 @@ use pyo3::prelude::*;
 ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
 ///     >>> index = kvtrie.RadixIndex(num_blocks=64, block_size=4)
 ///     >>> seq = kvtrie.TokenSequence(range(40), space)
-///     >>> done = index.insert(seq, range(10), num_computed=40, source=kvtrie.COMPUTED)
+///     >>> done = index.insert(seq, range(10), num_computed=40, source=kvtrie.COMPUTED,
+///     ...     session="chat")
 ///     >>> prompt = kvtrie.TokenSequence([*range(8), *range(16, 40), 99], space)
-///     >>> with index.plan(prompt, kvtrie.ReusePolicy()) as plan:
+///     >>> with index.plan(prompt, kvtrie.ReusePolicy(), session="chat") as plan:
 ///     ...     plan.moved_runs[0]
 ///     MovedRun(8, 32, old_start=16, cuts=1, lost_context=0.5, new_context=0.0)
 #[pyclass(frozen, eq, module = "kvtrie", name = "MovedRun")]

@@ -314,9 +314,10 @@ impl PyReusePlan {
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=16)
     ///     >>> seq = kvtrie.TokenSequence(range(100, 132), space)
-    ///     >>> done = index.insert(seq, [5, 6], num_computed=32, source=kvtrie.COMPUTED)
+    ///     >>> done = index.insert(seq, [5, 6], num_computed=32, source=kvtrie.COMPUTED,
+    ///     ...     session="chat")
     ///     >>> prompt = kvtrie.TokenSequence([7, *range(100, 132), 8], space)
-    ///     >>> with index.plan(prompt, kvtrie.ReusePolicy()) as plan:
+    ///     >>> with index.plan(prompt, kvtrie.ReusePolicy(), session="chat") as plan:
     ///     ...     plan.recompute([(1, 5), (20, 21)])
     ///     ...     plan.gaps.tolist()
     ///     [[0, 5], [20, 21], [33, 34]]

@@ -130,7 +130,7 @@ value_methods! {
             recompute_last: "SupportsIndex" = 0, forbid_kinds: "Iterable[str]" = nothing(),
             max_cuts: "SupportsIndex | None" = None, max_lost_context: "SupportsFloat" = 1.0,
             max_new_context: "SupportsFloat" = 1.0,
-            scope: "Literal['conversation', 'namespace']" = String::from("conversation"), shared_prefix: "SupportsIndex" = 16,
+            scope: "Literal['conversation', 'namespace']" = Scope::Conversation, shared_prefix: "SupportsIndex" = 16,
             recompute_share: "SupportsFloat" = 0.0, repair: "str" = Repair::Fronts,
             partial_blocks: "bool" = true
         ), text_signature = "(*, approximate=True, min_run=None, max_hops=1, max_approximate_share=1.0, recompute_first=0, recompute_last=0, forbid_kinds=(), max_cuts=None, max_lost_context=1.0, max_new_context=1.0, scope='conversation', shared_prefix=16, recompute_share=0.0, repair='fronts', partial_blocks=True)")]
@@ -152,11 +152,11 @@ value_methods! {
             max_lost_context: f64,
             #[pyo3(from_py_with = share::<call::ReusePolicy, arg::MaxNewContext>)]
             max_new_context: f64,
-            #[pyo3(from_py_with = text::<call::ReusePolicy, arg::Scope>)] scope: String,
+            #[pyo3(from_py_with = scope_of)] scope: Scope,
             #[pyo3(from_py_with = int::<call::ReusePolicy, arg::SharedPrefix>)] shared_prefix: i128,
             #[pyo3(from_py_with = share::<call::ReusePolicy, arg::RecomputeShare>)]
             recompute_share: f64,
-            #[pyo3(from_py_with = choice)] repair: Repair,
+            #[pyo3(from_py_with = repair_of)] repair: Repair,
             #[pyo3(from_py_with = flag::<call::ReusePolicy, arg::PartialBlocks>)] partial_blocks: bool,
         ) -> PyResult<Self> {
             const CALL: &str = "ReusePolicy";
@@ -188,7 +188,7 @@ value_methods! {
                     max_cuts: max_cuts.transpose()?,
                     max_lost_context: share("max_lost_context", max_lost_context)?,
                     max_new_context: share("max_new_context", max_new_context)?,
-                    scope: scope_of(&scope)?,
+                    scope,
                     shared_prefix: Arg::new(CALL, "shared_prefix").count(shared_prefix.into())?,
                     recompute_share: share("recompute_share", recompute_share)?,
                     repair,
@@ -360,7 +360,8 @@ fn scope_name(scope: Scope) -> &'static str {
     }
 }
 
-fn scope_of(name: &str) -> PyResult<Scope> {
+fn scope_of(value: &Bound<'_, PyAny>) -> PyResult<Scope> {
+    let name = text::<call::ReusePolicy, arg::Scope>(value)?;
     let all = [Scope::Conversation, Scope::Namespace];
     let found = all.into_iter().find(|&scope| scope_name(scope) == name);
     found.ok_or_else(|| {
@@ -370,7 +371,7 @@ fn scope_of(name: &str) -> PyResult<Scope> {
     })
 }
 
-fn choice(value: &Bound<'_, PyAny>) -> PyResult<Repair> {
+fn repair_of(value: &Bound<'_, PyAny>) -> PyResult<Repair> {
     let name = text::<call::ReusePolicy, arg::Repair>(value)?;
     Repair::named(&name).ok_or_else(|| {
         let names = Repair::ALL.map(|(name, _)| name).join(", ");

@@ -88,8 +88,8 @@ impl PyTransferPlan {
         self.core.num_approximate()
     }
 
-    /// The source for `insert` and `begin` after loading: `Imported(exact_until, hops,
-    /// policy)`, or `COMPUTED` if all loaded KV is exact, so that tokens decoded after it are exact too. Both
+    /// The source for `insert` and `begin` after loading: `Imported(exact_until, hops, policy)`, or
+    /// `COMPUTED` if all loaded KV is exact, so that tokens decoded after it are exact too. Both
     /// assume that the `cached` tokens are exact.
     #[getter]
     fn source<'py>(&self, py: Python<'py>) -> PyResult<SourceValue<'py>> {
@@ -170,8 +170,8 @@ impl PyTransferPlan {
 ///     >>> move = kvtrie.plan_transfer(manifest, mine, [1, 2, 4], key=key, policy=policy)
 ///     >>> move.pairs[["remote", "local", "start", "delta", "class"]].tolist()
 ///     [(8, 1, 0, 0, 0), (5, 2, 16, -16, 1), (9, 4, 32, -16, 1)]
-///     >>> move.source
-///     Imported(exact_until=16, hops=1)
+///     >>> move.source == kvtrie.Imported(exact_until=16, hops=1, policy=policy)
+///     True
 #[pyfunction]
 #[pyo3(signature = (
     manifest: "TransferManifest", local_seq: "TokenSequence", local_blocks: "_Integers | Mapping[int, _Integers] | None" = None,
