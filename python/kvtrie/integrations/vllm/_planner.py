@@ -6,6 +6,7 @@ import logging
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
 from kvtrie._core import EXACT_ONLY, SHARED, Namespace, TokenSequence
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.metrics.stats import PrefixCacheStats
     from vllm.v1.request import Request
 
     from kvtrie._core import ReusePlan, ReusePolicy
@@ -90,6 +92,7 @@ class Planner:
         if self._tagger is not None and settings.dead_thinking:
             self._dead = DeadReasoning(self._pool, self.sources, block_size, counts)
         self.resumes_after_gaps = False
+        self.hit_stats: Callable[[], PrefixCacheStats | None] = lambda: None
         _LOG.info("kvtrie: %s", summary(settings, cleared, self._tagger))
 
     # --- arrival -----------------------------------------------------------------------------
@@ -157,7 +160,6 @@ class Planner:
             return 0
         self._drop_pending(request.request_id, live)
         if live.num_refused >= _MAX_REFUSALS:
-            self._counts.add("requests_without_room")
             return 0
         live.follow(request)
         plan = self.sources.plan(live.seq, live.policy)
@@ -208,14 +210,19 @@ class Planner:
             return
         if not live.is_offered:
             self._prefilling[request.request_id] = request
+        if live.num_refused >= _MAX_REFUSALS and not live.is_without_room:
+            # vLLM may ask any number of times before, and again after a preemption.
+            live.is_without_room = True
+            self._counts.add("requests_without_room")
         pending = live.pending
-        if pending is None:
-            return
-        pending.allocated = True
-        start, end = pending.promised
-        if num_external:
-            # vLLM relies on this number, not on the promised one.
-            self._load(request, live, pending.plan, start, start + num_external, most=end)
+        if pending is not None:
+            pending.allocated = True
+            start, end = pending.promised
+            if num_external:
+                # vLLM relies on this number, not on the promised one.
+                self._load(request, live, pending.plan, start, start + num_external, most=end)
+        if request.num_preemptions:
+            live.account.tell(request)
 
     def _load(
         self,
@@ -226,10 +233,11 @@ class Planner:
         end: int,
         *,
         most: int,
-    ) -> None:
+    ) -> bool:
         """Copy the tokens of a range, on which vLLM relies from now on.
 
         Tokens that cannot be copied, such as those after ``most``, are reported as a failed copy.
+        Returns whether they are copied.
         """
         ids = self._manager.get_block_ids(request.request_id)[0]
         blocks = tuple(ids[start // self._block_size : -(-end // self._block_size)])
@@ -241,16 +249,17 @@ class Planner:
         except Exception:
             self._note_surprise("the copies of request %s failed", request.request_id)
             self._loads.append(Load(None, blocks))
-            return
+            return False
         self._loads.append(Load(moves, blocks))
         segments = plan.segments
         for segment in segments[(segments["end"] > start) & (segments["start"] < end)].tolist():
             first, last = max(segment[0], start), min(segment[1], end)
             is_moved = segment[4] == APPROXIMATE
             self._counts.add("tokens_moved" if is_moved else "tokens_exact", last - first)
-            live.used.append((first, last, is_moved))
+            live.account.copy(first, last, is_approximate=is_moved)
             if is_moved:
                 live.moved.append((first, last, segment[5]))
+        return True
 
     # --- cached segments after gaps (for `KvtrieScheduler`) --------------------------------------
 
@@ -299,7 +308,7 @@ class Planner:
         if self._moved:
             self._tell_workers(output)
         if self._prefilling:
-            self._offer_prompts()
+            self._offer_prompts(output)
         loads, self._loads = self._loads, []
         if loads:
             # vLLM sets this only for what `match` promised. Otherwise it copies after the forward
@@ -363,11 +372,8 @@ class Planner:
                 self._moved[request_id] = request
             live = self._live.get(request_id)
             if live is not None:
-                live.used = [
-                    (start, min(end, position), is_moved)
-                    for start, end, is_moved in live.used
-                    if start < position
-                ]
+                live.account.fail(position)
+                live.account.tell(request)
         # Requests that ended since may have left blocks after these. A failed copy is rare, so the
         # whole cache is dropped.
         self.reset()
@@ -393,7 +399,8 @@ class Planner:
             start, end = pending.jumped
             pending.jumped = None
             if request_id in output.num_scheduled_tokens:
-                self._load(request, live, pending.plan, start, end, most=end)
+                if self._load(request, live, pending.plan, start, end, most=end):
+                    self._note_reuse_after_gap(request, live, end - start)
                 del pending.after_gaps[0]
                 if self._counts_itself:
                     self._moved[request_id] = request
@@ -404,6 +411,20 @@ class Planner:
         elif pending.after_gaps and request.status == RequestStatus.RUNNING:
             return
         self._drop_pending(request_id, live)
+
+    def _note_reuse_after_gap(self, request: Request, live: LiveRequest, count: int) -> None:
+        """Count what vLLM's scheduler, which counts at the admission, does not know of."""
+        live.account.tell(request)
+        stats = self.hit_stats()
+        if stats is None:
+            return
+        if request.num_preemptions:
+            stats.preempted_hits += count
+            return
+        stats.hits += count
+        by_source = stats.hits_by_source
+        source = CacheHitSource.EXTERNAL_UNSPECIFIED
+        by_source[source] = by_source.get(source, 0) + count
 
     def _note_refusal(self, request: Request, live: LiveRequest) -> None:
         before = self._pool.get_num_free_blocks()
@@ -421,13 +442,16 @@ class Planner:
             pending.plan.release()
             self._pool.free_blocks(pending.pinned)
 
-    def _offer_prompts(self) -> None:
+    def _offer_prompts(self, output: SchedulerOutput) -> None:
         """Index prompts whose KV is written, so that other requests can use them at once."""
+        scheduled = output.num_scheduled_tokens
         for request_id, request in list(self._prefilling.items()):
             live = self._live.get(request_id)
             if live is None:
                 del self._prefilling[request_id]
                 continue
+            if request_id in scheduled:
+                live.account.reach(request.num_computed_tokens + scheduled[request_id])
             done = request.num_computed_tokens - request.num_in_flight_tokens
             if done >= request.num_prompt_tokens:
                 del self._prefilling[request_id]
@@ -450,7 +474,8 @@ class Planner:
         # Tokens in flight are not written yet; the last sampled token never is.
         done = request.num_computed_tokens - request.num_in_flight_tokens
         done = max(0, min(done, len(live.seq)))
-        if done >= request.num_prompt_tokens:
+        # A request may end while it is preempted, by a token of the step in flight.
+        if done >= request.num_prompt_tokens or request.num_output_tokens:
             self._count_prompt(request, live)
         if has_ended and live.reading is not None:
             is_complete = request.status == RequestStatus.FINISHED_STOPPED
@@ -467,7 +492,8 @@ class Planner:
         if live.reading is not None:
             live.reading.follow(live.seq)
         spans = () if live.reading is None else live.reading.spans()
-        for key, count in count_by_kind(request.num_prompt_tokens, live.used, spans).items():
+        counted = count_by_kind(request.num_prompt_tokens, live.account.reused, spans)
+        for key, count in counted.items():
             self._counts.add_prompt(*key, count)
 
     def _settle(self) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvtrie._core import COMPUTED, Imported
+from kvtrie.integrations.vllm._account import Account
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -52,9 +53,10 @@ class LiveRequest:
         moved: Ranges of approximate KV that it did not compute, and their hops.
         num_refused: How often vLLM found no blocks while this request's sources were pinned.
         last_free: Free blocks when that last happened.
+        is_without_room: Whether it was admitted without reuse for that reason.
         is_offered: Whether the index knows the prompt's blocks.
-        used: Ranges of the prompt whose KV was not computed, and whether it is approximate.
-        is_counted: Whether `used` is in the stats.
+        account: Where the KV of its prompt came from.
+        is_counted: Whether `account` is in the stats.
     """
 
     seq: TokenSequence
@@ -64,9 +66,10 @@ class LiveRequest:
     pending: Pending | None = None
     num_refused: int = 0
     last_free: int = -1
+    is_without_room: bool = False
     is_offered: bool = False
     reading: Reading | None = None
-    used: list[tuple[int, int, bool]] = field(default_factory=list)
+    account: Account = field(default_factory=Account)
     is_counted: bool = False
 
     def stretches(self, num_blocks: int, block_size: int) -> list[Stretch]:
@@ -93,7 +96,7 @@ class LiveRequest:
     def begins_with(self, num_local: int) -> None:
         """Record vLLM's own hit, at every admission."""
         exact = num_local if self.exact_until is None else min(num_local, self.exact_until)
-        self.used = [(0, exact, False), (exact, num_local, True)]
+        self.account.admit(num_local, exact)
         # Blocks that vLLM found may have left the index since, with their hops: assume the most.
         self.moved = [(exact, num_local, self.policy.max_hops)] if exact < num_local else []
 
