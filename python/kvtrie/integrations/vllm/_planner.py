@@ -6,12 +6,14 @@ import logging
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
 from kvtrie._core import EXACT_ONLY, SHARED, Namespace, TokenSequence
 from kvtrie.integrations.vllm import _gate, _lineage, _ranges
 from kvtrie.integrations.vllm._dead import DeadReasoning
+from kvtrie.integrations.vllm._events import MOVED, Events
 from kvtrie.integrations.vllm._metadata import Load, StepMetadata
 from kvtrie.integrations.vllm._ranges import APPROXIMATE
 from kvtrie.integrations.vllm._requests import LiveRequest, Pending, Range, adapter_of
@@ -24,12 +26,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import EventPublisher
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.metrics.stats import PrefixCacheStats
     from vllm.v1.request import Request
 
     from kvtrie._core import ReusePlan, ReusePolicy
+    from kvtrie.integrations.vllm._events import Contents
     from kvtrie.integrations.vllm._settings import Settings
     from kvtrie.integrations.vllm._stats import Counts
     from kvtrie.tags import Tagger
@@ -66,6 +70,7 @@ class Planner:
         settings: Settings,
         cleared: ReusePolicy,
         counts: Counts,
+        publisher: EventPublisher | None = None,
     ) -> None:
         self._vllm_config = vllm_config
         self._manager = manager
@@ -91,6 +96,9 @@ class Planner:
         self._dead: DeadReasoning | None = None
         if self._tagger is not None and settings.dead_thinking:
             self._dead = DeadReasoning(self._pool, self.sources, block_size, counts)
+        self._events: Events | None = None
+        if self._pool.enable_kv_cache_events and cleared.approximate:
+            self._events = Events(self._pool, self._contents, self._requests.values, publisher)
         self.resumes_after_gaps = False
         self.hit_stats: Callable[[], PrefixCacheStats | None] = lambda: None
         _LOG.info("kvtrie: %s", summary(settings, cleared, self._tagger))
@@ -201,6 +209,8 @@ class Planner:
             block = first // self._block_size
             if live.exact_until is None or block < live.exact_until // self._block_size:
                 _lineage.start(request, block)
+                if self._events is not None:
+                    self._events.begin(request.block_hashes[block], block)
             live.becomes_approximate(first)
 
     def allocated(self, request: Request, num_external: int) -> None:
@@ -314,7 +324,31 @@ class Planner:
             # vLLM sets this only for what `match` promised. Otherwise it copies after the forward
             # pass: too late for segments after gaps.
             output.has_sync_kv_loads = True
+        # Until here, vLLM has cached what this step writes.
+        self.sort_events()
         return StepMetadata(loads)
+
+    def sort_events(self) -> None:
+        """Keep approximate blocks out of vLLM's events."""
+        if self._events is not None:
+            self.guarded(self._events.sort)
+
+    def _contents(self, block: int, block_hash: object) -> Contents:
+        """What an approximate block holds, by the request that has it."""
+        for request_id, live in self._live.items():
+            hashes = self._requests[request_id].block_hashes
+            if (
+                live.exact_until is not None
+                and block < len(hashes)
+                and maybe_convert_block_hash(hashes[block]) == block_hash
+            ):
+                return live.contents(block, self._block_size)
+        # Its request continues without kvtrie: assume the most.
+        return MOVED, self._cleared.max_hops
+
+    def shutdown(self) -> None:
+        if self._events is not None:
+            self._events.shutdown()
 
     def forget_unwritten(self, request: Request) -> None:
         """Before a preemption, hide the blocks that this step was to write.

@@ -11,12 +11,14 @@ import numpy as np
 
 from kvtrie._core import COMPUTED, Imported
 from kvtrie.integrations.vllm._account import Account
+from kvtrie.integrations.vllm._events import AFTER_MOVED, MOVED
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.request import Request
 
     from kvtrie._core import ComputedSource, ReusePlan, ReusePolicy, Span, TokenSequence
+    from kvtrie.integrations.vllm._events import Contents
     from kvtrie.integrations.vllm._tags import Reading
 
 Range = tuple[int, int]
@@ -88,6 +90,12 @@ class LiveRequest:
             (len(list(same)), Imported(exact_until=self.exact_until, hops=count))
             for count, same in groupby(hops.tolist())
         ]
+
+    def contents(self, block: int, block_size: int) -> Contents:
+        """What one of its approximate blocks holds."""
+        first, last = block * block_size, (block + 1) * block_size
+        hops = [count for start, end, count in self.moved if start < last and end > first]
+        return (MOVED, max(hops)) if hops else (AFTER_MOVED, 0)
 
     def follow(self, request: Request) -> None:
         if len(self.seq) < request.num_tokens:

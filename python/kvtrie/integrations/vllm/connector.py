@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from kvtrie.integrations.vllm import _gate, _support
+from kvtrie.integrations.vllm import _events, _gate, _support
 from kvtrie.integrations.vllm._copies import Copies, rope_of
 from kvtrie.integrations.vllm._metadata import StepMetadata
 from kvtrie.integrations.vllm._planner import Planner
@@ -89,6 +89,7 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
         """Take vLLM's cache manager."""
         super().bind_kv_cache_manager(kv_cache_manager)
         _support.check_pool(kv_cache_manager.block_pool, self._block_size)
+        publisher = _events.publisher(self._settings.events, self._vllm_config)
         self._planner = Planner(
             self._vllm_config,
             kv_cache_manager,
@@ -96,6 +97,7 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
             self._settings,
             self._cleared,
             self._counts,
+            publisher,
         )
 
     def on_new_request(self, request: Request) -> None:
@@ -169,6 +171,11 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
             return False
         return True
 
+    def shutdown(self) -> None:
+        """Publish no more events."""
+        if self._planner is not None:
+            self._planner.shutdown()
+
     def _surprise(self, request: Request) -> None:
         _LOG.exception("kvtrie: request %s continues without kvtrie", request.request_id)
         self._counts.add("errors")
@@ -234,6 +241,9 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """The counters since the last call."""
+        if self._planner is not None:
+            # vLLM publishes its events next.
+            self._planner.sort_events()
         return self._counts.take()
 
     @classmethod
