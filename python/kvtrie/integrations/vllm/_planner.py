@@ -14,13 +14,15 @@ from kvtrie._core import EXACT_ONLY, SHARED, Namespace, TokenSequence
 from kvtrie.integrations.vllm import _gate, _lineage, _ranges
 from kvtrie.integrations.vllm._dead import DeadReasoning
 from kvtrie.integrations.vllm._events import MOVED, Events
+from kvtrie.integrations.vllm._failures import Failures, first_of
 from kvtrie.integrations.vllm._metadata import Load, StepMetadata
+from kvtrie.integrations.vllm._offers import Offers
 from kvtrie.integrations.vllm._ranges import APPROXIMATE
 from kvtrie.integrations.vllm._requests import LiveRequest, Pending, Range, adapter_of
 from kvtrie.integrations.vllm._runners import send_whole
 from kvtrie.integrations.vllm._settings import request_policy
 from kvtrie.integrations.vllm._sources import Sources, used_by
-from kvtrie.integrations.vllm._tags import Reading, count_by_kind, tagger_of
+from kvtrie.integrations.vllm._tags import Reading, tagger_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -85,7 +87,6 @@ class Planner:
         self._live: dict[str, LiveRequest] = {}
         # Requests with work in the current step, so that a decode step skips the others.
         self._pending: dict[str, Request] = {}
-        self._prefilling: dict[str, Request] = {}
         self._loads: list[Load] = []
         # Requests that continue at another position than their workers have.
         self._moved: dict[str, Request] = {}
@@ -93,6 +94,8 @@ class Planner:
         self._has_steps_in_flight = vllm_config.scheduler_config.async_scheduling
         self._tagger = tagger_of(settings, vllm_config)
         self.sources = Sources(self._pool, block_size, cleared, seed=settings.seed)
+        self._offers = Offers(manager, self.sources, block_size, counts, self._continues_alone)
+        self._failures = Failures(manager, block_size)
         self._dead: DeadReasoning | None = None
         if self._tagger is not None and settings.dead_thinking:
             self._dead = DeadReasoning(self._pool, self.sources, block_size, counts)
@@ -215,11 +218,11 @@ class Planner:
 
     def allocated(self, request: Request, num_external: int) -> None:
         """Handle vLLM's allocation; ``num_external`` is what `match` promised, or 0 if unused."""
+        self._failures.admitted(request.request_id)
         live = self._live.get(request.request_id)
         if live is None:
             return
-        if not live.is_offered:
-            self._prefilling[request.request_id] = request
+        self._offers.admitted(request, live)
         if live.num_refused >= _MAX_REFUSALS and not live.is_without_room:
             # vLLM may ask any number of times before, and again after a preemption.
             live.is_without_room = True
@@ -249,6 +252,7 @@ class Planner:
         Tokens that cannot be copied, such as those after ``most``, are reported as a failed copy.
         Returns whether they are copied.
         """
+        self._failures.admitted(request.request_id)
         ids = self._manager.get_block_ids(request.request_id)[0]
         blocks = tuple(ids[start // self._block_size : -(-end // self._block_size)])
         try:
@@ -313,13 +317,12 @@ class Planner:
             except Exception:
                 if jumped is not None and request_id in output.num_scheduled_tokens:
                     raise
-                self._note_surprise("request %s continues without kvtrie", request_id)
-                self.abandon(request_id)
+                self._continues_alone(request_id)
         if self._moved:
             self._tell_workers(output)
-        if self._prefilling:
-            self._offer_prompts(output)
+        self._offers.step(output, self._live)
         loads, self._loads = self._loads, []
+        self._failures.scheduled(output, loads)
         if loads:
             # vLLM sets this only for what `match` promised. Otherwise it copies after the forward
             # pass: too late for segments after gaps.
@@ -388,31 +391,46 @@ class Planner:
         vLLM has reset the requests that it knows to read these blocks, and dropped this step's
         output for them. But it keeps the output of steps in flight, counts the tokens that these
         were to sample, lets other requests hit the blocks, and does not notify model runner V2.
+        Only what these blocks have touched is forgotten.
         """
-        for request_id, request in self._requests.items():
-            if request.status != RequestStatus.RUNNING:
-                continue
-            table = self._manager.get_block_ids(request_id)[0]
-            first = next((at for at, one in enumerate(table) if one in block_ids), None)
-            if first is None:
-                continue
-            position = min(request.num_computed_tokens, first * self._block_size)
-            request.num_computed_tokens = position
-            request.num_output_placeholders = 0
-            request.spec_token_ids = []
-            request.num_stale_output_tokens = request.num_in_flight_tokens
-            request.drop_stale_output = True
-            if self._counts_itself or self._has_steps_in_flight:
-                self._moved[request_id] = request
+        tables = {
+            request_id: self._manager.get_block_ids(request_id)[0]
+            for request_id, request in self._requests.items()
+            if request.status == RequestStatus.RUNNING
+        }
+        touched = self._failures.touched(block_ids, tables.values())
+        for request_id, table in tables.items():
+            first = first_of(table, touched)
+            if first is not None:
+                self._set_back(self._requests[request_id], first * self._block_size)
+        for request_id in list(self._pending):
             live = self._live.get(request_id)
-            if live is not None:
-                live.account.fail(position)
-                live.account.tell(request)
-        # Requests that ended since may have left blocks after these. A failed copy is rare, so the
-        # whole cache is dropped.
-        self.reset()
-        cached = {block.block_id for block in self._pool.blocks if block.block_hash is not None}
+            if live is not None and live.pending is not None and live.pending.reads(touched):
+                self._drop_pending(request_id, live)
+        self.sources.forget(touched)
+        cached = {block.block_id for block in self.sources.blocks(touched) if block.block_hash}
         self._manager.evict_blocks(cached)
+
+    def _set_back(self, request: Request, position: int) -> None:
+        """Compute a request again from a position on."""
+        request_id = request.request_id
+        position = min(request.num_computed_tokens, position)
+        request.num_computed_tokens = position
+        request.num_output_placeholders = 0
+        request.spec_token_ids = []
+        request.num_stale_output_tokens = request.num_in_flight_tokens
+        request.drop_stale_output = True
+        if self._counts_itself or self._has_steps_in_flight:
+            self._moved[request_id] = request
+        live = self._live.get(request_id)
+        if live is not None:
+            self._drop_pending(request_id, live)
+            live.account.fail(position)
+            live.account.tell(request)
+
+    def step_is_done(self) -> None:
+        """Take note that a step's output is handled, with its failures."""
+        self._failures.done()
 
     def preempted(self, request_id: str) -> None:
         """Release the sources: vLLM may need these blocks."""
@@ -476,60 +494,6 @@ class Planner:
             pending.plan.release()
             self._pool.free_blocks(pending.pinned)
 
-    def _offer_prompts(self, output: SchedulerOutput) -> None:
-        """Index prompts whose KV is written, so that other requests can use them at once."""
-        scheduled = output.num_scheduled_tokens
-        for request_id, request in list(self._prefilling.items()):
-            live = self._live.get(request_id)
-            if live is None:
-                del self._prefilling[request_id]
-                continue
-            if request_id in scheduled:
-                live.account.reach(request.num_computed_tokens + scheduled[request_id])
-            done = request.num_computed_tokens - request.num_in_flight_tokens
-            if done >= request.num_prompt_tokens:
-                del self._prefilling[request_id]
-                live.is_offered = True
-                try:
-                    self._offer(request, live, self._manager.get_block_ids(request_id)[0])
-                except Exception:
-                    self._note_surprise("request %s continues without kvtrie", request_id)
-                    self.abandon(request_id)
-
-    def _offer(
-        self,
-        request: Request,
-        live: LiveRequest,
-        block_ids: Sequence[int],
-        *,
-        has_ended: bool = False,
-    ) -> None:
-        live.follow(request)
-        # Tokens in flight are not written yet; the last sampled token never is.
-        done = request.num_computed_tokens - request.num_in_flight_tokens
-        done = max(0, min(done, len(live.seq)))
-        # A request may end while it is preempted, by a token of the step in flight.
-        if done >= request.num_prompt_tokens or request.num_output_tokens:
-            self._count_prompt(request, live)
-        if has_ended and live.reading is not None:
-            is_complete = request.status == RequestStatus.FINISHED_STOPPED
-            spans = live.reading.finish(live.seq, complete=is_complete)
-        else:
-            spans = live.new_spans()
-        stretches = live.stretches(done // self._block_size, self._block_size)
-        self.sources.offer(live.seq, block_ids, stretches, spans=spans)
-
-    def _count_prompt(self, request: Request, live: LiveRequest) -> None:
-        if live.is_counted:
-            return
-        live.is_counted = True
-        if live.reading is not None:
-            live.reading.follow(live.seq)
-        spans = () if live.reading is None else live.reading.spans()
-        counted = count_by_kind(request.num_prompt_tokens, live.account.reused, spans)
-        for key, count in counted.items():
-            self._counts.add_prompt(*key, count)
-
     def _settle(self) -> None:
         if self._dead is not None:
             self._dead.settle()
@@ -542,6 +506,10 @@ class Planner:
             self._note_surprise("%s failed", getattr(call, "__name__", call))
             return None
 
+    def _continues_alone(self, request_id: str) -> None:
+        self._note_surprise("request %s continues without kvtrie", request_id)
+        self.abandon(request_id)
+
     def _note_surprise(self, what: str, *given: object) -> None:
         _LOG.exception(f"kvtrie: {what}", *given)
         self._counts.add("errors")
@@ -552,17 +520,17 @@ class Planner:
         self._requests.pop(request.request_id, None)
         self._moved.pop(request.request_id, None)
         live = self._live.pop(request.request_id, None)
-        self._prefilling.pop(request.request_id, None)
+        self._offers.forget(request.request_id)
         if live is None:
             return
         self._drop_pending(request.request_id, live)
-        self._offer(request, live, block_ids, has_ended=True)
+        self._offers.offer(request, live, block_ids, has_ended=True)
         if self._dead is not None and live.reading is not None:
             self._dead.close(live.seq, live.reading, block_ids)
 
     def abandon(self, request_id: str) -> None:
         """Forget the request; vLLM continues with it alone."""
         live = self._live.pop(request_id, None)
-        self._prefilling.pop(request_id, None)
+        self._offers.forget(request_id)
         if live is not None:
             self._drop_pending(request_id, live)

@@ -14,6 +14,8 @@ from kvtrie.integrations.vllm._account import Account
 from kvtrie.integrations.vllm._events import AFTER_MOVED, MOVED
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.request import Request
 
@@ -43,6 +45,9 @@ class Pending:
     after_gaps: list[Range]
     allocated: bool = False
     jumped: Range | None = None
+
+    def reads(self, block_ids: Collection[int]) -> bool:
+        return any(block.block_id in block_ids for block in self.pinned)
 
 
 @dataclass(slots=True, eq=False)

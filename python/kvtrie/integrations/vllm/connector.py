@@ -244,6 +244,8 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
         if self._planner is not None:
             # vLLM publishes its events next.
             self._planner.sort_events()
+            # vLLM asks for it after every step, and has reported the step's failures before.
+            self._planner.step_is_done()
         return self._counts.take()
 
     @classmethod
