@@ -10,18 +10,19 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import zmq
-from vllm.config import KVEventsConfig
-from vllm.distributed.kv_events import (
+
+from kvtrie.integrations.vllm._settings import WHERE, SettingsError
+from kvtrie.integrations.vllm._vllm import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
     EventBatch,
     EventPublisherFactory,
     KVCacheEvent,
+    KVEventsConfig,
+    get_block_hash,
+    maybe_convert_block_hash,
 )
-from vllm.v1.core.kv_cache_utils import get_block_hash, maybe_convert_block_hash
-
-from kvtrie.integrations.vllm._settings import WHERE, SettingsError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -45,7 +46,7 @@ Contents = tuple[str, int]
 """`MOVED` or `AFTER_MOVED`, and hops."""
 
 
-class ApproximateBlockStored(KVCacheEvent):  # type: ignore[misc] # untyped here
+class ApproximateBlockStored(KVCacheEvent):
     """Consecutive blocks with approximate KV; fields of the same name are those of `BlockStored`.
 
     Attributes:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm.v1.request import RequestStatus
-
 from kvtrie.integrations.vllm._tags import count_by_kind
+from kvtrie.integrations.vllm._vllm import RequestStatus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -6,10 +6,6 @@ import logging
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
-from vllm.v1.request import RequestStatus
-
 from kvtrie._core import EXACT_ONLY, SHARED, Namespace, TokenSequence
 from kvtrie.integrations.vllm import _gate, _lineage, _ranges
 from kvtrie.integrations.vllm._dead import DeadReasoning
@@ -23,6 +19,7 @@ from kvtrie.integrations.vllm._runners import send_whole
 from kvtrie.integrations.vllm._settings import request_policy
 from kvtrie.integrations.vllm._sources import Sources, used_by
 from kvtrie.integrations.vllm._tags import Reading, tagger_of
+from kvtrie.integrations.vllm._vllm import CacheHitSource, RequestStatus, maybe_convert_block_hash
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence

@@ -8,10 +8,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-from vllm.reasoning import ReasoningParserManager
-from vllm.tokenizers.registry import cached_tokenizer_from_config
 
 from kvtrie.integrations.vllm._settings import WHERE, SettingsError
+from kvtrie.integrations.vllm._vllm import ReasoningParserManager, cached_tokenizer_from_config
 from kvtrie.tags import PRESETS, Tagger
 
 if TYPE_CHECKING:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorRole,
-    SupportsHMA,
-)
-
 from kvtrie.integrations.vllm import _events, _gate, _support
 from kvtrie.integrations.vllm._copies import Copies, rope_of
 from kvtrie.integrations.vllm._metadata import StepMetadata
 from kvtrie.integrations.vllm._planner import Planner
 from kvtrie.integrations.vllm._settings import Settings, SettingsError
 from kvtrie.integrations.vllm._stats import Counts, PromMetrics, Stats
+from kvtrie.integrations.vllm._vllm import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    SupportsHMA,
+    probe,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -234,6 +234,7 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
         are visible in the settings are raised here, after seconds.
         """
         _support.check_version()
+        probe()
         _gate.read(Settings.read(extra_config))
         return False
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-
-from kvtrie.integrations.vllm._support import UnsupportedError
+from kvtrie.integrations.vllm._version import UnsupportedError
+from kvtrie.integrations.vllm._vllm import AsyncScheduler, probe_scheduler
 from kvtrie.integrations.vllm.connector import KvtrieConnector
 
 if TYPE_CHECKING:
@@ -40,6 +39,7 @@ class KvtrieScheduler(AsyncScheduler):
             msg = "KvtrieScheduler: the KV connector is not KvtrieConnector: configure it, or "
             msg += "omit --scheduler-cls"
             raise UnsupportedError(msg)
+        probe_scheduler(self)
         self._planner: Planner = self.connector.planner
         self._planner.resumes_after_gaps = True
         # vLLM replaces the record with every report.
