@@ -137,6 +137,7 @@ def test_another_version_is_refused(
     monkeypatch.setattr(vllm, "__version__", version)
     with pytest.raises(_support.UnsupportedError, match="not among the tested versions"):
         _support.check(config, groups(full()))
+    _support.check(config, groups(full()), moves=False)
 
 
 def test_a_pool_that_is_hashed_in_smaller_pieces_is_refused() -> None:

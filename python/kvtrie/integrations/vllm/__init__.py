@@ -31,8 +31,7 @@ def __getattr__(name: str) -> object:
         from kvtrie.integrations.vllm.scheduler import KvtrieScheduler  # noqa: PLC0415
     except ImportError as error:
         # Another version of vLLM may lack what is imported from it.
-        _version.check_version()
         if not (error.name or "").startswith("vllm"):
             raise
-        _version.refuse(f"vLLM {_version.running()} has not what kvtrie imports from it: {error}")
+        _version.lacks(error)
     return {"KvtrieConnector": KvtrieConnector, "KvtrieScheduler": KvtrieScheduler}[name]

@@ -42,12 +42,11 @@ def check(transfer: str, *, events: str | None = None, scheduler: str | None = N
 
     Raises:
         SettingsError: A value is missing, unknown or invalid.
-        UnsupportedError: This vLLM is not among the tested ones.
+        UnsupportedError: This vLLM is not among the tested ones, and KV would move.
         GateError: The gate file cannot be read.
     """
     if _version.installed() is None:
         _version.refuse("vLLM is not installed in this environment: check where it runs")
-    _version.check_version()
     found = _mapping(transfer, "--kv-transfer-config", _TRANSFER)
     _one_of(found, "kv_connector", (CONNECTOR,))
     _one_of(found, "kv_connector_module_path", (MODULE,))
@@ -56,7 +55,9 @@ def check(transfer: str, *, events: str | None = None, scheduler: str | None = N
     if not isinstance(extra, Mapping):
         _refuse(f"--kv-transfer-config: kv_connector_extra_config must be a mapping, not {extra!r}")
     settings = Settings.read(extra)
-    said = [f"vLLM {_version.running()} is tested", _reuse(settings)]
+    _version.check_version(moves=settings.gate is not None)
+    how = "tested" if _version.is_tested() else "untested: --probe says whether it looks the same"
+    said = [f"vLLM {_version.running()} is {how}", _reuse(settings)]
     _check_events(settings, events)
     if scheduler is None:
         said.append("reuse ends at the first gap: --scheduler-cls is not given")
@@ -82,7 +83,7 @@ def probed() -> str:
     try:
         from kvtrie.integrations.vllm import _vllm  # noqa: PLC0415 - seconds
     except ImportError as error:
-        _version.refuse(f"vLLM {_version.running()} has not what kvtrie imports from it: {error}")
+        _version.lacks(error)
     _vllm.probe()
     return f"vLLM {_vllm.VERSION} has everything that kvtrie touches"
 

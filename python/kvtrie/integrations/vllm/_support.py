@@ -22,8 +22,9 @@ __all__ = ["UnsupportedError", "check", "check_alone", "check_pool", "check_vers
 _DTYPES: Final = ("auto", "float16", "bfloat16", "float32")
 
 
-def check(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    check_version()
+def check(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, moves: bool = True) -> None:
+    """Check everything that is known at start-up; ``moves``: whether KV may be approximate."""
+    check_version(moves=moves)
     probe()
     _check_groups(kv_cache_config)
     _check_settings(vllm_config)

@@ -33,15 +33,37 @@ def running() -> str:
     return str(imported or installed() or "(not installed)")
 
 
-def check_version() -> None:
-    version = running()
-    minor = ".".join(version.split("+")[0].split(".")[:2])
-    if minor not in TESTED:
+def is_tested() -> bool:
+    return ".".join(running().split("+")[0].split(".")[:2]) in TESTED
+
+
+def check_version(*, moves: bool = True) -> None:
+    """Refuse an untested vLLM where KV moves; for exact reuse its interface decides.
+
+    Raises:
+        UnsupportedError: It is not among the tested versions.
+    """
+    if moves and not is_tested():
         tested = " and ".join(f"{one}.x" for one in TESTED)
         refuse(
-            f"vLLM {version} is not among the tested versions: install one of {tested}, or a "
-            "kvtrie that supports this one"
+            f"vLLM {running()} is not among the tested versions: install one of {tested}, or a "
+            'kvtrie that supports this one, or remove "gate": exact reuse needs no more than an '
+            "interface that is the same"
         )
+
+
+def lacks(error: ImportError) -> NoReturn:
+    """Refuse a vLLM without a name that is imported from it.
+
+    Raises:
+        UnsupportedError: Always.
+    """
+    tested = " and ".join(f"{one}.x" for one in TESTED)
+    is_one = "is" if is_tested() else "is not"
+    refuse(
+        f"vLLM {running()} {is_one} among the tested versions ({tested}), and lacks what kvtrie "
+        f"imports from it: {error}"
+    )
 
 
 def refuse(why: str) -> NoReturn:

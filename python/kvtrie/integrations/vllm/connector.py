@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from kvtrie.integrations.vllm import _events, _gate, _support
+from kvtrie.integrations.vllm import _events, _gate, _support, _version
 from kvtrie.integrations.vllm._copies import Copies, rope_of
 from kvtrie.integrations.vllm._metadata import StepMetadata
 from kvtrie.integrations.vllm._planner import Planner
@@ -59,8 +59,11 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        _support.check(vllm_config, kv_cache_config)
         self._settings = Settings.read(self._kv_transfer_config.kv_connector_extra_config)
+        moves = self._settings.gate is not None
+        _support.check(vllm_config, kv_cache_config, moves=moves)
+        if not _version.is_tested():
+            _LOG.warning("kvtrie: vLLM %s is untested; it looks the same", _version.running())
         self._cleared = _gate.cleared(self._settings, vllm_config)
         if self._cleared.approximate:
             rope_of(vllm_config)
@@ -233,9 +236,10 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
         With CUDA graphs, vLLM calls this before it loads any weights. So errors of `__init__` that
         are visible in the settings are raised here, after seconds.
         """
-        _support.check_version()
+        settings = Settings.read(extra_config)
+        _support.check_version(moves=settings.gate is not None)
         probe()
-        _gate.read(Settings.read(extra_config))
+        _gate.read(settings)
         return False
 
     # --- stats -------------------------------------------------------------------------------
