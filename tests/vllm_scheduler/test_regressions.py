@@ -41,7 +41,10 @@ def boom(*_: object, **__: object) -> None:
 @in_flight
 @pytest.mark.parametrize(
     "call",
-    ["jump", "gap_end", "forget_unwritten", "preempted", "_settle", "_advance", "_offers.offer"],
+    [
+        *("jump", "gap_end", "forget_unwritten", "preempted", "_settle", "_advance"),
+        *("_offers.offer", "_note_reuse_after_gap"),
+    ],
 )
 def test_a_surprise_within_a_step_ends_no_engine(
     core: Callable[..., Core], monkeypatch: pytest.MonkeyPatch, call: str, in_flight: bool

@@ -232,7 +232,7 @@ class Planner:
                 # vLLM relies on this number, not on the promised one.
                 self._load(request, live, pending.plan, start, start + num_external, most=end)
         if request.num_preemptions:
-            live.account.tell(request)
+            self.guarded(live.account.tell, request)
 
     def _load(
         self,
@@ -423,7 +423,7 @@ class Planner:
         if live is not None:
             self._drop_pending(request_id, live)
             live.account.fail(position)
-            live.account.tell(request)
+            self.guarded(live.account.tell, request)
 
     def step_is_done(self) -> None:
         """Take note that a step's output is handled, with its failures."""
@@ -449,7 +449,7 @@ class Planner:
             pending.jumped = None
             if request_id in output.num_scheduled_tokens:
                 if self._load(request, live, pending.plan, start, end, most=end):
-                    self._note_reuse_after_gap(request, live, end - start)
+                    self.guarded(self._note_reuse_after_gap, request, live, end - start)
                 del pending.after_gaps[0]
                 if self._counts_itself:
                     self._moved[request_id] = request
