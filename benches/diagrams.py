@@ -31,7 +31,7 @@ from workloads.registry import WORKLOADS
 import kvtrie
 
 SPACE = kvtrie.Namespace(model="picture", salt=kvtrie.SHARED)
-POLICY = kvtrie.ReusePolicy(approximate=True)
+POLICY = kvtrie.ReusePolicy(scope="namespace")
 
 Segment = tuple[int, int, int, str]
 
@@ -311,13 +311,22 @@ def _candidates(prompt: list[int]) -> list[Candidate]:
     return found
 
 
-def _chosen(candidates: list[Candidate], segment: Segment) -> Candidate:
-    """The candidate of a segment: of those with its first token, the one that reaches furthest."""
+def _chosen(candidates: list[Candidate], segment: Segment, previous: Candidate | None) -> Candidate:
+    """The candidate of a segment: of those with its first token, the one in order goes first.
+
+    Then the one that reaches furthest. A run after `previous` in one conversation is in order.
+    """
     start, end, delta, _ = segment
-    with_it = [one for one in candidates if one.start <= start < one.end]
+    with_it = [one for one in candidates if one.start <= start and start + MIN_RUN <= one.end]
+
+    def key(one: Candidate) -> tuple[bool, int]:
+        is_same = previous is not None and one.conversation == previous.conversation
+        is_after = previous is not None and one.end - one.start + one.source > previous.source
+        return is_same and is_after, one.end
+
     (taken,) = (one for one in with_it if one.start - one.source == delta)
-    if taken.end != max(one.end for one in with_it) or taken.end != end:
-        text = f"cover: {segment} is not the run that reaches furthest of {with_it}"
+    if key(taken) != max(map(key, with_it)) or taken.end != end:
+        text = f"cover: {segment} is neither in order nor the run that reaches furthest: {with_it}"
         raise RuntimeError(text)
     return taken
 
@@ -334,7 +343,11 @@ def cover() -> Axes:
     with index.plan(kvtrie.TokenSequence(prompt, SPACE), POLICY) as plan:
         segments = _segments(plan)
     candidates = _candidates(prompt)
-    taken = [(one, _chosen(candidates, one)) for one in segments if one[3] != "compute"]
+    taken: list[tuple[Segment, Candidate]] = []
+    for one in segments:
+        if one[3] != "compute":
+            previous = taken[-1][1] if taken else None
+            taken.append((one, _chosen(candidates, one, previous)))
 
     axes = canvas(9.0, 3.7, (0.145, 0.0, 0.85, 1.0))
     axes.set_xlim(-0.3, len(prompt) + 0.3)
@@ -364,7 +377,7 @@ def cover() -> Axes:
         bar(axes, 0, [Part(start, end, CLASSES[kind][0], word)])
         axes.plot([start, start], [-0.31, 3.69], ls=":", lw=0.9, color=FAINT, zorder=0)
     colours = {colour: text.partition(":")[0] for colour, text in CLASSES.values()}
-    colours[LIGHT] = "cached, not taken: another run reaches further"
+    colours[LIGHT] = "cached, not taken"
     legend(axes, colours, columns=4)
     return axes
 

@@ -26,7 +26,7 @@ PEER = "LMCache blend"
 # LMCache's default, and the block of kvtrie and of the other peers.
 _CHUNKS = (256, 16)
 _PROMPTS = (20_000, 32_000)
-_POLICY = kvtrie.ReusePolicy(approximate=True)
+_POLICY = kvtrie.ReusePolicy(scope="namespace")
 _GOAL = 50.0
 # Share of what could be reused: only windows at more places than are tried may be missing.
 _LEAST_COVERAGE = 0.97

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 NAMES = ("W01", "W03", "W11")
 SCALE = 0.5  # of the workload's lengths: what the model's context of 8,192 tokens holds
 ROUNDS = 7
-APPROXIMATE = kvtrie.ReusePolicy()
+APPROXIMATE = kvtrie.ReusePolicy(scope="namespace")
 
 
 def measured(

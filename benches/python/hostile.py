@@ -42,7 +42,7 @@ MANY = 10_000 // SCALE
 PLANS = 64 // (8 if QUICK else 1)
 LEAVES = 200_000 // SCALE
 NAMESPACES = 20_000 // SCALE
-MOVED = kvtrie.ReusePolicy(approximate=True)
+MOVED = kvtrie.ReusePolicy(scope="namespace")
 TENANT = kvtrie.Namespace(model="model", salt="tenant")
 VICTIM = kvtrie.Namespace(model="model", salt="victim")
 KEY = b"k" * 32

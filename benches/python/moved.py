@@ -45,7 +45,7 @@ import kvtrie
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-POLICY = kvtrie.ReusePolicy(approximate=True)
+POLICY = kvtrie.ReusePolicy(scope="namespace")
 MIN_RUN = 16
 ROUNDS = 3 if QUICK else 201
 CACHED = 60_000 if QUICK else 1_000_000

@@ -38,7 +38,7 @@ CONVERSATIONS = 20 if QUICK else 200
 CACHED = 60_000 if QUICK else 1_000_000
 EVERY = 5
 NEWCOMERS = CONVERSATIONS // 10
-POLICY = kvtrie.ReusePolicy(approximate=True)
+POLICY = kvtrie.ReusePolicy(scope="namespace")
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from workloads.history import Conversation
 
 NAMES = ("W01", "W03", "W10", "W11")
-APPROXIMATE = kvtrie.ReusePolicy(approximate=True)
+APPROXIMATE = kvtrie.ReusePolicy(scope="namespace")
 PROMPT_ALONE = "the prompt alone stays"
 
 POLICIES: dict[str, tags.TurnPolicy | None] = {

@@ -147,7 +147,7 @@ fn plan(prepared: usize) -> Result<Prepared, Failure> {
         let seq = next(&mut queries, &mut calls)?;
         let options = PlanOptions {
             keep_last: 0,
-            pin: true,
+            ..PlanOptions::default()
         };
         let plan = index.plan(seq, &ReusePolicy::EXACT_ONLY, options)?;
         expect("blocks in place", plan.blocks().len(), MIDDLE / BLOCK_SIZE)?;

@@ -7,6 +7,9 @@ two tokens are pairs of tokens, windows of four are pairs of those, and so on. N
 nothing can collide. Naming a million cached tokens takes about a second, a prompt takes
 milliseconds.
 
+No plan reuses more. One may reuse less where matches of several sources overlap: what is left of
+one after another is computed if it is shorter than `min_run`.
+
 Example:
     96 of 100 tokens are in whole blocks, so the last four are not cached.
 

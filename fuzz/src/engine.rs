@@ -277,7 +277,15 @@ impl Engine {
             .expect("a valid lookup");
         let plan = self
             .index
-            .plan(&mut seq, &policy, PlanOptions { keep_last, pin })
+            .plan(
+                &mut seq,
+                &policy,
+                PlanOptions {
+                    keep_last,
+                    pin,
+                    ..PlanOptions::default()
+                },
+            )
             .expect("a valid plan");
         assert_eq!(plan.blocks(), ids, "a plan goes as far as a lookup");
         assert!(plan.num_tokens(Class::Exact) >= found.num_tokens);

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use kvtrie_core::{
     BlockId, Config, ErrorKind, Imported, InsertOptions, Item, LookupOptions, Namespace,
-    PlanOptions, RadixIndex, RestoredPool, ReusePolicy, Salt, Source, Span, TokenSequence,
+    PlanOptions, RadixIndex, RestoredPool, ReusePolicy, Salt, Scope, Source, Span, TokenSequence,
 };
 
 use crate::bytes::Bytes;
@@ -68,6 +68,7 @@ fn use_up(index: &mut RadixIndex) {
             let mut seq = sequence(&space, tokens, Vec::new());
             let policy = ReusePolicy {
                 approximate: true,
+                scope: Scope::Namespace,
                 ..ReusePolicy::EXACT_ONLY
             };
             if let Ok(plan) = index.plan(&mut seq, &policy, PlanOptions::default()) {

@@ -11,11 +11,17 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from kvtrie import gates
 from kvtrie.calibrate import shipped
 from kvtrie.calibrate.measure import calibrate
-from kvtrie.models.fingerprint import CheckpointError, checkpoint_digest
+from kvtrie.models.fingerprint import (
+    CheckpointError,
+    checkpoint_digest,
+    directory_template_id,
+    template_id,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -142,14 +148,14 @@ def test_a_tensor_in_two_files_is_refused(model: Path) -> None:
 
 def test_calibration_writes_the_digest_of_what_it_measured(tmp_path: Path) -> None:
     directory = shipped.model_path("gqa")
-    report = calibrate(directory, policies=["exact", "unrotated", "rotated"], num_questions=1)
+    report = calibrate(directory, policies=["rotated"], is_recall=True, most_cases=1)
     assert report.checkpoint == checkpoint_digest(directory)
     path = tmp_path / "gate.json"
     report.gate(gates.Thresholds()).write(path)
     gate = gates.read(path)
     assert gate.checkpoint == report.checkpoint
     wanted = gate.measured[0].policy
-    assert not gate.policy(wanted, checkpoint=gate.checkpoint).is_cleared  # one question is few
+    assert not gate.policy(wanted, checkpoint=gate.checkpoint).is_cleared  # one conversation is few
     with pytest.raises(gates.GateMismatchError, match="checkpoint"):
         gate.policy(wanted, checkpoint="0" * 32)
     with pytest.raises(ValueError, match="give the running model"):
@@ -161,9 +167,34 @@ def test_a_model_without_safetensors_is_measured_and_not_identified(tmp_path: Pa
     shutil.copytree(shipped.model_path("gqa"), directory)
     torch.save(load_file(directory / "model.safetensors"), directory / "pytorch_model.bin")
     (directory / "model.safetensors").unlink()
-    report = calibrate(directory, policies=["exact", "unrotated", "rotated"], num_questions=1)
+    report = calibrate(directory, policies=["rotated"], is_recall=True, most_cases=1)
     assert report.checkpoint is None
     gate = report.gate(gates.Thresholds())
-    assert gates._from_text(gate.to_json(), "test").checkpoint is None
+    assert gate.checkpoint is None
     with pytest.raises(gates.GateMismatchError, match="measured with checkpoint None"):
         gate.policy(gate.measured[0].policy, checkpoint="0" * 32)
+
+
+@pytest.mark.parametrize("kind", shipped.KINDS)
+def test_template_of_a_directory_is_that_of_its_tokenizer(kind: str) -> None:
+    directory = shipped.model_path(kind)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    assert directory_template_id(directory) == template_id(tokenizer.chat_template)
+
+
+def test_template_in_the_tokenizers_settings_is_found(model: Path) -> None:
+    text, named = "{{ messages }}", {"default": "a", "tool_use": "b"}
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+    settings = model / "tokenizer_config.json"
+    for given, wanted in (
+        (text, text),
+        ([{"name": name, "template": one} for name, one in named.items()], named),
+        (None, None),
+    ):
+        settings.write_text(json.dumps({"chat_template": given}), encoding="utf-8")
+        assert directory_template_id(model) == template_id(wanted)
+    settings.write_text("{", encoding="utf-8")
+    with pytest.raises(CheckpointError, match="it is not JSON"):
+        directory_template_id(model)
+    settings.unlink()
+    assert directory_template_id(model) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -15,7 +16,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from kvtrie import gates
-from kvtrie.calibrate import _partial
+from kvtrie.calibrate import _partial, recall
 from kvtrie.calibrate._partial import Partial, PartialError, PartialWriteError
 from kvtrie.cli.app import app
 
@@ -93,7 +94,7 @@ def test_file_of_another_run_is_refused_by_name(
 
 def test_file_of_another_format_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(path)
-    monkeypatch.setattr(_partial, "VERSION", 2)
+    monkeypatch.setattr(_partial, "VERSION", 3)
     with Partial(path) as partial, pytest.raises(PartialError, match="of this version"):
         partial.begin(RUN)
 
@@ -122,11 +123,20 @@ def test_full_disk_is_a_typed_error(path: Path) -> None:
         assert partial.begin(RUN) == []
 
 
-OPTIONS = ("--questions", "12", "--policies", "unrotated,rotated", "--json")
+OPTIONS = ("--policies", "rotated", "--json")
+
+
+def options(out: Path) -> list[str]:
+    """Conversations of the recall task, so that the run ends after them."""
+    talks = out.with_name("talks.jsonl")
+    if not talks.exists():
+        rows = [json.dumps({"messages": recall.conversation(seed, 4)}) for seed in range(12)]
+        talks.write_text("\n".join(rows), encoding="utf-8")
+    return [*OPTIONS, "--conversations", str(talks)]
 
 
 def start(out: Path, *args: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "kvtrie.cli", "calibrate", "gqa", *OPTIONS, *args]
+    command = [sys.executable, "-m", "kvtrie.cli", "calibrate", "gqa", *options(out), *args]
     pipe = subprocess.PIPE
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
@@ -155,7 +165,7 @@ def stop_in_the_middle(out: Path, number: signal.Signals) -> tuple[int, str, str
 
 def run(out: Path, *args: str) -> Result:
     """The same command in this process, which has loaded torch already."""
-    return CliRunner().invoke(app, ["calibrate", "gqa", *OPTIONS, *args, "--out", str(out)])
+    return CliRunner().invoke(app, ["calibrate", "gqa", *options(out), *args, "--out", str(out)])
 
 
 @pytest.mark.timeout(900)
@@ -167,8 +177,8 @@ def test_interrupted_and_killed_run_ends_as_one_that_was_not(tmp_path: Path) -> 
     rows = kept.read_bytes().count(b"\n") - 1
     assert (code, printed) == (130, "")
     assert error.splitlines()[-1] == (
-        f"kvtrie: interrupted; {rows} of 17 conversations are kept in {kept}: the same command "
-        "continues from there"
+        f"kvtrie: interrupted; {rows} conversations are kept in {kept}: the same command continues "
+        "from there"
     )
     before = kept.read_bytes()
     code, *_ = stop_in_the_middle(out, signal.SIGKILL)
@@ -179,9 +189,9 @@ def test_interrupted_and_killed_run_ends_as_one_that_was_not(tmp_path: Path) -> 
 
     # Another run is refused by name, and the file is unchanged.
     before = kept.read_bytes()
-    refused = run(out, "--seed", "1")
+    refused = run(out, "--min-run", "24")
     assert (refused.exit_code, refused.stdout) == (2, "")
-    said = f"kvtrie: {kept}: it is of another run: seed is 0 there and 1 here"
+    said = f"kvtrie: {kept}: it is of another run: min_run is 16 there and 24 here"
     assert refused.stderr.splitlines()[-1].startswith(said)
     assert kept.read_bytes() == before
 
@@ -190,8 +200,10 @@ def test_interrupted_and_killed_run_ends_as_one_that_was_not(tmp_path: Path) -> 
     assert "resumed" in resumed.stderr
     assert resumed.stdout == whole.stdout
     assert out.read_bytes() == other.read_bytes()
-    assert gates.read(out).measured[0].questions == 12 + 15 + 20
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["gate.json", "other.json"]
+    assert gates.read(out).measured[0].kinds
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [
+        *("gate.json", "other.json", "talks.jsonl")
+    ]
 
 
 @pytest.mark.parametrize(

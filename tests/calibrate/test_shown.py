@@ -8,56 +8,37 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tests.cleared import BAD, GOOD, POLICY, kind
 
 from kvtrie import gates
 from kvtrie.calibrate import measure, policies
-from kvtrie.cli import _calibrated, _progress
+from kvtrie.calibrate._tally import Tally
+from kvtrie.cli import _calibrated, _measuring
 
 LIMITS = gates.Thresholds()
-GOOD = gates.Figures(
-    "window of ten",
-    positions=123_456_789,
-    kl_mean=0.00123456,
-    kl_p99=0.0123456,
-    top1=0.987,
-    questions=700,
-    right_full=690,
-    lost=0,
-    gained=0,
-    exact=1_234_567_890_123,
-    moved=2_345_678_901_234,
-    computed=3_456_789_012_345,
-)
 LONG = "rotated+first100000000+last100000000+run100000000"
+MANY = gates.Box(cuts=gates.Range(above=1))
+ONE = gates.Box(cuts=gates.Range(most=1))
 
 
-def report(figures: gates.Figures, *, control_lost: int | None = 600) -> measure.Report:
-    results = [measure.Result(policies.policy(LONG), figures)]
-    if control_lost is not None:
-        worse = replace(figures, lost=min(control_lost, figures.right_full), gained=0)
-        results.append(measure.Result(policies.policy("unrotated"), worse))
+def report(*kinds: gates.Kind) -> measure.Report:
     return measure.Report(
         model="m@1",
         kv_dtype="float32",
         rope="",
-        block_size=1,
+        template=None,
+        block_size=16,
         min_run=16,
         data="talk",
-        conversations={figures.scenario: 70},
-        results=tuple(results),
+        conversations={"window": 60},
+        outside=3,
+        measured=(gates.Measured(LONG, POLICY, kinds),),
     )
 
 
-def row(found: measure.Report) -> dict[str, Any]:
-    document = json.loads(_calibrated.as_json(found, LIMITS))
-    rows: list[dict[str, Any]] = document["results"]
-    return rows[0]
-
-
-def line(capsys: pytest.CaptureFixture[str], found: measure.Report) -> str:
-    _calibrated.show(found, LIMITS)
-    lines = capsys.readouterr().out.splitlines()
-    return next(one for one in lines if one.strip().startswith(LONG))
+def shown(capsys: pytest.CaptureFixture[str], *kinds: gates.Kind) -> str:
+    _calibrated.show(report(*kinds), LIMITS)
+    return capsys.readouterr().out
 
 
 @pytest.mark.parametrize("columns", [None, "20", "80"])
@@ -69,77 +50,67 @@ def test_off_a_terminal_no_figure_is_cut(
         monkeypatch.setenv("COLUMNS", columns)
         monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("NO_COLOR", "1")
-    _calibrated.show(report(GOOD), LIMITS)
-    shown = capsys.readouterr().out
-    figures = (GOOD.exact, GOOD.moved, GOOD.computed, GOOD.positions)
-    for text in (
-        LONG,
-        *map(str, figures),
-        "0.0012",
-        "0.012",
-        "98.7%",
-        "690 of 700",
-        "(-0.55 to 0.55)",
-    ):
-        assert text in shown
-    assert "\u2026" not in shown
+    out = shown(capsys, kind())
+    for text in (LONG, "one cut", "1200", "10.0%", "0.002", "99.9%", "0 of 60", "50", "cleared"):
+        assert text in out
+    assert "3 replies were of no kind" in out
+    assert "\u2026" not in out
 
 
-def test_within_limits_where_the_data_tells(capsys: pytest.CaptureFixture[str]) -> None:
-    assert line(capsys, report(GOOD)).split()[-1] == "yes"
-    assert (row(report(GOOD))["within_thresholds"], row(report(GOOD))["reason"]) == (True, None)
-
-
-def test_outside_limits_says_the_value_and_the_limit(capsys: pytest.CaptureFixture[str]) -> None:
-    bad = report(replace(GOOD, kl_mean=0.3))
-    assert line(capsys, bad).split()[-1] == "no"
-    assert row(bad)["within_thresholds"] is False
-    assert row(bad)["reason"] == "mean KL is 0.3, the limit is 0.02"
-
-
-def test_too_few_questions_cannot_tell_and_say_how_many_are_needed(
+def test_cleared_kinds_are_named_with_the_bound_of_their_loss(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    # Regression: four right answers of four were shown as within the limits.
-    few = report(replace(GOOD, questions=100, right_full=100))
-    assert line(capsys, few).rstrip().endswith("undecided: 381 needed")
-    found = row(few)
-    assert (found["within_thresholds"], found["questions_needed"]) == (None, 381)
-    assert "381 questions are needed, 100 were asked" in found["reason"]
+    out = shown(capsys, kind("few", ONE), kind("many", MANY, BAD))
+    last = out.splitlines()[-1]
+    bound = gates.loss_bound(GOOD.losses)
+    assert last == (
+        f"{LONG}: cleared for this model after few: 0 replies lost and 0 gained of 60, at most "
+        f"{100 * bound:.2f} points (95 %)"
+    )
+    assert f"{LONG}, many: refused: mean KL is 0.1 above that of exact reuse" in out
 
 
-@pytest.mark.parametrize(
-    ("found", "why"),
-    [
-        (report(replace(GOOD, questions=0, right_full=0)), "the data has no answers"),
-        (report(replace(GOOD, right_full=300)), "right on 300 of 700 questions"),
-        (report(GOOD, control_lost=3), "no control is detected as worse"),
-        (report(GOOD, control_lost=None), "no control was measured"),
-    ],
-    ids=["no questions", "half wrong", "control undetected", "no control"],
-)
-def test_data_that_could_not_refuse_cannot_tell(
-    capsys: pytest.CaptureFixture[str], found: measure.Report, why: str
-) -> None:
-    assert "undecided" in line(capsys, found)
-    assert row(found)["within_thresholds"] is None
-    assert why in row(found)["reason"]
+def test_nothing_cleared_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        shown(capsys, kind(own=BAD)).splitlines()[-1].endswith("nothing is cleared for this model")
+    )
+    assert shown(capsys).splitlines()[-1].endswith("nothing is cleared for this model")
 
 
-def test_figures_that_are_no_numbers_are_outside() -> None:
-    flawed = report(replace(GOOD, kl_mean=float("nan")))
-    verdict = _calibrated.verdict(flawed, flawed.results[0], LIMITS)
-    assert verdict.within_thresholds is False
-    assert "'kl_mean'" in str(verdict.reason)
+def test_document_has_every_verdict_and_no_list_of_conversations() -> None:
+    document: dict[str, Any] = json.loads(_calibrated.as_json(report(kind()), LIMITS))
+    (policy,) = document["policies"]
+    assert policy["cleared"] == ["one cut"]
+    (found,) = policy["kinds"]
+    assert (found["state"], found["reason"], found["lost"]) == ("cleared", None, 0)
+    assert found["controls"]["drop"]["lost"] == 50
+    assert found["floor"]["kl_mean"] == 0.0005
+    assert "losses" not in found
 
 
-def test_stages_are_shown_before_the_steps() -> None:
+def test_figures_that_are_no_numbers_are_not_cleared(capsys: pytest.CaptureFixture[str]) -> None:
+    broken = replace(GOOD, kl_mean=float("nan"))
+    assert "'kl_mean' must be a finite number" in shown(capsys, kind(own=broken))
+
+
+def test_progress_tells_stages_then_the_time_that_is_left() -> None:
     # Regression: nothing was shown until the first conversation was measured.
     out = io.StringIO()
-    with _progress.ticks(out, most=2) as tick:
-        tick.stage("loading")
+    tally = Tally([policies.policy("rotated")])
+    with _measuring.measuring(out, LIMITS) as now:
+        now.stage("loading")
         assert out.getvalue() == "loading\n"
-        tick.stage("cutting")
-        for done in (3, 4):
-            tick(done, 4, "one turn")
-    assert out.getvalue().splitlines() == ["loading", "cutting", "1/2 one turn", "2/2 one turn"]
+        now(measure.Progress(None, 0, tally, 0.0, 0.0, 0.0))
+        for done in range(1, 6):
+            now(measure.Progress("window", done, tally, 12.0 * done, 600.0, 1200.0))
+    assert out.getvalue().splitlines() == [
+        "loading",
+        "measuring",
+        "3 conversations in 0.6 minutes (window); 10.0 to 20.0 minutes are left",
+    ]
+
+
+def test_progress_of_a_resumed_run_says_so() -> None:
+    tally = Tally([policies.policy("rotated")])
+    said = _measuring.line(measure.Progress(None, 7, tally, 0.0, 0.0, 0.0))
+    assert said == "resumed after 7 conversations"

@@ -8,6 +8,7 @@ from random import Random
 import pytest
 
 from kvtrie.gates import paired_interval
+from kvtrie.gates.statistics import is_above, is_below, upper_bound
 
 Z = 1.959963984540054
 
@@ -73,3 +74,45 @@ def test_interval_covers_the_truth(lost: float, gained: float) -> None:
         low, high = paired_interval(one, other, asked)
         held += low <= lost - gained <= high
     assert held / 600 >= 0.93
+
+
+def worlds(mean: float, seed: int, count: int) -> list[float]:
+    """Skewed values, such as divergences of conversations, with this mean and none above 0.1."""
+    rng = Random(seed)
+    return [0.1 if rng.random() < mean / 0.1 else 0.0 for _ in range(count)]
+
+
+def test_evidence_holds_at_every_look() -> None:
+    # At the limit itself, looking after every value, the level is 5 %.
+    said = 0
+    for seed in range(400):
+        values = worlds(0.02, seed, 120)
+        said += any(is_below(values[:looks], 0.02, 0.1) for looks in range(10, 121, 5))
+    assert said <= 0.05 * 400 + 2 * math.sqrt(0.05 * 0.95 * 400)
+
+
+def test_evidence_decides_where_means_differ() -> None:
+    assert all(is_below(worlds(0.004, seed, 120), 0.02, 0.1) for seed in range(20))
+    assert all(is_above(worlds(0.06, seed, 120), 0.02, -0.1) for seed in range(20))
+    assert not any(is_below(worlds(0.06, seed, 120), 0.02, 0.1) for seed in range(20))
+
+
+def test_evidence_of_nothing_decides_nothing() -> None:
+    assert not is_below([], 0.02, 0.1)
+    assert not is_above([], 0.02, -0.1)
+    assert not is_below(1000 * [0.0], 0.0, 0.01)
+
+
+@pytest.mark.parametrize("value", [0.0, 0.01, 0.019, 5.0, -5.0])
+def test_evidence_is_of_one_side_alone(value: float) -> None:
+    values = 400 * [value]
+    assert not (is_below(values, 0.02, 0.1) and is_above(values, 0.02, -0.1))
+
+
+def test_upper_bound_is_the_least_limit_that_is_shown() -> None:
+    values = [*(300 * [0.0]), *(3 * [1.0])]
+    bound = upper_bound(values, 1.0, 0.01)
+    assert 0.01 < bound < 0.06
+    assert is_below(values, bound + 1e-9, 1.0)
+    assert not is_below(values, bound - 1e-3, 1.0)
+    assert upper_bound([], 1.0, 0.0) == 1.0

@@ -93,7 +93,6 @@ def test_steps_drop_earlier_reasoning_and_keep_the_reply_whole(
     assert "</think>" in words(tokenizer, first.reply[: first.answer_start])
     assert "<think>" not in words(tokenizer, second.prompt)
     assert answer in words(tokenizer, second.prompt)
-    assert answer not in words(tokenizer, second.dropped)
     assert (first.is_measured, second.is_measured) == (False, True)
     assert (first.is_scored, second.is_scored) == (False, True)
     assert second.answer_start == 0
@@ -164,3 +163,14 @@ def test_tokenizer_without_a_chat_template_is_refused(tokenizer: PreTrainedToken
     tokenizer.chat_template = None
     with pytest.raises(CalibrationError, match="no chat template"):
         Renderer(tokenizer)
+
+
+def test_nothing_moves_into_the_last_message(
+    tokenizer: PreTrainedTokenizerBase, renderer: Renderer
+) -> None:
+    for step in steps_of(renderer, ONE, 2):
+        assert step.moved_end is not None
+        last = words(tokenizer, step.prompt[step.moved_end :])
+        assert last.count("<|im_start|>") == 1
+        assert last.endswith("<|im_start|> assistant")
+        assert words(tokenizer, step.prompt[: step.moved_end]).endswith("<|im_start|> user")

@@ -231,7 +231,7 @@ def test_a_completion_says_why_an_approximate_policy_reused_exactly(
     models: Models, ids: Ids
 ) -> None:
     """Without a gate the policy becomes exact, and the completion says why."""
-    policy = kvtrie.ReusePolicy(approximate=True)
+    policy = kvtrie.ReusePolicy(scope="namespace")
     generator = Generator(models("llama-gqa"), num_blocks=64, block_size=4)
     done = generator.generate(ids(9), max_new_tokens=1, policy=policy)
     assert not done.decision.is_cleared

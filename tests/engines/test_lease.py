@@ -84,7 +84,7 @@ def test_gaps_are_computed_left_to_right(
 ) -> None:
     store = make()
     seq = sequence(*parts)
-    lease = Lease(store, seq, ReusePolicy())
+    lease = Lease(store, seq, ReusePolicy(scope="namespace"))
     assert ranges(lease, limit) == want
     assert lease.is_computed
     # Whole computed blocks are the index's.
@@ -96,7 +96,7 @@ def test_gaps_are_computed_left_to_right(
 def test_only_what_is_computed_is_inserted() -> None:
     store = make()
     seq = sequence(HEAD, NEW[:3], RUN, NEW[3:10])
-    lease = Lease(store, seq, ReusePolicy())
+    lease = Lease(store, seq, ReusePolicy(scope="namespace"))
     assert store.pool.copied == [12]  # type: ignore[attr-defined] # a stand-in
     assert lease.num_held == 6
     lease.issue(11)
@@ -118,7 +118,7 @@ def test_only_what_is_computed_is_inserted() -> None:
 def test_decode_brings_a_block_when_the_last_is_full() -> None:
     store = make()
     seq = sequence(HEAD, NEW[:14])
-    lease = Lease(store, seq, ReusePolicy())
+    lease = Lease(store, seq, ReusePolicy(scope="namespace"))
     assert ranges(lease, 100) == [(8, 22)]
     lengths = []
     for _ in range(6):
@@ -137,7 +137,7 @@ def test_decode_brings_a_block_when_the_last_is_full() -> None:
 def test_sequence_belongs_to_the_ledger_until_the_lease_is_closed() -> None:
     store = make()
     seq = sequence(NEW[:5])
-    lease = Lease(store, seq, ReusePolicy())
+    lease = Lease(store, seq, ReusePolicy(scope="namespace"))
     with pytest.raises(ValueError, match="a request of a SequenceLedger has this sequence"):
         seq.extend([1])
     lease.close()
@@ -169,7 +169,7 @@ def test_failed_copy_gives_everything_back(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(store.pool, "apply", fail)
     seq = sequence(HEAD, NEW[:3], RUN, NEW[3:5])
     with pytest.raises(RuntimeError, match="injected"):
-        Lease(store, seq, ReusePolicy())
+        Lease(store, seq, ReusePolicy(scope="namespace"))
     # The copied tokens do not count as computed.
     assert store.allocator.num_free == free
     assert store.index.lookup(seq).num_tokens == len(HEAD)
@@ -179,7 +179,7 @@ def test_failed_copy_gives_everything_back(monkeypatch: pytest.MonkeyPatch) -> N
 def test_failed_insert_gives_everything_back() -> None:
     store = make()
     free = store.allocator.num_free
-    lease = Lease(store, sequence(HEAD, NEW[:9]), ReusePolicy())
+    lease = Lease(store, sequence(HEAD, NEW[:9]), ReusePolicy(scope="namespace"))
     lease.issue(17)
     lease.plan.release()
     with pytest.raises(kvtrie.StaleHandleError):

@@ -8,13 +8,12 @@ is not used.
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import transformers
-from tests.cleared import GOOD
+from tests.cleared import BAD, GOOD, gate, kind
 from transformers import DynamicCache
 
 import kvtrie
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 
 # As in test_reuse.py; rotation adds one rounding of K.
 TOLERANCE = 1e-4
-APPROXIMATE = kvtrie.ReusePolicy(min_run=16)
+APPROXIMATE = kvtrie.ReusePolicy(min_run=16, scope="namespace")
 ROPE_MODELS = (
     "llama-gqa",
     "llama-yarn",
@@ -263,34 +262,22 @@ def test_a_context_shorter_than_the_probe(ids: Ids) -> None:
         generator.submit(ids(9), policy=APPROXIMATE)
 
 
-def measured(generator: Generator, lost: int) -> gates.Gate:
-    figures = replace(
-        GOOD,
-        positions=1000,
-        kl_p99=0.1,
-        questions=400,
-        right_full=400,
-        lost=lost,
-        exact=100,
-        moved=900,
-    )
-    own = generator.namespace()
-    return gates.Gate(
-        model=own.model,
-        kv_dtype=own.kv_dtype,
-        rope=own.rope,
-        thresholds=gates.Thresholds(),
-        measured=(gates.Measured("rotated", APPROXIMATE, (figures,)),),
-        controls=(gates.Control("unrotated", (replace(figures, lost=200),)),),
+def measured(generator: Generator, own: gates.Figures, box: gates.Box | None = None) -> gates.Gate:
+    space = generator.namespace()
+    return gate(
+        kind(own=own, box=box),
+        policy=APPROXIMATE,
+        model=space.model,
+        kv_dtype=space.kv_dtype,
+        rope=space.rope,
     )
 
 
-@pytest.mark.parametrize(("lost", "is_cleared"), [(0, True), (1, False)])
+@pytest.mark.parametrize(("own", "is_cleared"), [(GOOD, True), (BAD, False)])
 def test_a_gate_decides_what_a_request_may_reuse(
-    lost: int, is_cleared: bool, make: Make, ids: Ids
+    own: gates.Figures, is_cleared: bool, make: Make, ids: Ids
 ) -> None:
-    gate = measured(make(), lost)
-    generator = make(num_blocks=128, gate=gate)
+    generator = make(num_blocks=128, gate=measured(make(), own))
     text, new = ids(120).tolist(), ids(40, seed=1).tolist()
     generator.generate(text, max_new_tokens=1)
     request = generator.submit(
@@ -299,11 +286,32 @@ def test_a_gate_decides_what_a_request_may_reuse(
     assert request.decision.is_cleared == is_cleared
     assert request.decision.policy == (APPROXIMATE if is_cleared else kvtrie.EXACT_ONLY)
     # A policy that takes the index's shortest run means the one that was measured.
-    unsaid = generator.submit(ids(9), max_new_tokens=1, policy=kvtrie.ReusePolicy())
+    unsaid = generator.submit(
+        ids(9), max_new_tokens=1, policy=kvtrie.ReusePolicy(scope="namespace")
+    )
     assert unsaid.decision.policy == request.decision.policy
     while request.status != "finished":
         generator.step()
     assert (request.usage.moved > 0) == is_cleared
+
+
+def test_a_plan_of_a_kind_that_is_not_cleared_is_made_again_exact(
+    make: Make, ids: Ids, check_drained: Check
+) -> None:
+    once = gates.Box(cuts=gates.Range(most=1))
+    generator = make(num_blocks=128, gate=measured(make(), GOOD, once), policy=APPROXIMATE)
+    text, new = ids(120).tolist(), ids(40, seed=1).tolist()
+    generator.generate(text, max_new_tokens=1)
+    twice = [*text[:20], *text[30:60], *text[75:], *new[:3]]
+    refused = generator.generate(twice, max_new_tokens=1)
+    assert refused.usage.moved == 0
+    assert refused.usage.exact >= 16
+    assert not refused.decision.is_cleared
+    assert "no edit of this kind was measured (2 cuts" in refused.decision.reason
+    allowed = generator.generate(edits(text, new)["one deletion"], max_new_tokens=1)
+    assert allowed.usage.moved > 0
+    assert allowed.decision.is_cleared
+    check_drained(generator)
 
 
 def test_without_a_gate_nothing_is_moved(make: Make, ids: Ids) -> None:
@@ -318,12 +326,40 @@ def test_without_a_gate_nothing_is_moved(make: Make, ids: Ids) -> None:
 
 
 def test_a_gate_of_another_model_is_refused(make: Make, ids: Ids, check_drained: Check) -> None:
-    gate = measured(make("qwen3"), 0)
+    other = measured(make("qwen3"), GOOD)
     with pytest.raises(gates.GateMismatchError, match="model"):
-        make(policy=APPROXIMATE, gate=gate)
-    generator = make(gate=gate)
+        make(policy=APPROXIMATE, gate=other)
+    generator = make(gate=other)
     with pytest.raises(gates.GateMismatchError, match="model"):
         generator.submit(ids(9), policy=APPROXIMATE)
     with pytest.raises(TypeError, match="gate must be a"):
         make(gate="gate.json")
     check_drained(generator)
+
+
+def test_moved_runs_come_from_the_session_of_the_request(make: Make, ids: Ids) -> None:
+    policy = APPROXIMATE.replace(scope="conversation")
+    text, new = ids(120).tolist(), ids(40, seed=1).tolist()
+    prompt = [*new, *text[:100]]
+    for session, moved in [("chat-7", 99), ("chat-8", 0), (None, 0)]:
+        generator = make(num_blocks=128, policy=policy, gate="unchecked")
+        generator.generate(text, max_new_tokens=1, session="chat-7")
+        usage = generator.generate(prompt, max_new_tokens=1, session=session).usage
+        assert usage.moved == moved, session
+        assert generator.index.stats().plans_without_scope == (session is None)
+
+
+def test_moved_runs_stop_at_moved_end(make: Make, ids: Ids) -> None:
+    generator = make(num_blocks=128, policy=APPROXIMATE, gate="unchecked")
+    text, new = ids(120).tolist(), ids(40, seed=1).tolist()
+    generator.generate(text, max_new_tokens=1)
+    prompt = [*new, *text[:100]]
+    assert generator.generate(prompt, max_new_tokens=1, moved_end=90).usage.moved == 50
+    for options, error in [
+        ({"moved_end": 141}, r"moved_end is 141.*\[0, 140\]"),
+        ({"moved_end": -1}, "moved_end is -1"),
+        ({"session": ""}, "session has 0 bytes"),
+        ({"session": "s" * 257}, "session has 257 bytes"),
+    ]:
+        with pytest.raises(ValueError, match=error):
+            generator.submit(prompt, **options)

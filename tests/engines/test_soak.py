@@ -105,8 +105,8 @@ def test_plain_requests_among_approximate_ones(
     texts = [[rng.randrange(3, 60) for _ in range(60)] for _ in range(3)]
     policies = [
         kvtrie.EXACT_ONLY,
-        kvtrie.ReusePolicy(),
-        kvtrie.ReusePolicy(max_hops=9, recompute_first=2),
+        kvtrie.ReusePolicy(scope="namespace"),
+        kvtrie.ReusePolicy(scope="namespace", max_hops=9, recompute_first=2),
     ]
     live: list[tuple[Request, list[int], kvtrie.ReusePolicy]] = []
     num_plain = num_moved = 0

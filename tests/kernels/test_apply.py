@@ -297,7 +297,7 @@ def test_plan_of_an_index_is_applied_to_a_labelled_pool() -> None:
     fresh = rng.integers(20_000, 30_000, 7)
     new = np.concatenate([old[:13], fresh, old[50:85], fresh[:5], old[20:47]])
     wanted = [*range(13), *[-1] * 7, *range(50, 85), *[-1] * 5, *range(20, 47)]
-    policy = kvtrie.ReusePolicy(approximate=True)
+    policy = kvtrie.ReusePolicy(scope="namespace")
     with index.plan(kvtrie.TokenSequence(new, space), policy, keep_last=0) as plan:
         unused = np.setdiff1d(np.arange(blocks), table)[: plan.num_new_blocks]
         new_table = np.concatenate([plan.blocks, unused])

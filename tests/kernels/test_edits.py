@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 BLOCK_SIZE, NUM_BLOCKS, EDITS, BODY = 16, 256, 64, 160
 SPACE = kvtrie.Namespace(model="toy@1", salt=kvtrie.SHARED)
-POLICY = kvtrie.ReusePolicy(approximate=True)
+POLICY = kvtrie.ReusePolicy(scope="namespace")
 ROTARY = Rotary(tuple(10_000.0 ** (-i / 8) for i in range(8)))
 
 
@@ -84,6 +84,6 @@ def test_kv_without_its_original_is_computed_and_not_rotated_again() -> None:
     assert (plan.num_approximate, plan.num_compute) == (0, len(prompt))
     seq = kvtrie.TokenSequence(np.concatenate([[7000], body]), SPACE)
     engine.index.discard(engine.index.lookup(kvtrie.TokenSequence(prompt, SPACE)).blocks)
-    with engine.index.plan(seq, kvtrie.ReusePolicy(max_hops=2)) as plan:
+    with engine.index.plan(seq, kvtrie.ReusePolicy(max_hops=2, scope="namespace")) as plan:
         assert plan.num_approximate == BODY - 1
         assert plan.segments["hops"].max() == 2

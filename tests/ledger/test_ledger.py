@@ -542,7 +542,7 @@ def moved() -> tuple[kvtrie.RadixIndex, kvtrie.TokenSequence, kvtrie.ReusePlan]:
     index.insert(sequence(8), [0, 1], num_computed=8, source=kvtrie.COMPUTED)
     index.insert(sequence(12, first=100), [2, 3, 4], num_computed=12, source=kvtrie.COMPUTED)
     seq = kvtrie.TokenSequence([*range(8), 50, 51, 52, 53, *range(100, 112), 60, 61], SPACE)
-    return index, seq, index.plan(seq, kvtrie.ReusePolicy())
+    return index, seq, index.plan(seq, kvtrie.ReusePolicy(scope="namespace"))
 
 
 def test_plan_says_what_is_missing_and_how_exact_the_rest_is() -> None:

@@ -28,6 +28,9 @@ PLACEHOLDER = -1
 JUNK = 2**31
 """A token sampled after the end of a request."""
 
+SESSION = "talk"
+"""Its engines serve one conversation, so moved runs may come from all of it."""
+
 
 @dataclass(frozen=True)
 class Envelope:
@@ -117,7 +120,7 @@ class ServingEngine(Engine):
         self, name: Hashable, ids: Sequence[int], policy: kvtrie.ReusePolicy, keep_last: int
     ) -> tuple[Live, kvtrie.ReusePlan]:
         seq = kvtrie.TokenSequence(ids, self.namespace)
-        plan = self.index.plan(seq, policy, keep_last=keep_last)
+        plan = self.index.plan(seq, policy, keep_last=keep_last, session=SESSION)
         try:
             fresh = self.take(plan.num_new_blocks)
         except kvtrie.OutOfBlocksError:
@@ -140,7 +143,7 @@ class ServingEngine(Engine):
         self.device.append(lambda: self.pool.load(self.pool, source, target, places, delta))
 
     def begin(self, live: Live, plan: kvtrie.ReusePlan) -> None:
-        self.ledger.begin(live.name, live.seq, live.table, source=plan)
+        self.ledger.begin(live.name, live.seq, live.table, source=plan, session=SESSION)
         self._begun(live)
 
     def begin_imported(
@@ -153,11 +156,12 @@ class ServingEngine(Engine):
             source=transfer.source,
             missing=transfer.missing,
             plan=plan,
+            session=SESSION,
         )
         self._begun(live)
 
     def begin_computed(self, live: Live, plan: kvtrie.ReusePlan, loaded: int) -> None:
-        self.ledger.begin(live.name, live.seq, live.table, source=plan)
+        self.ledger.begin(live.name, live.seq, live.table, source=plan, session=SESSION)
         _, present = self.ledger.final_range(live.name)
         self.ledger.schedule(live.name, loaded - present)
         self.ledger.confirm(live.name, loaded)

@@ -425,8 +425,12 @@ class Traffic:
         choice = self.rng.choice
         if self.rng.random() < 0.2:
             return kvtrie.EXACT_ONLY
+        if self.rng.random() < 0.6:
+            # Of one policy, because policies that differ share little approximate KV.
+            return kvtrie.ReusePolicy(max_hops=5)
         return kvtrie.ReusePolicy(
             max_hops=choice([0, 1, 1, 2, 5]),
+            scope="namespace",
             max_approximate_share=choice([1.0, 1.0, 1.0, 0.5]),
             recompute_first=choice([0, 0, 1, 3]),
             recompute_last=choice([0, 0, 1, 3]),

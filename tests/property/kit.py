@@ -67,3 +67,23 @@ def rows(plan: Any) -> list[str]:
 
 def shown(plan: Any) -> str:
     return ", ".join(rows(plan))
+
+
+def imported(exact_until: int, hops: int = 1) -> kvtrie.Imported:
+    """KV from elsewhere that was built under a policy so strict that all may use it."""
+    huge = 2**31
+    strict = kvtrie.ReusePolicy(
+        min_run=huge,
+        max_hops=0,
+        max_approximate_share=0.0,
+        recompute_first=huge,
+        recompute_last=huge,
+        max_cuts=0,
+        max_lost_context=0.0,
+        max_new_context=0.0,
+        scope="conversation",
+        shared_prefix=huge,
+        recompute_share=1.0,
+        forbid_kinds=("system", "user", "reasoning", "answer", "tool_call", "tool_result"),
+    )
+    return kvtrie.Imported(exact_until, hops, strict)

@@ -15,7 +15,7 @@ import kvtrie
 from kvtrie import EXACT_ONLY, ReusePolicy
 from kvtrie.testing import strategies as kv
 
-ANY = ReusePolicy()
+ANY = ReusePolicy(scope="namespace")
 HISTORY = (1, 2, 3, 4, 5, 6, 7, 8)
 LONG = tuple(range(10, 40))
 LINES = 120
@@ -77,7 +77,7 @@ def test_engine_loop_moved_runs_abort_at_every_line(
     block_size: int, next_one: str, recompute: int
 ) -> None:
     """Reasoning is deleted and a document moved; then another request uses what was left."""
-    policy = ReusePolicy(max_hops=2, recompute_first=recompute)
+    policy = ReusePolicy(scope="namespace", max_hops=2, recompute_first=recompute)
     # Two pieces, moved by -4 and by +10, with gaps before, between and after them.
     edited = prompt(*LONG[:5], 1, *LONG[9:21], 2, 3, *LONG[:10], 4)
     for line in range(LINES):

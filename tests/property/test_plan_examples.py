@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from tests.property.kit import OTHER, Kit, hit, put, result, rows, shown, stats
+from tests.property.kit import OTHER, Kit, hit, imported, put, result, rows, shown, stats
 
-from kvtrie import EXACT_ONLY, Imported, Item, ReusePolicy, Span
+from kvtrie import EXACT_ONLY, Item, ReusePolicy, Span
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,7 +20,13 @@ if TYPE_CHECKING:
 # Some policies forbid kinds that nothing is tagged with.
 pytestmark = pytest.mark.filterwarnings("ignore:.* forbids nothing:UserWarning")
 
-ANY = ReusePolicy()
+
+def policy_of(**fields: Any) -> ReusePolicy:
+    """A policy whose moved runs may come from the whole namespace."""
+    return ReusePolicy(**{"scope": "namespace", **fields})
+
+
+ANY = policy_of()
 WHOLE = ReusePolicy(approximate=False, partial_blocks=False)
 AGENT = "SYSTEM..thought1answer.1"
 
@@ -136,18 +142,18 @@ def test_plan_run_of_min_run_and_not_shorter(kit: Kit, index: Any) -> None:
     cache(index, kit.seq("abcdefghijkl"))
     assert planned(index, kit.seq("!cdefghij?")) == "0-1 c, 1-9 a1 from 2, 9-10 c"
     assert planned(index, kit.seq("!cdefghi?")) == "0-9 c"
-    longer = ReusePolicy(min_run=9)
+    longer = policy_of(min_run=9)
     assert planned(index, kit.seq("!cdefghij?"), longer) == "0-10 c"
     assert rows(plan_of(index, kit.seq("!cdefghijk?"), longer))[1] == "1-10 a1 from 2"
 
 
 def test_plan_policy_below_min_run_of_the_index_is_refused(kit: Kit) -> None:
     index = make(kit, min_run=12)
-    for policy in (ReusePolicy(min_run=11), ReusePolicy(approximate=False, min_run=8)):
+    for policy in (policy_of(min_run=11), policy_of(approximate=False, min_run=8)):
         with pytest.raises(ValueError, match=r"11.*12|8.*12"):
             index.plan(kit.seq("abc"), policy)
     assert stats(index, "clock", "live_plans") == (0, 0)
-    plan_of(index, kit.seq("abc"), ReusePolicy(min_run=12))
+    plan_of(index, kit.seq("abc"), policy_of(min_run=12))
 
 
 def test_plan_same_length_substitution_has_delta_0(kit: Kit, index: Any) -> None:
@@ -167,19 +173,85 @@ def test_plan_any_order(kit: Kit, index: Any) -> None:
 
 def test_plan_match_may_begin_before_the_uncovered_part(kit: Kit, index: Any) -> None:
     cache(index, kit.seq("abcdefgh"))
-    cache(index, kit.seq("wxyzefghijkl"), 10)
-    # "efghijkl" is a match of eight, of which four are in place already.
-    plan = plan_of(index, kit.seq("abcdefghijkl?"))
-    assert shown(plan) == "0-8 e, 8-12 a1, 12-13 c"
-    assert plan.source_blocks.tolist() == [12]
+    cache(index, kit.seq("wxyzefghijklmnop"), 10)
+    # "efghijklmnop" is a match of twelve, of which four are in place already.
+    plan = plan_of(index, kit.seq("abcdefghijklmnop?"))
+    assert shown(plan) == "0-8 e, 8-16 a1, 16-17 c"
+    assert plan.source_blocks.tolist() == [12, 13]
+
+
+def test_plan_computes_what_is_left_of_a_match_if_it_is_shorter_than_min_run(
+    kit: Kit, index: Any
+) -> None:
+    cache(index, kit.seq("abcdefgh"))
+    cache(index, kit.seq("wxyzefghijklmnop"), 10)
+    assert planned(index, kit.seq("abcdefghijklmno?")) == "0-8 e, 8-16 c"
+    cache(index, kit.seq("....1234567890ab"), 20)
+    cache(index, kit.seq("::::890abcdefghi"), 30)
+    # Six tokens are left of the second.
+    assert planned(index, kit.seq("-1234567890abcdefgh-")) == "0-1 c, 1-13 a1 from 4, 13-20 c"
 
 
 def test_plan_reaches_furthest_not_longest(kit: Kit, index: Any) -> None:
     cache(index, kit.seq("....abcdefghijkl"))
-    cache(index, kit.seq("::::efghijklmnop"), 10)
-    # From a: only the first. From m on: the second, of which four tokens are left.
-    plan = plan_of(index, kit.seq("-abcdefghijklmnop-"))
-    assert shown(plan) == "0-1 c, 1-13 a1 from 4, 13-17 a1 from 12, 17-18 c"
+    cache(index, kit.seq("::::efghijklmnopqrst"), 10)
+    # From a: only the first. From m on: the second, of which eight tokens are left.
+    plan = plan_of(index, kit.seq("-abcdefghijklmnopqrst-"))
+    assert shown(plan) == "0-1 c, 1-13 a1 from 4, 13-21 a1 from 12, 21-22 c"
+
+
+def test_plan_prefers_a_source_in_order_to_a_repeat_that_reaches_further(
+    kit: Kit, index: Any
+) -> None:
+    cache(index, kit.seq("abcd1234ijklmnop...."))
+    cache(index, kit.seq("::::ijklmnopqrst"), 10)
+    plan = plan_of(index, kit.seq("abcdijklmnopqrst?"))
+    assert shown(plan) == "0-4 e, 4-12 a1 from 8, 12-17 c"
+    assert plan.source_blocks.tolist() == [2, 3]
+    # Nothing is in place, and no piece comes before: both are in order.
+    assert rows(plan_of(index, kit.seq("?ijklmnopqrst?")))[1] == "1-13 a1 from 4"
+    # The previous piece ends after it in its text.
+    prompt = kit.seq("abcdmnop....!ijklmnopqrst?")
+    assert rows(plan_of(index, prompt))[1:4] == ["4-12 a1 from 12", "12-13 c", "13-25 a1 from 4"]
+
+
+def moved_runs(plan: Any) -> list[tuple[Any, ...]]:
+    return [
+        (run.start, run.end, run.delta, run.cuts, run.lost_context, run.new_context)
+        for run in plan.moved_runs
+    ]
+
+
+def test_plan_says_how_the_context_of_a_moved_run_differs(kit: Kit, index: Any) -> None:
+    cache(index, kit.seq("abcdefghijklmnopqrstuvwxyz012345"))
+    plan = plan_of(index, kit.seq("abcdefgh", "qrstuvwx", "ijklmnop", "yz012345", "?"))
+    assert moved_runs(plan) == [
+        (8, 16, -8, 1, 0.5, 0.0),
+        (16, 24, 8, 1, 0.0, 0.5),
+        (24, 32, 0, 3, 0.0, 0.0),
+    ]
+    assert [run.distance for run in plan.moved_runs] == [8, 8, 0]
+    assert [run.old_start for run in plan.moved_runs] == [16, 8, 24]
+    plan = plan_of(index, kit.seq("????", "qrstuvwx", "?"))
+    assert moved_runs(plan) == [(4, 12, -12, 0, 1.0, 1.0)]
+
+
+def test_plan_computes_a_run_beyond_the_limits_of_its_context(kit: Kit, index: Any) -> None:
+    cache(index, kit.seq("abcdefghijklmnopqrstuvwxyz012345"))
+    prompt = kit.seq("abcdefgh", "qrstuvwx", "ijklmnop", "yz012345", "?")
+    first, second, third = "8-16 a1 from 16", "16-24 a1 from 8", "24-32 a1"
+    for policy, found in (
+        (ReusePolicy(max_cuts=1), ["0-8 e", first, second, "24-33 c"]),
+        (ReusePolicy(max_cuts=0), ["0-8 e", "8-33 c"]),
+        # Without the first run the others have fewer cuts, and more lost context.
+        (ReusePolicy(max_lost_context=0.4), ["0-8 e", "8-16 c", second, third, "32-33 c"]),
+        (ReusePolicy(max_lost_context=0.3), ["0-8 e", "8-16 c", second, "24-33 c"]),
+        (ReusePolicy(max_new_context=0.4), ["0-8 e", first, "16-24 c", third, "32-33 c"]),
+    ):
+        plan = plan_of(index, prompt, policy)
+        assert rows(plan) == found, policy
+        starts = [run.start for run in plan.moved_runs]
+        assert starts == [int(row.split("-")[0]) for row in found if "a1" in row]
 
 
 def test_plan_prefers_the_match_that_reaches_further(kit: Kit, index: Any) -> None:
@@ -190,15 +262,15 @@ def test_plan_prefers_the_match_that_reaches_further(kit: Kit, index: Any) -> No
 
 def test_plan_pieces_of_one_delta_stay_apart(kit: Kit, index: Any) -> None:
     cache(index, kit.seq("....abcdefghij..____"))
-    cache(index, kit.seq("::::::::cdefghijklmn"), 10)
-    prompt = kit.seq("!!!!!!abcdefghijklmn!")
-    # abcdefghij moves by +2, cdefghijklmn by 0.
-    assert planned(index, prompt) == "0-6 c, 6-16 a1 from 4, 16-20 a1, 20-21 c"
+    cache(index, kit.seq("::::::::cdefghijklmnopqr"), 10)
+    prompt = kit.seq("!!!!!!abcdefghijklmnopqr!")
+    # abcdefghij moves by +2, cdefghijklmnopqr by 0.
+    assert planned(index, prompt) == "0-6 c, 6-16 a1 from 4, 16-24 a1, 24-25 c"
     other = make(kit)
     cache(other, kit.seq("......abcdefghij...."))
-    cache(other, kit.seq("::::::::cdefghijklmn"), 10)
+    cache(other, kit.seq("::::::::cdefghijklmnopqr"), 10)
     # Both with delta 0: still two pieces.
-    assert planned(other, prompt) == "0-6 c, 6-16 a1, 16-20 a1, 20-21 c"
+    assert planned(other, prompt) == "0-6 c, 6-16 a1, 16-24 a1, 24-25 c"
 
 
 def test_plan_path_goes_on_into_the_child_that_fits(kit: Kit, index: Any) -> None:
@@ -247,7 +319,8 @@ def test_plan_repetitive_prompt(kit: Kit, index: Any) -> None:
     cache(index, kit.seq("a" * 12))
     # In place 12; from there on the match that reaches furthest ends with a slot of the path: its
     # source is all twelve, and the next piece starts again.
-    assert planned(index, kit.seq("a" * 30)) == "0-12 e, 12-24 a1 from 0, 24-29 a1 from 7, 29-30 c"
+    assert planned(index, kit.seq("a" * 33)) == "0-12 e, 12-24 a1 from 0, 24-32 a1 from 4, 32-33 c"
+    assert planned(index, kit.seq("a" * 32)) == "0-12 e, 12-24 a1 from 0, 24-32 c"
 
 
 def test_plan_namespaces_are_walls(kit: Kit, index: Any) -> None:
@@ -272,7 +345,7 @@ def test_plan_items_are_compared(kit: Kit, index: Any) -> None:
 def test_plan_without_moved_runs(kit: Kit) -> None:
     index = make(kit, moved_runs=False)
     seq = kit.seq("abcdefghijklmnop")
-    cache(index, seq, source=Imported(exact_until=8))
+    cache(index, seq, source=imported(exact_until=8))
     # In place through approximate blocks needs no search.
     assert rows(plan_of(index, kit.seq("abcdefghijklmnop?")))[:2] == ["0-8 e", "8-16 a1"]
     assert planned(index, kit.seq("?cdefghijklmnop?")) == "0-16 c"
@@ -282,22 +355,22 @@ def test_plan_without_moved_runs(kit: Kit) -> None:
 
 
 def test_plan_ties_fewer_hops(kit: Kit, index: Any) -> None:
-    cache(index, kit.seq("-abcdefgh___"), source=Imported(exact_until=0, hops=2))
-    cache(index, kit.seq("::::::::::::abcdefgh"), 10, source=Imported(exact_until=0, hops=1))
+    cache(index, kit.seq("-abcdefgh___"), source=imported(exact_until=0, hops=2))
+    cache(index, kit.seq("::::::::::::abcdefgh"), 10, source=imported(exact_until=0, hops=1))
     # Block 10 is lower and nearer; what decides first is the hops.
-    plan = plan_of(index, kit.seq("!abcdefgh!"), ReusePolicy(max_hops=5))
+    plan = plan_of(index, kit.seq("!abcdefgh!"), policy_of(max_hops=5))
     assert rows(plan)[1] == "1-9 a2 from 12"
 
 
 def test_plan_ties_hops_of_the_part_that_is_left(kit: Kit, index: Any) -> None:
-    policy = ReusePolicy(max_hops=9)
+    policy = policy_of(max_hops=9)
     # Slots 0..12 of a path: four with 5 hops, eight with none; the other: twelve with 3.
     first = kit.seq("1111abcdefghijkl")
-    put(index, first, [0, 1, 2, 3], source=Imported(exact_until=0, hops=0))
-    put(index, kit.seq("1111"), [0], source=Imported(exact_until=0, hops=0))
+    put(index, first, [0, 1, 2, 3], source=imported(exact_until=0, hops=0))
+    put(index, kit.seq("1111"), [0], source=imported(exact_until=0, hops=0))
     index.discard([1])
-    put(index, kit.seq("1111abcd"), [0, 5], source=Imported(exact_until=0, hops=5))
-    cache(index, kit.seq("2222abcdefghijkl"), 10, source=Imported(exact_until=0, hops=3))
+    put(index, kit.seq("1111abcd"), [0, 5], source=imported(exact_until=0, hops=5))
+    cache(index, kit.seq("2222abcdefghijkl"), 10, source=imported(exact_until=0, hops=3))
     # All of it is uncovered: at most 4 against at most 6 hops.
     assert rows(plan_of(index, kit.seq("!abcdefghijkl!"), policy))[1] == "1-13 a4 from 4"
     # The first four are in place: of the part that is left the first has 1.
@@ -317,17 +390,17 @@ def test_plan_ties_smaller_delta(kit: Kit, index: Any) -> None:
 
 
 def test_plan_ties_lowest_slot_one_by_one(kit: Kit, index: Any) -> None:
-    put(index, kit.seq("1111abcdefgh"), [30, 5, 9])
-    put(index, kit.seq("2222abcdefgh"), [31, 6, 2])
-    put(index, kit.seq("3333abcdefgh"), [32, 5 + 2, 1])
-    seq = kit.seq("!!!!abcdefgh!")
-    assert plan_of(index, seq).source_blocks.tolist() == [5, 9]
+    put(index, kit.seq("1111abcdefghijkl"), [30, 5, 9, 20])
+    put(index, kit.seq("2222abcdefghijkl"), [31, 6, 2, 21])
+    put(index, kit.seq("3333abcdefghijkl"), [32, 5 + 2, 1, 22])
+    seq = kit.seq("!!!!abcdefghijkl!")
+    assert plan_of(index, seq).source_blocks.tolist() == [5, 9, 20]
     index.discard([5])
-    assert plan_of(index, seq).source_blocks.tolist() == [2, 6]
+    assert plan_of(index, seq).source_blocks.tolist() == [2, 6, 21]
     # Where a match is needed from its second block on, the second block decides.
     put(index, kit.seq("abcd"), [40])
     put(index, kit.seq("1111abcd"), [30, 5])
-    assert plan_of(index, kit.seq("abcdefgh!")).source_blocks.tolist() == [1]
+    assert plan_of(index, kit.seq("abcdefghijkl!")).source_blocks.tolist() == [1, 22]
 
 
 # --- exactness ------------------------------------------------------------------------------------
@@ -344,9 +417,9 @@ def test_plan_exact_blocks_after_a_hole(kit: Kit, index: Any) -> None:
         assert plan.blocks.tolist() == [0]
         assert plan.source_blocks.tolist() == [2, 3]
         assert (plan.num_exact, plan.num_approximate, plan.num_compute) == (12, 0, 5)
-    for policy in (WHOLE, ReusePolicy(approximate=False, min_run=9)):
+    for policy in (WHOLE, policy_of(approximate=False, min_run=9)):
         assert planned(index, seq, policy) == "0-4 e, 4-17 c"
-    assert rows(plan_of(index, seq, ReusePolicy(partial_blocks=False))) == want
+    assert rows(plan_of(index, seq, policy_of(partial_blocks=False))) == want
 
 
 def test_plan_exact_part_of_a_block_after_a_hole(kit: Kit, index: Any) -> None:
@@ -378,7 +451,7 @@ def test_plan_exact_blocks_after_an_approximate_one(kit: Kit, index: Any) -> Non
     seq = kit.seq("abcdefghijklmnop")
     cache(index, seq)
     index.discard([1])
-    put(index, kit.seq("abcdefgh"), [0, 9], source=Imported(exact_until=4, hops=1))
+    put(index, kit.seq("abcdefgh"), [0, 9], source=imported(exact_until=4, hops=1))
     assert hit(index, seq) == (4, [0])
     longer = kit.seq("abcdefghijklmnop?")
     plan = plan_of(index, longer)
@@ -392,56 +465,55 @@ def test_plan_exact_blocks_after_an_approximate_one(kit: Kit, index: Any) -> Non
 
 def test_plan_in_place_within_max_hops(kit: Kit, index: Any) -> None:
     seq = kit.seq("abcdefghijklmnop")
-    cache(index, seq, source=Imported(exact_until=4, hops=1))
+    cache(index, seq, source=imported(exact_until=4, hops=1))
     index.discard([2])
-    put(index, seq, [0, 1, 8, 3], source=Imported(exact_until=4, hops=2))
+    put(index, seq, [0, 1, 8, 3], source=imported(exact_until=4, hops=2))
     longer = kit.seq("abcdefghijklmnop?")
     assert (
-        planned(index, longer, ReusePolicy(max_hops=2))
-        == "0-4 e, 4-8 a1, 8-12 a2, 12-16 a1, 16-17 c"
+        planned(index, longer, policy_of(max_hops=2)) == "0-4 e, 4-8 a1, 8-12 a2, 12-16 a1, 16-17 c"
     )
     # Block 8 has too many hops: after it is a run of four, too short to be copied.
     assert planned(index, longer) == "0-4 e, 4-8 a1, 8-17 c"
-    assert planned(index, longer, ReusePolicy(max_hops=0)) == "0-4 e, 4-17 c"
+    assert planned(index, longer, policy_of(max_hops=0)) == "0-4 e, 4-17 c"
 
 
 def test_plan_copies_under_the_same_prefix_add_no_hop(kit: Kit, index: Any) -> None:
     seq = kit.seq("abcdefghijklmnopqrst")
-    cache(index, seq, source=Imported(exact_until=4, hops=1))
+    cache(index, seq, source=imported(exact_until=4, hops=1))
     index.discard([1])
     # After the hole: approximate under the same prefix, one hop as it was. Elsewhere: one more.
     assert planned(index, kit.seq("abcdefghijklmnopqrst?")) == "0-4 e, 4-8 c, 8-20 a1, 20-21 c"
     assert planned(index, kit.seq("?ijklmnopqrst?")) == "0-14 c"
-    moved = plan_of(index, kit.seq("?ijklmnopqrst?"), ReusePolicy(max_hops=2))
+    moved = plan_of(index, kit.seq("?ijklmnopqrst?"), policy_of(max_hops=2))
     assert rows(moved)[1] == "1-13 a2 from 8"
 
 
 def test_plan_moved_run_needs_first_hand_kv_under_max_hops_1(kit: Kit, index: Any) -> None:
-    cache(index, kit.seq("____abcdefghijkl"), source=Imported(exact_until=0, hops=0))
+    cache(index, kit.seq("____abcdefghijkl"), source=imported(exact_until=0, hops=0))
     seq = kit.seq("-abcdefghijkl-")
     # Computed after approximate KV: approximate, of no hops.
     assert rows(plan_of(index, seq))[1] == "1-13 a1 from 4"
-    assert len(plan_of(index, seq, ReusePolicy(max_hops=0)).segments) == 1
+    assert len(plan_of(index, seq, policy_of(max_hops=0)).segments) == 1
     second = make(kit)
-    cache(second, kit.seq("____abcdefghijkl"), source=Imported(exact_until=0, hops=1))
+    cache(second, kit.seq("____abcdefghijkl"), source=imported(exact_until=0, hops=1))
     assert len(plan_of(second, seq).segments) == 1
-    assert rows(plan_of(second, seq, ReusePolicy(max_hops=2)))[1] == "1-13 a2 from 4"
+    assert rows(plan_of(second, seq, policy_of(max_hops=2)))[1] == "1-13 a2 from 4"
 
 
 def test_plan_slots_of_too_many_hops_break_runs(kit: Kit, index: Any) -> None:
     seq = kit.seq("____abcdefghijklmnop")
-    cache(index, seq, source=Imported(exact_until=0, hops=0))
+    cache(index, seq, source=imported(exact_until=0, hops=0))
     index.discard([2])
-    put(index, seq, [0, 1, 9, 3, 4], source=Imported(exact_until=0, hops=1))
+    put(index, seq, [0, 1, 9, 3, 4], source=imported(exact_until=0, hops=1))
     assert planned(index, kit.seq("-abcdefghijklmnop-")) == "0-9 c, 9-17 a1 from 12, 17-18 c"
     assert (
-        planned(index, kit.seq("-abcdefghijklmnop-"), ReusePolicy(max_hops=2))
+        planned(index, kit.seq("-abcdefghijklmnop-"), policy_of(max_hops=2))
         == "0-1 c, 1-5 a1 from 4, 5-9 a2 from 8, 9-17 a1 from 12, 17-18 c"
     )
 
 
 def test_plan_exact_copy_of_a_sibling_comes_after_what_is_in_place(kit: Kit, index: Any) -> None:
-    cache(index, kit.seq("abcdefgh"), source=Imported(exact_until=4))
+    cache(index, kit.seq("abcdefgh"), source=imported(exact_until=4))
     # An exact sibling that shares three tokens: what is in place wins, the sibling is a source.
     cache(index, kit.seq("abcdefg_"), 10)
     assert planned(index, kit.seq("abcdefgh??")) == "0-4 e, 4-8 a1, 8-10 c"
@@ -453,7 +525,7 @@ def test_plan_exact_copy_of_a_sibling_comes_after_what_is_in_place(kit: Kit, ind
 def test_plan_exact_copy_after_approximate_blocks(kit: Kit, index: Any) -> None:
     cache(index, kit.seq("abcdefghijkl"))
     index.discard([1])
-    put(index, kit.seq("abcdefgh"), [0, 9], source=Imported(exact_until=4))
+    put(index, kit.seq("abcdefgh"), [0, 9], source=imported(exact_until=4))
     # Block 2 is after an approximate block, and is exact: so is the copy of a part of it.
     assert planned(index, kit.seq("abcdefghij?")) == "0-4 e, 4-8 a1, 8-10 e, 10-11 c"
 
@@ -461,7 +533,7 @@ def test_plan_exact_copy_after_approximate_blocks(kit: Kit, index: Any) -> None:
 def test_plan_match_may_cover_what_partial_blocks_leaves(kit: Kit, index: Any) -> None:
     cache(index, kit.seq("abcdefghij__"))
     cache(index, kit.seq("qrstefghij--"), 10)
-    policy = ReusePolicy(partial_blocks=False)
+    policy = policy_of(partial_blocks=False)
     # "abcdefghij" is a match of ten with the path itself, exact; "ij" of it is left.
     assert planned(index, kit.seq("abcdefghij??"), policy) == "0-8 e, 8-10 e, 10-12 c"
     assert planned(index, kit.seq("abcdef??"), policy) == "0-4 e, 4-8 c"
@@ -474,21 +546,21 @@ def test_plan_forbidden_kinds_break_moved_runs_by_token(kit: Kit, index: Any) ->
     seq = kit.seq("____abcdefghijklmnopqrst")
     cache(index, seq)
     index.tag(seq, [Span(13, 14, "reasoning"), Span(4, 8, "user")])
-    policy = ReusePolicy(forbid_kinds=("reasoning", "never seen"))
+    policy = policy_of(forbid_kinds=("reasoning", "never seen"))
     plan = plan_of(index, kit.seq("-abcdefghijklmnopqrst-"), policy)
     # The source tokens 4..13 and 14..24 are left.
     assert shown(plan) == "0-1 c, 1-10 a1 from 4, 10-11 c, 11-21 a1 from 14, 21-22 c"
     kinds = {name: 1 << bit for bit, name in enumerate(index.kinds)}
     assert plan.segments["kinds"].tolist() == [0, kinds["user"], 0, 0, 0]
-    both = ReusePolicy(forbid_kinds=("reasoning", "user"))
+    both = policy_of(forbid_kinds=("reasoning", "user"))
     assert rows(plan_of(index, kit.seq("-abcdefghijklmnopqrst-"), both))[0] == "0-11 c"
 
 
 def test_plan_forbidden_kinds_end_what_is_in_place_by_block(kit: Kit, index: Any) -> None:
     seq = kit.seq("abcdefghijkl")
-    cache(index, seq, source=Imported(exact_until=4))
+    cache(index, seq, source=imported(exact_until=4))
     index.tag(seq, [Span(0, 1, "reasoning"), Span(10, 11, "reasoning")])
-    policy = ReusePolicy(forbid_kinds=("reasoning",))
+    policy = policy_of(forbid_kinds=("reasoning",))
     # The exact block is used whatever its kinds are; of the last block no token.
     assert planned(index, kit.seq("abcdefghijkl?"), policy) == "0-4 e, 4-8 a1, 8-10 a1, 10-13 c"
 
@@ -498,40 +570,40 @@ def test_plan_forbidden_kinds_never_limit_exact_copies(kit: Kit, index: Any) -> 
     cache(index, seq)
     index.tag(seq, [Span(0, 16, "reasoning")])
     index.discard([1])
-    policy = ReusePolicy(forbid_kinds=("reasoning",), max_hops=0)
+    policy = policy_of(forbid_kinds=("reasoning",), max_hops=0)
     assert rows(plan_of(index, kit.seq("abcdefghijklmnop?"), policy))[2] == "8-16 e"
 
 
 def test_plan_recompute_first_and_last(kit: Kit, index: Any) -> None:
     cache(index, kit.seq("____abcdefghijkl"))
     seq = kit.seq("-abcdefghijkl-")
-    plan = plan_of(index, seq, ReusePolicy(recompute_first=5, recompute_last=2))
+    plan = plan_of(index, seq, policy_of(recompute_first=5, recompute_last=2))
     assert shown(plan) == "0-6 c, 6-11 a1 from 9, 11-14 c"
     # Block 1 of the source is not read any more.
     assert plan.source_blocks.tolist() == [2, 3]
     assert plan.num_approximate == 5
-    gone = plan_of(index, seq, ReusePolicy(recompute_first=6, recompute_last=6))
+    gone = plan_of(index, seq, policy_of(recompute_first=6, recompute_last=6))
     assert shown(gone) == "0-14 c"
     assert gone.source_blocks.tolist() == []
-    assert planned(index, seq, ReusePolicy(recompute_first=99)) == "0-14 c"
+    assert planned(index, seq, policy_of(recompute_first=99)) == "0-14 c"
 
 
 def test_plan_recompute_is_per_piece(kit: Kit, index: Any) -> None:
     cache(index, kit.seq("....abcdefghijkl"))
-    cache(index, kit.seq("::::efghijklmnop"), 10)
-    plan = plan_of(index, kit.seq("-abcdefghijklmnop-"), ReusePolicy(recompute_first=1))
+    cache(index, kit.seq("::::efghijklmnopqrst"), 10)
+    plan = plan_of(index, kit.seq("-abcdefghijklmnopqrst-"), policy_of(recompute_first=1))
     # Tokens that are computed anyway are not offered to the other match.
-    assert shown(plan) == "0-2 c, 2-13 a1 from 5, 13-14 c, 14-17 a1 from 13, 17-18 c"
+    assert shown(plan) == "0-2 c, 2-13 a1 from 5, 13-14 c, 14-21 a1 from 13, 21-22 c"
 
 
 def test_plan_recompute_leaves_exact_and_in_place_alone(kit: Kit, index: Any) -> None:
     seq = kit.seq("abcdefghijklmnop")
     cache(index, seq)
     index.discard([1])
-    policy = ReusePolicy(recompute_first=3, recompute_last=3)
+    policy = policy_of(recompute_first=3, recompute_last=3)
     assert rows(plan_of(index, kit.seq("abcdefghijklmnop?"), policy))[2] == "8-16 e"
     other = make(kit)
-    cache(other, seq, source=Imported(exact_until=4))
+    cache(other, seq, source=imported(exact_until=4))
     assert rows(plan_of(other, kit.seq("abcdefghijklmnop?"), policy))[1] == "4-16 a1"
 
 
@@ -541,12 +613,12 @@ def test_plan_recompute_counts_the_approximate_tokens_of_a_piece(kit: Kit, index
     cache(index, seq)
     index.discard([1, 3, 5])
     put(index, kit.seq("abcdefgh"), [0, 9])
-    done = put(index, seq, [0, 9, 2, 13, 4, 15], source=Imported(exact_until=12, hops=1))
+    done = put(index, seq, [0, 9, 2, 13, 4, 15], source=imported(exact_until=12, hops=1))
     assert done.blocks.tolist() == [0, 9, 2, 13, 4, 15]
     index.discard([9])
     longer = kit.seq("abcdefghijklmnopqrstuvwx?")
     assert rows(plan_of(index, longer))[2:6] == ["8-12 e", "12-16 a1", "16-20 e", "20-24 a1"]
-    policy = ReusePolicy(recompute_first=5, recompute_last=1)
+    policy = policy_of(recompute_first=5, recompute_last=1)
     want = "0-4 e, 4-8 c, 8-12 e, 12-16 c, 16-20 e, 20-21 c, 21-23 a1, 23-25 c"
     assert planned(index, longer, policy) == want
 
@@ -558,7 +630,7 @@ def test_plan_beyond_the_approximate_share_is_exact_only(
     cache(index, kit.seq("SYSTEM..thought1answer.1"))
     # Ten of twenty tokens; in the block after the prefix two exact ones.
     seq = kit.seq("SYSTEM..thght1answer")
-    plan = index.plan(seq, ReusePolicy(max_approximate_share=share), keep_last=0)
+    plan = index.plan(seq, policy_of(max_approximate_share=share), keep_last=0)
     approximate = ["10-20 a1 from 12"] if kept else ["10-20 c"]
     assert rows(plan) == ["0-8 e", "8-10 e", *approximate]
     pinned = 2 + 1 + (3 if kept else 0)
@@ -567,17 +639,17 @@ def test_plan_beyond_the_approximate_share_is_exact_only(
 
 
 def test_plan_share_counts_what_is_in_place(kit: Kit, index: Any) -> None:
-    cache(index, kit.seq("abcdefgh"), source=Imported(exact_until=4))
+    cache(index, kit.seq("abcdefgh"), source=imported(exact_until=4))
     seq = kit.seq("abcdefghij")
-    assert len(plan_of(index, seq, ReusePolicy(max_approximate_share=0.4)).blocks) == 2
-    assert len(plan_of(index, seq, ReusePolicy(max_approximate_share=0.39)).blocks) == 1
+    assert len(plan_of(index, seq, policy_of(max_approximate_share=0.4)).blocks) == 2
+    assert len(plan_of(index, seq, policy_of(max_approximate_share=0.39)).blocks) == 1
 
 
 def test_plan_exact_only_ignores_the_rest_of_a_policy(kit: Kit, index: Any) -> None:
     seq = kit.seq("abcdefghijkl")
     cache(index, seq)
     index.tag(seq, [Span(0, 12, "user")])
-    policy = ReusePolicy(
+    policy = policy_of(
         approximate=False,
         max_hops=0,
         max_approximate_share=0.0,
@@ -616,12 +688,12 @@ def test_plan_touches_sources_by_themselves(kit: Kit, index: Any) -> None:
 
 def test_plan_validates_by_segment(kit: Kit, index: Any) -> None:
     cache(index, kit.seq("....document.one...."))
-    cache(index, kit.seq("::::document.two::::"), 10)
-    seq = kit.seq("....document.twodocument.one?")
+    cache(index, kit.seq("::::document.two_or_more"), 10)
+    seq = kit.seq("....document.two_or_moredocument.one?")
     pinned, loose = index.plan(seq, ANY), index.plan(seq, ANY, pin=False)
     # "document." is in place in part: 0 and 1 and 2 whole, one token of 3.
-    assert shown(pinned) == "0-12 e, 12-13 e, 13-16 a1, 16-28 a1 from 4, 28-29 c"
-    assert pinned.source_blocks.tolist() == [1, 2, 3, 13]
+    assert shown(pinned) == "0-12 e, 12-13 e, 13-24 a1, 24-36 a1 from 4, 36-37 c"
+    assert pinned.source_blocks.tolist() == [1, 2, 3, 13, 14, 15]
     index.discard([13])
     assert pinned.validate().tolist() == [True] * 5
     assert loose.validate().tolist() == [True, True, False, True, True]
@@ -690,7 +762,7 @@ def test_insert_with_a_plan_labels_after_its_first_approximate_token(kit: Kit, i
     tail = ["1-9 a1 from 16", "9-10 c"]
     again = kit.seq("1user....?")
     assert rows(plan_of(index, again)) == ["0-1 c", *tail]
-    assert rows(plan_of(index, again, ReusePolicy(max_hops=2))) == ["0-1 a2 from 15", *tail]
+    assert rows(plan_of(index, again, policy_of(max_hops=2))) == ["0-1 a2 from 15", *tail]
 
 
 def test_insert_label_begins_with_the_block_of_the_first_approximate_token(
@@ -752,7 +824,7 @@ def test_insert_approximate_copy_never_replaces_exact(kit: Kit, index: Any) -> N
 
 def test_insert_replaces_approximate_by_exact_and_condemns_sources(kit: Kit, index: Any) -> None:
     seq = kit.seq("____abcdefghijkl")
-    cache(index, seq, source=Imported(exact_until=0, hops=0))
+    cache(index, seq, source=imported(exact_until=0, hops=0))
     plan = index.plan(kit.seq("-abcdefghijkl-"), ANY)
     done = put(index, seq, [20, 21, 22, 23])
     # 0 is free; 1 to 3 are sources.
@@ -767,13 +839,13 @@ def test_insert_replaces_approximate_by_exact_and_condemns_sources(kit: Kit, ind
 def test_each_plan_takes_its_policy(kit: Kit, index: Any) -> None:
     cache(index, kit.seq("SYSTEM..thought1answer.1"))
     seq = kit.seq("SYSTEM..answer.1user")
-    made = [index.plan(seq, policy) for policy in (ANY, EXACT_ONLY, ReusePolicy(min_run=8))]
+    made = [index.plan(seq, policy) for policy in (ANY, EXACT_ONLY, policy_of(min_run=8))]
     assert [plan.num_approximate for plan in made] == [8, 0, 8]
     assert [plan.num_new_blocks for plan in made] == [3, 3, 3]
     for plan in made:
         plan.release()
     with pytest.raises(ValueError, match="min_run"):
-        make(kit, min_run=16).plan(seq, ReusePolicy(min_run=8))
+        make(kit, min_run=16).plan(seq, policy_of(min_run=8))
 
 
 def test_plan_empty_and_short_prompts(kit: Kit, index: Any) -> None:
@@ -782,7 +854,7 @@ def test_plan_empty_and_short_prompts(kit: Kit, index: Any) -> None:
     assert planned(index, kit.seq("a")) == "0-1 c"
     empty = make(kit)
     assert planned(empty, kit.seq("abcdefghijkl")) == "0-12 c"
-    share = ReusePolicy(max_approximate_share=0.0)
+    share = policy_of(max_approximate_share=0.0)
     assert len(plan_of(index, kit.seq(""), share).segments) == 0
 
 

@@ -16,7 +16,7 @@ from kvtrie import Imported, ReusePolicy, Span
 
 A, B, C, D, E = [1, 2], [3, 4], [5, 6], [7, 8], [9, 10]
 X, Y, Z = [11, 12], [13, 14], [15, 16]
-ANY = ReusePolicy()
+ANY = ReusePolicy(scope="namespace")
 BAD_RANGES: dict[str, Any] = {
     "reversed": [(4, 2)],
     "descending": [(4, 6), (0, 2)],

@@ -37,8 +37,10 @@ STATS = (
     "live_plans",
     "clock",
     "unknown_discards",
+    "plans_without_scope",
 )
 REFUSED = (kvtrie.KvTrieError, TypeError, ValueError)
+SCOPES = ("namespace", "conversation")
 MAX_SEQUENCES = 10
 MAX_PLANS = 6
 MIN_RUN = 8
@@ -94,7 +96,15 @@ def _plain(value: Any) -> Any:
         names = value.dtype.names
         kind = value.dtype.str if names is None else str(names)
         return (kind, value.shape, value.tolist())
+    if isinstance(value, tuple):
+        return [tuple(getattr(run, name) for name in MOVED_RUN) for run in value]
     return value
+
+
+MOVED_RUN = (
+    *("start", "end", "old_start", "delta", "distance"),
+    *("cuts", "lost_context", "new_context"),
+)
 
 
 MATCH = ("num_tokens", "blocks")
@@ -108,10 +118,12 @@ PLAN = (
     "num_compute",
     "gaps",
     "segments",
+    "moved_runs",
     "source_blocks",
     "candidates_dropped",
     "released",
     "pinned",
+    "moved_end",
 )
 
 
@@ -477,10 +489,17 @@ class Twin:
             pair = self.pair()
         fresh, pin = self.chance(0.3), self.chance(0.8)
         keep_last, policy = self.rng.choice([1, 1, 1, 0, 3]), self.policy()
+        session, moved_end = self.session(), self.moved_end(len(pair.model))
         made = self.both(
-            f"plan({pair.model.tokens}, keep_last={keep_last}, pin={pin}, {policy})",
+            f"plan({pair.model.tokens}, keep_last={keep_last}, pin={pin}, {policy}, "
+            f"session={session}, moved_end={moved_end})",
             lambda index, side: index.plan(
-                self.seq(pair, side, fresh=fresh), policy, keep_last=keep_last, pin=pin
+                self.seq(pair, side, fresh=fresh),
+                policy,
+                keep_last=keep_last,
+                pin=pin,
+                session=session,
+                moved_end=moved_end,
             ),
             PLAN,
         )
@@ -489,12 +508,27 @@ class Twin:
         while len(self.plans) > MAX_PLANS:
             self.release()
 
+    def session(self) -> str | None:
+        """None, one of a few conversations, or one of more than a block belongs to."""
+        if self.chance(0.3):
+            return None
+        if self.chance(0.01):
+            return self.rng.choice(["", "s" * 257])
+        return f"session {self.rng.randrange(12 if self.chance(0.3) else 3)}"
+
+    def moved_end(self, length: int) -> int | None:
+        if self.chance(0.6):
+            return None
+        if self.chance(0.02):
+            return self.rng.choice([-1, length + 1])
+        return self.rng.randint(0, length)
+
     def policy(self) -> kvtrie.ReusePolicy:
         if self.chance(0.25):
             return kvtrie.ReusePolicy(approximate=False, partial_blocks=self.chance(0.7))
         choice = self.rng.choice
         if self.chance(0.4):
-            return kvtrie.ReusePolicy(max_hops=choice([1, 2, 9]))
+            return kvtrie.ReusePolicy(max_hops=choice([1, 2, 9]), scope=choice(SCOPES))
         min_run = choice([None] * 4 + [self.min_run + more for more in (0, 1, 4)])
         if self.min_run > MIN_RUN and self.chance(0.02):
             min_run = MIN_RUN
@@ -505,6 +539,13 @@ class Twin:
             recompute_first=choice([0, 0, 0, 1, 4]),
             recompute_last=choice([0, 0, 0, 1, 4]),
             forbid_kinds=choice([(), (), (), ("reasoning",), ("user", "mine"), ("unknown",)]),
+            max_cuts=choice([None, None, None, 0, 1, 2]),
+            max_lost_context=choice([1.0, 1.0, 1.0, 0.75, 0.25]),
+            max_new_context=choice([1.0, 1.0, 1.0, 0.75, 0.25]),
+            scope=choice(SCOPES),
+            shared_prefix=choice([1, 1, 2, 3, 16]),
+            recompute_share=choice([0.0, 0.0, 0.0, 0.15, 0.5, 1.0]),
+            repair=choice(["fronts"] * 8 + ["ngrams", "probe"]),
             partial_blocks=self.chance(0.8),
         )
 
@@ -554,13 +595,39 @@ class Twin:
                 None,
             )
 
+    def recompute(self) -> None:
+        """Compute tokens of moved runs, sometimes of anything else."""
+        if not self.plans:
+            return
+        plans = self.rng.choice(self.plans)
+        in_place = len(plans.model._in_place) * self.block_size
+        ranges = []
+        for part in plans.model.segments:
+            if part["class"] == 1 and part["start"] >= in_place and self.chance(0.7):
+                ends = [self.rng.randint(int(part["start"]), int(part["end"])) for _ in range(2)]
+                ranges.append((min(ends), max(ends)))
+        if self.chance(0.2):
+            ends = [self.rng.randint(0, len(plans.pair.model)) for _ in range(2)]
+            ranges.append((ends[0], ends[1]))
+        self.both(
+            f"recompute({ranges}) of {plans.model}",
+            lambda _, side: getattr(plans, side).recompute(ranges),
+            None,
+        )
+        if not plans.model.released:
+            for name in PLAN:
+                real, model = pick(plans.real, [name]), pick(plans.model, [name])
+                self.same(f"{name} after recompute({ranges})", real, model)
+            self.counts["recomputed"] += plans.model._state.recomputed and bool(ranges)
+
     def insert(self) -> None:
         source, pair = self.source()
         computed, start, blocks = self.offer(pair, source)
         spans, fresh = self.spans(len(pair.model)) if self.chance(0.2) else [], self.chance(0.4)
+        session = self.session()
         done = self.both(
             f"insert({pair.model.tokens}, {blocks}, num_computed={computed}, start={start}, "
-            f"source={source.model if isinstance(source, Plans) else source}, {spans})",
+            f"source={source.model if isinstance(source, Plans) else source}, {spans}, {session})",
             lambda index, side: index.insert(
                 self.seq(pair, side, fresh=fresh),
                 np.array(blocks, dtype=np.int32) if fresh else blocks,
@@ -568,6 +635,7 @@ class Twin:
                 start=start,
                 source=self.source_of(source, side),
                 spans=spans,
+                session=session,
             ),
             INSERTED,
         )
@@ -756,6 +824,8 @@ class Twin:
         self.same("digest of the restored index", self.real.digest(), digest)
         if self.mirror is not None:
             self.mirror = _restored(self.mirror)
+        # A restored index counts anew.
+        self.model._plans_without_scope = 0
 
     def tag(self) -> None:
         pair = self.pair()
@@ -789,6 +859,7 @@ class Twin:
         ("truncate", 3),
         ("lookup", 10),
         ("plan", 12),
+        ("recompute", 6),
         ("insert", 30),
         ("validate", 8),
         ("release_sources", 3),

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 NS = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
 SECONDS = 20.0
-MOVED = kvtrie.ReusePolicy(approximate=True)
+MOVED = kvtrie.ReusePolicy(scope="namespace")
 
 
 def seq(ids: Any) -> kvtrie.TokenSequence:

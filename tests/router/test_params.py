@@ -247,7 +247,7 @@ def test_approximate_history_offers_its_exact_blocks_alone() -> None:
         source=kvtrie.Imported(exact_until=5),
         kv_transfer_params=params(7, [1, 2, 3, 4]),
     )
-    answer = tracker.compare(seq(*range(9)), policy=kvtrie.ReusePolicy(approximate=True))
+    answer = tracker.compare(seq(*range(9)), policy=kvtrie.ReusePolicy(scope="namespace"))
     assert (answer.kind, answer.num_tokens, answer.num_exact) == ("exact_extension", 7, 5)
     assert answer.num_transfer_tokens == 5
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvtrie.router.history import History
 
 NS = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-MOVED = kvtrie.ReusePolicy()
+MOVED = kvtrie.ReusePolicy(scope="namespace")
 KINDS = ("reasoning", "answer", "mine", "yours")
 
 

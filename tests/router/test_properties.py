@@ -280,7 +280,7 @@ def test_moved_runs_are_the_same_tokens(
     answer = tracker.compare(
         kvtrie.TokenSequence(prompt, SPACES["a"]),
         conversation=conversation,
-        policy=kvtrie.ReusePolicy(approximate=True),
+        policy=kvtrie.ReusePolicy(scope="namespace"),
         keep_last=keep_last,
     )
     if answer.kind != "moved_runs":

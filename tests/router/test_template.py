@@ -68,7 +68,7 @@ def test_stripped_reasoning_of_a_qwen3_chat(conversation: str | None) -> None:
     assert aliased.send.tolist() == history + ids[len(history) - (end - start) :]
 
     moved = tracker.compare(
-        prompt, conversation=conversation, policy=kvtrie.ReusePolicy(approximate=True)
+        prompt, conversation=conversation, policy=kvtrie.ReusePolicy(scope="namespace")
     )
     assert moved.kind == "moved_runs"
     assert moved.segments is not None

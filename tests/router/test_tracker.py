@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 NS = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
 OTHER = kvtrie.Namespace(model="m", salt="tenant")
-MOVING = kvtrie.ReusePolicy(approximate=True)
+MOVING = kvtrie.ReusePolicy(scope="namespace")
 
 
 def seq(*ids: int | Sequence[int], space: kvtrie.Namespace = NS) -> kvtrie.TokenSequence:
@@ -111,14 +111,14 @@ def test_moved_runs_need_the_policy_and_find_the_history_without_an_id() -> None
     assert (answer.kind, answer.payload, answer.num_tokens) == ("moved_runs", "this", 0)
     assert answer.segments is not None
     assert answer.segments[["start", "end", "old_start", "delta"]].tolist()[1] == (1, 31, 21, -20)
-    limited = kvtrie.ReusePolicy(approximate=True, max_approximate_share=0.5)
+    limited = kvtrie.ReusePolicy(scope="namespace", max_approximate_share=0.5)
     assert tracker.compare(prompt, policy=limited).kind == "start_over"
 
 
 def test_forbidden_kinds_are_not_moved() -> None:
     tracker = kvtrie.TurnTracker()
     tracker.keep(seq(range(50)), num_computed=50, spans=[kvtrie.Span(10, 50, "tool_result")])
-    policy = kvtrie.ReusePolicy(approximate=True, forbid_kinds=["tool_result"])
+    policy = kvtrie.ReusePolicy(scope="namespace", forbid_kinds=["tool_result"])
     assert tracker.compare(seq(99, range(10, 50)), policy=policy).kind == "start_over"
     assert tracker.compare(seq(99, range(10, 50)), policy=MOVING).kind == "moved_runs"
 
@@ -454,7 +454,7 @@ def test_approximate_history_is_used_in_place_as_the_policy_allows(
     tracker = kvtrie.TurnTracker()
     source = kvtrie.Imported(exact_until=10, hops=2)
     tracker.keep(seq(range(30)), num_computed=29, source=source)
-    policy = kvtrie.ReusePolicy(**({"max_hops": 2} | limits))
+    policy = kvtrie.ReusePolicy(**({"max_hops": 2, "scope": "namespace"} | limits))
     answer = tracker.compare(seq(range(30)), policy=policy)
     assert (answer.kind, answer.num_exact) == ("exact_extension", 10)
     assert answer.num_tokens == num_tokens

@@ -433,3 +433,18 @@ def test_tagger_is_shared_between_streams() -> None:
     assert (left.open and left.open.kind, right.open and right.open.kind) == ("reasoning", "user")
     assert repr(shared) == "Tagger('from_ids')"
     assert repr(left) == "Stream('from_ids', length=2, sections=0)"
+
+
+def test_moved_end_is_where_the_last_message_of_a_user_or_a_tool_begins() -> None:
+    stream = tagger().stream()
+    assert stream.moved_end is None
+    stream.feed([ASSISTANT, 40, END])
+    assert stream.moved_end is None
+    stream.feed([USER, 41, 42])
+    assert stream.moved_end == 3, "the message is still open"
+    stream.feed([END, ASSISTANT, CALL, 43, UNCALL, END, TOOL, 44, END])
+    assert stream.moved_end == 12
+    stream.feed([TOOL, 45, END, ASSISTANT, THINK])
+    assert stream.moved_end == 15
+    stream.truncate(10)
+    assert stream.moved_end == 3

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvtrie import RadixIndex
 
 NS = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-APPROXIMATE = kvtrie.ReusePolicy(approximate=True)
+APPROXIMATE = kvtrie.ReusePolicy(scope="namespace")
 SIZE = 16
 TRIES = 10
 # The index, the call, and what is released afterwards.

@@ -218,7 +218,7 @@ def test_a_step_does_not_wait_for_a_plan_of_a_transfer() -> None:
         theirs, [0, 1], key=key, num_computed=2 * size, block_size=size
     )
     tokens = [rng.randrange(1 << 20) for _ in range(5 * size)]
-    moving = kvtrie.ReusePolicy(approximate=True)
+    moving = kvtrie.ReusePolicy(scope="namespace")
 
     def share_waited() -> float:
         """The longest step during one plan, as a share of the plan's time."""

@@ -205,6 +205,7 @@ def policies() -> st.SearchStrategy[naive.Policy]:
             max_approximate_share=st.sampled_from([1.0, 1.0, 1.0, 0.5, 0.0]),
             recompute_first=st.sampled_from([0, 0, 1, 3]),
             recompute_last=st.sampled_from([0, 0, 2, 30]),
+            recompute_share=st.sampled_from([0.0, 0.0, 0.3]),
             forbid_kinds=st.sampled_from([(), (), (), ("reasoning",)]),
         ),
     )
@@ -290,6 +291,7 @@ def edited(rng: Random) -> Case:
         max_approximate_share=rng.choice([1.0, 1.0, 1.0, 0.7, 0.3]),
         recompute_first=rng.choice([0, 0, 1, 3]),
         recompute_last=rng.choice([0, 0, 2, 30]),
+        recompute_share=rng.choice([0.0, 0.0, 0.3]),
     )
     return Case(
         naive.Prompt(tuple(ids), inside, where),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import math
 import struct
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,7 +16,7 @@ import msgpack
 
 EXACT, APPROXIMATE, LOOKAHEAD = 0, 1, 2
 MAX_CANDIDATES = 64
-MAX_HOPS = 32767
+MAX_HOPS = 255
 
 
 class Refused(Exception):  # noqa: N818 - as the extension names it
@@ -86,6 +87,7 @@ class Policy:
     recompute_first: int = 0
     recompute_last: int = 0
     forbid_kinds: tuple[str, ...] = ()
+    recompute_share: float = 0.0
 
 
 Pair = tuple[int, int, int, int, int, int, int, int]
@@ -383,6 +385,13 @@ def loads_of(
     return {at: [loads[at] for loads in groups] for at in sorted(common)}
 
 
+def takes_any(policy: Policy) -> bool:
+    """Whether a policy bounds nothing: a manifest does not say what its KV was built under."""
+    bounds = (policy.min_run or 0, policy.recompute_first, policy.recompute_last)
+    is_free = policy.max_hops >= MAX_HOPS and policy.max_approximate_share >= 1
+    return policy.approximate and not any(bounds) and is_free and not policy.forbid_kinds
+
+
 def group_loads(
     group: Group, prompt: Prompt, key: bytes, open_: list[bool], policy: Policy
 ) -> dict[int, Load]:
@@ -392,7 +401,7 @@ def group_loads(
     for run in group.runs:
         if run.flags == LOOKAHEAD or run.start >= length:
             continue
-        if run.flags == APPROXIMATE and (not is_approximate or run.hops > policy.max_hops):
+        if run.flags == APPROXIMATE and (not takes_any(policy) or run.hops > policy.max_hops):
             continue
         if run.prefix != prefix_digest(key, prompt, run.start):
             continue
@@ -437,7 +446,7 @@ class Match:
         return (-end, max(block[3] for block in inside), abs(at - self.load(at)[0]), slot)
 
 
-def matches_of(
+def matches_of(  # noqa: PLR0912 - one step after the other
     group: Group, prompt: Prompt, key: bytes, policy: Policy, min_run: int
 ) -> tuple[dict[int, list[Match]], int]:
     """The matches that windows nominate, by position, and the partial block's length."""
@@ -445,6 +454,8 @@ def matches_of(
     blocks = {}
     for run in group.runs:
         if run.flags == LOOKAHEAD or run.hops + 1 > policy.max_hops:
+            continue
+        if run.flags == APPROXIMATE and not takes_any(policy):
             continue
         for place, digest in enumerate(run.digests):
             there = run.start + place * size
@@ -500,6 +511,7 @@ def add_moved(
     min_run = 16 if policy.min_run is None else policy.min_run
     windows, partial = matches_of(group, prompt, key, policy, min_run)
     is_left = [open_[at] and at not in loads for at in range(length)]
+    pieces: list[tuple[int, int, Any]] = []
     at = 0
     while at < length:
         if not is_left[at]:
@@ -516,7 +528,13 @@ def add_moved(
             at += 1
             continue
         best = min(found, key=lambda match: match.rank(at, stop, size))
-        end = min(best.end, stop)
-        for token in range(at + policy.recompute_first, end - policy.recompute_last):
+        pieces.append((at, min(best.end, stop), best))
+        at = min(best.end, stop)
+    wanted = math.ceil(policy.recompute_share * sum(end - at for at, end, _ in pieces))
+    first = 0
+    while sum(min(first, end - at) for at, end, _ in pieces) < wanted:
+        first += 1
+    first = max(first, policy.recompute_first)
+    for at, end, best in pieces:
+        for token in range(at + first, end - policy.recompute_last):
             loads[token] = best.load(token)
-        at = end

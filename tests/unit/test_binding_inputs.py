@@ -282,6 +282,13 @@ def test_integer_by_index(value: Any) -> None:
         (lambda: kvtrie.ReusePolicy(max_approximate_share=float("nan")), ValueError),
         (lambda: kvtrie.ReusePolicy(max_approximate_share=True), TypeError),
         (lambda: kvtrie.ReusePolicy(max_approximate_share="1"), TypeError),  # type: ignore[arg-type]
+        (lambda: kvtrie.ReusePolicy(max_cuts=-1), ValueError),
+        (lambda: kvtrie.ReusePolicy(max_cuts=65_536), ValueError),
+        (lambda: kvtrie.ReusePolicy(max_cuts=1.0), TypeError),  # type: ignore[arg-type]
+        (lambda: kvtrie.ReusePolicy(max_lost_context=1.1), ValueError),
+        (lambda: kvtrie.ReusePolicy(max_lost_context=True), TypeError),
+        (lambda: kvtrie.ReusePolicy(max_new_context=float("nan")), ValueError),
+        (lambda: kvtrie.ReusePolicy(max_new_context=-0.1), ValueError),
         (lambda: kvtrie.ReusePolicy(forbid_kinds="user"), TypeError),
         (lambda: kvtrie.ReusePolicy(forbid_kinds=("",)), ValueError),
         (lambda: kvtrie.ReusePolicy(forbid_kinds=(1,)), TypeError),  # type: ignore[arg-type]

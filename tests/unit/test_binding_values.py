@@ -62,6 +62,9 @@ def test_values_differ_in_every_field() -> None:
         {"recompute_first": 1},
         {"recompute_last": 1},
         {"forbid_kinds": ("user",)},
+        {"max_cuts": 3},
+        {"max_lost_context": 0.25},
+        {"max_new_context": 0.25},
         {"partial_blocks": False},
     ]
     policies = {kvtrie.ReusePolicy(**change) for change in changes}
@@ -112,7 +115,7 @@ def test_replace_refuses_what_the_constructor_refuses(value: Any, changes: dict[
 
 def test_replace_checks_the_value_and_names_the_limit() -> None:
     with pytest.raises(
-        ValueError, match=r"ReusePolicy: max_hops is 40000; it must be in \[0, 32767\]"
+        ValueError, match=r"ReusePolicy: max_hops is 40000; it must be in \[0, 255\]"
     ):
         POLICY.replace(max_hops=40_000)
     with pytest.raises(ValueError, match="Span: start and end are 8 and 7"):

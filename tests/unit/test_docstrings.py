@@ -38,6 +38,7 @@ NO_CONSTRUCTOR = {
     "IndexStats",
     "InsertResult",
     "Match",
+    "MovedRun",
     "NamespaceDifference",
     "Removed",
     "ReusePlan",

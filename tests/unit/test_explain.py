@@ -34,7 +34,7 @@ def test_every_reason(index: kvtrie.RadixIndex) -> None:
     assert index.explain(seq(ids, other)).reason == "other_namespace"
     index.evict(1)
     assert index.explain(seq(ids)).reason == "evicted"
-    source = kvtrie.Imported(exact_until=12, hops=1)
+    source = kvtrie.Imported(exact_until=12, hops=1, policy=kvtrie.ReusePolicy())
     index.insert(seq(ids), [0, 1, 2, 9], num_computed=16, source=source)
     assert index.explain(seq(ids)).reason == "approximate_only"
 
@@ -77,7 +77,8 @@ def test_dictionary_is_json_with_the_names_of_the_attributes(index: kvtrie.Radix
         "kinds": [],
         "kinds_before": [],
         "other_namespace": {"fields": ["model", "rope"], "num_tokens": 16},
-        "would_save": {"exact": 0, "approximate": 0, "compute": 16},
+        "laxer_in": [],
+        "would_save": {"exact": 0, "approximate": 0, "compute": 16, "out_of_scope": 0},
     }
     assert set(document) == {name for name in dir(why) if not name.startswith("_")} - {"to_dict"}
 

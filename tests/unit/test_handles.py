@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 NS = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
 INDEXES = pytest.mark.parametrize("make", [kvtrie.RadixIndex, ModelIndex], ids=["index", "model"])
-APPROXIMATE = kvtrie.ReusePolicy(approximate=True)
+APPROXIMATE = kvtrie.ReusePolicy(scope="namespace")
 
 
 def cached(make: Any, **options: Any) -> Any:
@@ -104,8 +104,10 @@ STAYS: dict[str, Callable[[Any], object]] = {
     "num_approximate": lambda plan: plan.num_approximate,
     "num_compute": lambda plan: plan.num_compute,
     "candidates_dropped": lambda plan: plan.candidates_dropped,
+    "moved_end": lambda plan: plan.moved_end,
     "gaps": lambda plan: plan.gaps.tolist(),
     "segments": lambda plan: plan.segments.tolist(),
+    "moved_runs": lambda plan: plan.moved_runs,
     "validate": lambda plan: plan.validate().tolist(),
     "pinned": lambda plan: plan.pinned,
     "__exit__": lambda plan: plan.__exit__(None, None, None),

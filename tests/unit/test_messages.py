@@ -231,10 +231,10 @@ CALLS: dict[str, list[tuple[Any, ...]]] = {
     ],
     "Imported": [
         (lambda _: kvtrie.Imported(-1), "exact_until is -1", "[0, "),
-        (lambda _: kvtrie.Imported(0, 40000), "hops is 40000", "[0, 32767]"),
+        (lambda _: kvtrie.Imported(0, 40000), "hops is 40000", "[0, 255]"),
     ],
     "ReusePolicy": [
-        (lambda _: API.ReusePolicy(max_hops=-1), "max_hops is -1", "[0, 32767]"),
+        (lambda _: API.ReusePolicy(max_hops=-1), "max_hops is -1", "[0, 255]"),
         (
             lambda _: API.ReusePolicy(max_approximate_share=2),
             "max_approximate_share is 2",

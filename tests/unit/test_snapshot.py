@@ -62,7 +62,7 @@ def grown(index: kvtrie.RadixIndex) -> list[object]:
         ids = [7] * rng.randrange(44) + [rng.randrange(3) for _ in range(rng.randrange(9))]
         seq = kvtrie.TokenSequence(ids, rng.choice([NS, SHARED]))
         answers.append(index.lookup(seq).blocks.tolist())
-        with index.plan(seq, kvtrie.ReusePolicy()) as plan:
+        with index.plan(seq, kvtrie.ReusePolicy(scope="namespace")) as plan:
             answers.append((plan.segments.tolist(), plan.blocks.tolist()))
         answers.append(index.evict(rng.randrange(2)).tolist())
         if number % 3 == 0:

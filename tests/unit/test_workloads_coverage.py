@@ -1,4 +1,4 @@
-"""One plan reuses what could be reused of every workload."""
+"""One plan reuses what could be reused of every workload, but for ends of runs that overlap."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from workloads.history import Conversation
 
 SPACE = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-MOVED = kvtrie.ReusePolicy(approximate=True)
+MOVED = kvtrie.ReusePolicy(scope="namespace")
 NOBODY = np.iinfo(np.uint32).max
 
 # Texts a third as long as in the tables: runs stay longer than a few blocks.
@@ -69,8 +69,9 @@ class Cache:
         assert not (reused(segments, len(prompt)) & ~reach.mask).any()
         found = coverage(segments, reach)
         assert found >= 0.97
+        # What is left of a run may be shorter than min_run where texts share words.
         if not dropped:
-            assert found == 1.0
+            assert found >= 0.99
         return found, dropped
 
     def _check_moves(

@@ -74,7 +74,7 @@ def talk(
     engine: Callable[..., Engine], chatting: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Talk]:
     def start(*, blocks: int = 200, **settings: Any) -> Talk:
-        connector = {"gate": "unchecked", **settings}
+        connector = {"gate": "unchecked", "policy": {"scope": "namespace"}, **settings}
         given: dict[str, Any] = {"skip_tokenizer_init": False, "max_model_len": 2000}
         made = engine(chatting, connector=connector, blocks=blocks, **given)
         return Talk(made, monkeypatch)

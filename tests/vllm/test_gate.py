@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.cleared import GOOD
+from tests.cleared import gate as cleared_gate
 from vllm.engine.arg_utils import EngineArgs
 
 import kvtrie
@@ -16,7 +15,7 @@ from kvtrie import gates
 from kvtrie.calibrate import shipped
 from kvtrie.integrations.vllm import _gate
 from kvtrie.integrations.vllm._settings import Settings
-from kvtrie.models.fingerprint import checkpoint_digest
+from kvtrie.models.fingerprint import checkpoint_digest, directory_template_id
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,12 +25,9 @@ MODEL = shipped.model_path("gqa")
 
 
 def gate(path: Path, **changes: Any) -> str:
-    measured = gates.Measured("rotated", ROTATED, (GOOD,))
-    control = gates.Control("unrotated", (replace(GOOD, lost=250),))
-    fields: dict[str, Any] = {"checkpoint": checkpoint_digest(MODEL)} | changes
-    gates.Gate(
-        "gqa@1", "bfloat16", "{}", gates.Thresholds(), (measured,), (control,), "talk", **fields
-    ).write(path)
+    fields: dict[str, Any] = {"checkpoint": checkpoint_digest(MODEL), "data": "talk"} | changes
+    fields = {"template": directory_template_id(MODEL), "rope": "{}"} | fields
+    cleared_gate(policy=ROTATED, model="gqa@1", **fields).write(path)
     return str(path)
 
 
@@ -41,7 +37,8 @@ def served(model: Path = MODEL, **options: Any) -> Any:
 
 
 def cleared(path: str, config: Any, **policy: Any) -> kvtrie.ReusePolicy:
-    return _gate.cleared(Settings.read({"gate": path, "policy": policy}), config)
+    settings = Settings.read({"gate": path, "policy": policy})
+    return _gate.decision_of(settings, config).policy
 
 
 def test_gate_of_the_served_directory_clears_what_was_measured(tmp_path: Path) -> None:
@@ -74,6 +71,15 @@ def test_gate_of_another_model_is_refused_with_the_fix(tmp_path: Path) -> None:
     raw[-1] ^= 1  # what a fine-tuning changes, at its least
     (copy / "model.safetensors").write_bytes(raw)
     refused(path, served(copy), "measured with checkpoint")
+
+
+def test_gate_of_another_chat_template_is_refused(tmp_path: Path) -> None:
+    path = gate(tmp_path / "gate.json")
+    copy = tmp_path / "copy"
+    shutil.copytree(MODEL, copy)
+    with (copy / "chat_template.jinja").open("a") as file:
+        file.write("{# another #}")
+    refused(path, served(copy), "measured with template")
 
 
 def test_gate_without_a_digest_is_refused(tmp_path: Path) -> None:

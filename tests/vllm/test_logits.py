@@ -34,7 +34,7 @@ Start = Callable[..., "Engine"]
 ROUNDING = 3e-4
 # By how much another context changes KV of the last layer and probabilities, at least.
 ANOTHER = 0.3
-POLICY = {"min_run": 16}
+POLICY = {"min_run": 16, "scope": "namespace"}
 
 
 @pytest.fixture(autouse=True)
@@ -250,7 +250,13 @@ def test_vllm_equals_the_embedded_engine_after_gaps(
 def test_edges_that_are_computed_anyway(
     engine: Start, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    policy = {"min_run": 24, "max_hops": 3, "recompute_first": 5, "recompute_last": 3}
+    policy = {
+        "scope": "namespace",
+        "min_run": 24,
+        "max_hops": 3,
+        "recompute_first": 5,
+        "recompute_last": 3,
+    }
     vllm = engine(connector={"gate": "unchecked", "policy": policy}, gaps=True, max_logprobs=-1)
     for conversation in (several_deletions, odd_places_in_blocks, stubs, turns_on_moved_turns):
         vllm.reset()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tests.vllm.engine import Engine
 
 RNG = random.Random(3)
-APPROXIMATE = {"gate": "unchecked"}
+APPROXIMATE = {"gate": "unchecked", "policy": {"scope": "namespace"}}
 
 
 def ids(count: int) -> list[int]:

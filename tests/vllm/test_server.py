@@ -29,7 +29,10 @@ def address(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[s
     command += ["--host", "127.0.0.1", "--port", str(port), "--skip-tokenizer-init"]
     command += ["--dtype", "float32", "--block-size", "32", "--enforce-eager"]
     command += ["--max-model-len", "4096", "--num-gpu-blocks-override", "200"]
-    command += ["--kv-transfer-config", json.dumps(connector_config(gate="unchecked"))]
+    command += [
+        "--kv-transfer-config",
+        json.dumps(connector_config(gate="unchecked", policy={"scope": "namespace"})),
+    ]
     command += ["--scheduler-cls", SCHEDULER, "--enable-prompt-tokens-details"]
     environment = {
         **os.environ,

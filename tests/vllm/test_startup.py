@@ -136,3 +136,12 @@ def test_the_seed_is_random_unless_said_and_in_no_log() -> None:
     for wrong in (True, "0", 1.0, -1, 1 << 64):
         with pytest.raises(_settings.SettingsError, match=r"seed must be an integer from 0 to"):
             read({"seed": wrong})
+
+
+def test_a_request_names_its_conversation() -> None:
+    read = _settings.request_session
+    assert read(None) is read({}) is read({"kvtrie": "exact"}) is None
+    assert read({"session": "chat-7"}) == "chat-7"
+    for wrong in ("", "s" * 257, 7, ["a"]):
+        with pytest.raises(_settings.SettingsError, match="session must be a text of 1 to 256"):
+            read({"session": wrong})

@@ -131,7 +131,11 @@ def prompt_counts(engine: Engine) -> dict[str, int]:
 def test_prompt_tokens_are_counted_by_reuse_and_kind(
     engine: Callable[..., Engine], chatting: Path
 ) -> None:
-    e = engine(chatting, connector={"gate": "unchecked"}, skip_tokenizer_init=False)
+    e = engine(
+        chatting,
+        connector={"gate": "unchecked", "policy": {"scope": "namespace"}},
+        skip_tokenizer_init=False,
+    )
     talk = chat.Chat(e.llm.get_tokenizer())
     question, more = chat.user("question"), chat.user("tool")
     first = talk.prompt([question])
@@ -160,7 +164,7 @@ def test_prompt_tokens_are_counted_by_reuse_and_kind(
 
 
 def test_forbidden_kinds_are_not_moved(engine: Callable[..., Engine], chatting: Path) -> None:
-    settings = {"gate": "unchecked", "policy": {"forbid_kinds": ["answer"]}}
+    settings = {"gate": "unchecked", "policy": {"scope": "namespace", "forbid_kinds": ["answer"]}}
     e = engine(chatting, connector=settings, skip_tokenizer_init=False)
     talk = chat.Chat(e.llm.get_tokenizer())
     question = chat.user("question")

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from tests.vllm_scheduler.core import Core
 
-UNCHECKED = {"gate": "unchecked"}
+UNCHECKED = {"gate": "unchecked", "policy": {"scope": "namespace"}}
 NUM_PROBES = 10_000
 in_flight = pytest.mark.parametrize("in_flight", [False, True], ids=["sync", "async"])
 

@@ -74,7 +74,7 @@ def held(core: Core) -> dict[str, int]:
 
 def test_ten_thousand_tenants(core: Callable[..., Core]) -> None:
     vllm = core(
-        connector={"gate": "unchecked", "chat_format": FORMAT},
+        connector={"gate": "unchecked", "policy": {"scope": "namespace"}, "chat_format": FORMAT},
         # The shadow keeps all requests.
         shadow=False,
         blocks=BLOCKS,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from tests.vllm_scheduler.core import Core
 
-UNCHECKED = {"gate": "unchecked"}
+UNCHECKED = {"gate": "unchecked", "policy": {"scope": "namespace"}}
 in_flight = pytest.mark.parametrize("in_flight", [False, True], ids=["sync", "async"])
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # Requests of each run.
 NUM_REQUESTS = int(os.environ.get("KVTRIE_VLLM_TRAFFIC", "300"))
-APPROXIMATE = {"gate": "unchecked"}
+APPROXIMATE = {"gate": "unchecked", "policy": {"scope": "namespace"}}
 EXACT = {"gate": None}
 SMALL: dict[str, Any] = {
     "blocks": 90,

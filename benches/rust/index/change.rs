@@ -132,7 +132,7 @@ pub(crate) fn pin(c: &mut Criterion) {
     let plan = |index: &mut RadixIndex, seq: &mut TokenSequence| {
         let options = PlanOptions {
             keep_last: 0,
-            pin: true,
+            ..PlanOptions::default()
         };
         let plan = index
             .plan(seq, &ReusePolicy::EXACT_ONLY, options)

@@ -37,6 +37,7 @@ impl Running {
                 num_computed: LENGTH,
                 missing: None,
                 in_place: None,
+                session: None,
             };
             names.push(ledger.begin(&mut seq, &table, begin).expect("a request"));
             seqs.push(seq);

@@ -4,7 +4,7 @@ use std::hint::black_box;
 
 use criterion::{BatchSize, Criterion, Throughput};
 use kvtrie_benches::{NEW_SEEDS, Random, filled_with_fingerprints, tokens, workloads};
-use kvtrie_core::{Class, PlanOptions, RadixIndex, ReusePlan, ReusePolicy, TokenSequence};
+use kvtrie_core::{Class, PlanOptions, RadixIndex, ReusePlan, ReusePolicy, Scope, TokenSequence};
 
 use crate::setup::{fresh, size};
 
@@ -73,6 +73,7 @@ pub(crate) fn moved(c: &mut Criterion) {
 fn plan(index: &mut RadixIndex, seq: &mut TokenSequence) -> ReusePlan {
     let policy = ReusePolicy {
         approximate: true,
+        scope: Scope::Namespace,
         ..ReusePolicy::EXACT_ONLY
     };
     let plan = index

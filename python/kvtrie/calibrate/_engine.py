@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
 import torch
@@ -16,11 +16,11 @@ from kvtrie._core import (
     SequenceLedger,
     TokenSequence,
 )
-from kvtrie.calibrate.policies import LEAST_RUN
 from kvtrie.engines._lease import Lease
 from kvtrie.engines._paged_cache import PagedCache
 from kvtrie.engines._probe import check_model, checked_rope, forward_inputs
 from kvtrie.engines._store import Store
+from kvtrie.gates import terms
 from kvtrie.pool.kv_pool import KVPool
 from kvtrie.pool.layout import KVLayout
 
@@ -28,9 +28,14 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from transformers import PreTrainedModel
 
+    from kvtrie._core import ReusePlan
     from kvtrie.calibrate._steps import Step
     from kvtrie.calibrate.policies import Policy
+    from kvtrie.gates import Terms
 
+MOST_TOKENS: Final = 16
+"""Tokens of the model's own reply that are compared, at most."""
+_APPROXIMATE: Final = 1
 
 @dataclass(frozen=True, slots=True)
 class TokenSources:
@@ -55,15 +60,15 @@ class Model:
         num_blocks = -(-num_tokens // self.layout.block_size)
         return KVPool(self.layout, self.rope, num_blocks=num_blocks, device=self.model.device)
 
-    def whole(self, step: Step) -> torch.Tensor:
+    def whole(self, prompt: list[int], reply: list[int]) -> torch.Tensor:
         """Logits that predict each token of a reply, by one pass without a cache.
 
-        ``[len(step.reply), vocabulary]``, in the model's dtype, on its device.
+        ``[len(reply), vocabulary]``, in the model's dtype, on its device.
         """
-        ids = torch.tensor([step.prompt + step.reply[:-1]], device=self.model.device)
+        ids = torch.tensor([prompt + reply[:-1]], device=self.model.device)
         with torch.inference_mode():
-            out = self.model(input_ids=ids, use_cache=False, **self._keep(len(step.reply)))
-        rows: torch.Tensor = out.logits[0, -len(step.reply) :]
+            out = self.model(input_ids=ids, use_cache=False, **self._keep(len(reply)))
+        rows: torch.Tensor = out.logits[0, -len(reply) :]
         return rows
 
     def paged(
@@ -77,7 +82,7 @@ class Model:
     ) -> torch.Tensor:
         """Compute ``[start, end)`` into a table; returns the last ``num_logits`` rows of logits."""
         device = self.model.device
-        cache = PagedCache(pool, table, start, end)
+        cache = PagedCache(pool, table, [(start, end)])
         ids = torch.from_numpy(seq[start:end].astype(np.int64)).to(device).unsqueeze(0)
         options = self._keep(num_logits)
         if "position_ids" in self.inputs:
@@ -93,78 +98,153 @@ class Model:
     def _keep(self, num_logits: int) -> dict[str, Any]:
         return {"logits_to_keep": num_logits} if "logits_to_keep" in self.inputs else {}
 
+    def greedy(self, prompt: list[int], most: int, eos: frozenset[int]) -> Reference:
+        """The model's own reply under full recomputation, of at most ``most`` tokens."""
+        device = self.model.device
+        ids = torch.tensor([prompt], device=device)
+        cache: Any = None
+        rows: list[torch.Tensor] = []
+        reply: list[int] = []
+        with torch.inference_mode():
+            while len(reply) < most and not (reply and reply[-1] in eos):
+                out = self.model(
+                    input_ids=ids, past_key_values=cache, use_cache=True, **self._keep(1)
+                )
+                cache = out.past_key_values
+                rows.append(out.logits[0, -1])
+                reply.append(int(rows[-1].argmax()))
+                ids = torch.tensor([[reply[-1]]], device=device)
+        return Reference(reply, torch.stack(rows))
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A reply, and the logits of full recomputation that predict each of its tokens."""
+
+    reply: list[int]
+    rows: torch.Tensor
+
+    def sure(self, margin: float) -> int:
+        """The number of tokens before the first near tie.
+
+        At a near tie, the two likeliest tokens are within ``margin`` nats.
+        """
+        best = self.rows.float().topk(2).values
+        near = (best[:, 0] - best[:, 1] < margin).nonzero()
+        return int(near[0]) if len(near) else len(self.reply)
+
 
 class _Copier:
-    """A pool that rotates K in moves only if the policy says so."""
+    """A pool that rotates K in moves only while ``rotates``."""
 
-    def __init__(self, pool: KVPool, *, rotates: bool) -> None:
+    def __init__(self, pool: KVPool) -> None:
         self._pool = pool
-        self._rotates = rotates
+        self.rotates = True
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - everything else is the pool's
         return getattr(self._pool, name)
 
     def apply(self, moves: NDArray[Any]) -> None:
-        if not self._rotates:
+        if not self.rotates:
             moves = moves.copy()
             moves["delta"] = 0
         self._pool.apply(moves)
 
 
-class Replay:
-    """One conversation under one policy, reply by reply, over its own index and pool.
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What a policy does to one reply: logits, the sources of the prompt's KV, and its plan."""
+
+    rows: torch.Tensor
+    usage: TokenSources
+    terms: Terms | None
+
+
+class Workspace:
+    """An index and a pool, in which prompts are tried under policies and kept.
 
     Nothing else may use the pool meanwhile; its contents do not matter.
     """
 
-    def __init__(self, model: Model, pool: KVPool, policy: Policy) -> None:
+    def __init__(self, model: Model, pool: KVPool, min_run: int) -> None:
         self._model = model
-        self._policy = policy
         num_blocks = pool.num_blocks
-        copier = _Copier(pool, rotates=policy.mode != "unrotated")
+        self._copier = _Copier(pool)
         self._store = Store(
             index=RadixIndex(
                 num_blocks,
                 model.layout.block_size,
-                min_run=policy.reuse.min_run or LEAST_RUN,
-                moved_runs=policy.reuse.approximate,
+                min_run=min_run,
                 # Makes two runs of one calibration equal.
                 seed=0,
             ),
             allocator=BlockAllocator(num_blocks),
-            pool=cast("KVPool", copier),
+            pool=cast("KVPool", self._copier),
             ledger=SequenceLedger(model.layout.block_size),
         )
         self._space = Namespace(model="calibrate", salt="calibrate")
 
-    def step(self, step: Step) -> tuple[torch.Tensor, TokenSources]:
-        """Build the prompt's KV, write the given reply, and keep both.
+    def looked_at(self, step: Step, policy: Policy) -> tuple[Terms | None, list[int]]:
+        """The terms of a prompt's plan, and the prompt without its approximate tokens."""
+        with self._plan(step, policy) as plan:
+            segments = plan.segments
+            moved = segments[segments["class"] == _APPROXIMATE]
+            gone = np.zeros(len(step.prompt), dtype=bool)
+            for start, end in moved[["start", "end"]].tolist():
+                gone[start:end] = True
+            left = np.array(step.prompt)[~gone].tolist()
+            return terms(plan), left
 
-        Returns logits that predict each token of the reply, and the sources of the prompt's KV.
-        """
-        prompt = step.dropped if self._policy.mode == "drop" else step.prompt
-        seq = TokenSequence(np.array(prompt, dtype=np.uint32), self._space)
-        lease = Lease(self._store, seq, self._policy.reuse)
-        with contextlib.closing(lease):
-            plan = lease.plan
+    def try_(self, step: Step, reply: list[int], policy: Policy) -> Trial:
+        """Build a prompt's KV under a policy and predict each token of a reply; keep nothing."""
+        store, size = self._store, self._model.layout.block_size
+        self._copier.rotates = policy.rotates
+        seq = TokenSequence(np.array(step.prompt + reply[:-1], dtype=np.uint32), self._space)
+        with self._plan(step, policy) as plan:
             usage = TokenSources(plan.num_exact, plan.num_approximate, plan.num_compute)
-            start, end = lease.next_range(len(seq))
-            while end < len(seq):
+            found = terms(plan)
+            needed = -(-len(seq) // size) - len(plan.blocks)
+            fresh = store.allocator.allocate(needed, evict_from=store.index)
+            try:
+                table = np.concatenate([plan.blocks, fresh])
+                in_prompt = len(plan.blocks) + plan.num_new_blocks
+                moves = plan.moves(table[:in_prompt])
+                store.pool.apply(moves)
+                *gaps, (start, _) = plan.gaps.tolist()
+                for first, last in gaps:
+                    self._model.paged(store.pool, seq, table, first, last)
+                # The last token of a prompt is always computed: the reply follows in one pass.
+                rows = self._model.paged(store.pool, seq, table, start, len(seq), len(reply))
+            finally:
+                store.allocator.free(fresh)
+        return Trial(rows, usage, found)
+
+    def keep(self, step: Step, policy: Policy) -> None:
+        """Build the KV of a prompt and its given reply under a policy, and cache both."""
+        self._copier.rotates = policy.rotates
+        seq = TokenSequence(np.array(step.prompt, dtype=np.uint32), self._space)
+        lease = Lease(self._store, seq, policy.reuse, **_scope(step))
+        with contextlib.closing(lease):
+            lease.append(np.array(step.reply[:-1], dtype=np.uint32))
+            while not lease.is_computed:
+                start, end = lease.next_range(len(seq))
                 lease.issue(end)
                 self._model.paged(self._store.pool, seq, lease.table, start, end)
                 lease.advance(end)
-                start, end = lease.next_range(len(seq))
-            # The reply is known: one pass computes the end of the prompt and the whole reply.
-            lease.append(np.array(step.reply[:-1], dtype=np.uint32))
-            lease.issue(len(seq))
-            pool, table = self._store.pool, lease.table
-            rows = self._model.paged(pool, seq, table, start, len(seq), len(step.reply))
-            lease.advance(len(seq))
-        return rows, usage
+
+    def _plan(self, step: Step, policy: Policy) -> ReusePlan:
+        seq = TokenSequence(np.array(step.prompt, dtype=np.uint32), self._space)
+        return self._store.index.plan(seq, policy.reuse, keep_last=1, **_scope(step))
+
+
+def _scope(step: Step) -> dict[str, Any]:
+    """The conversation of a step, and where its last message begins, as engines give them."""
+    return {"session": f"conversation {step.conversation}", "moved_end": step.moved_end}
 
 
 def tokens_needed(steps: list[Step], block_size: int) -> int:
-    return sum(len(step.prompt) + len(step.reply) + block_size for step in steps)
+    longest = max(len(step.prompt) + len(step.reply) for step in steps) + MOST_TOKENS
+    return longest + sum(len(step.prompt) + len(step.reply) + block_size for step in steps)
 
 
 def divergence(full: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

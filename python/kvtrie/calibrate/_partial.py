@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 FORMAT: Final = "kvtrie-partial"
-VERSION: Final = 1
+VERSION: Final = 2
 
 Row = dict[str, Any]
 

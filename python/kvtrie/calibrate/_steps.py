@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from transformers import PreTrainedTokenizerBase
+
+    from kvtrie.calibrate.edits import Prompt
 
 _OPEN: Final = "<think>"
 _CLOSE: Final = "</think>"
@@ -38,6 +40,9 @@ class Scenario:
     window: int | None = None
 
 
+RECORDED: Final = Scenario("recorded", least_edits=0)
+"""Of recorded conversations, every reply to a prompt that moves KV is measured."""
+
 SCENARIOS: Final = (
     Scenario("one turn", most_edits=1),
     Scenario("five turns", most_edits=5),
@@ -47,19 +52,21 @@ SCENARIOS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One reply.
+    """One prompt and its reply.
 
-    `dropped` is the prompt without the answers whose reasoning is dropped; the reply starts with
-    its reasoning and ends with the end-of-sequence id. If `is_scored`, only its exact answer
-    counts as right. If `is_measured`, the scenario measures it.
+    The given reply starts with its reasoning and ends with the end-of-sequence id; it is empty if
+    there is none. If `is_scored`, only its exact answer counts as right. If `is_measured`, the
+    model's reply to the prompt is measured. Nothing moves into the last message, which begins at
+    `moved_end`.
     """
 
     prompt: list[int]
-    dropped: list[int]
     reply: list[int]
     answer_start: int
     is_scored: bool
     is_measured: bool
+    moved_end: int | None = None
+    conversation: int = 0
 
 
 class Renderer:
@@ -70,7 +77,10 @@ class Renderer:
             msg = "the tokenizer is not a fast one, so its tokens cannot be found in the text"
             raise CalibrationError(msg)
         if tokenizer.chat_template is None:
-            msg = "the tokenizer has no chat template, so it cannot take messages"
+            msg = (
+                "the tokenizer has no chat template, so it cannot take messages: put the one that "
+                "you serve with into the model directory, as chat_template.jinja"
+            )
             raise CalibrationError(msg)
         self._tokenizer = tokenizer
 
@@ -107,11 +117,25 @@ class Renderer:
             steps.pop()
         return steps
 
+    def step(self, prompt: Prompt) -> Step:
+        """One prompt of a shipped edit, with its given reply.
+
+        Raises:
+            CalibrationError: As for `steps`.
+        """
+        if prompt.reply is None:
+            text = self._text(prompt.messages, [], opens=True)
+            ids, end = self._ids(text), self._moved_end(text, prompt.messages)
+            found = Step(ids, [], 0, False, prompt.is_measured, end)
+        else:
+            message = {"role": "assistant", "content": prompt.reply}
+            found = self._step(prompt.messages, message, [], is_measured=prompt.is_measured)
+        return replace(found, conversation=prompt.conversation)
+
     def _step(
         self, history: Messages, message: dict[str, Any], tools: list[Any], *, is_measured: bool
     ) -> Step:
         prompt = self._text(history, tools, opens=True)
-        emptied = [_without_answer(one) if _has_reasoning(one) else one for one in history]
         reply = self._reply(prompt, history, message, tools)
         encoded = self._tokenizer(reply, add_special_tokens=False, return_offsets_mapping=True)
         ids: list[int] = list(encoded["input_ids"])
@@ -125,12 +149,21 @@ class Renderer:
             at += 1
         return Step(
             prompt=self._ids(prompt),
-            dropped=self._ids(self._text(emptied, tools, opens=True)),
             reply=ids,
             answer_start=next((n for n, start in enumerate(starts) if start >= at), 0),
             is_scored=bool(message.get("scored")),
             is_measured=is_measured,
+            moved_end=self._moved_end(prompt, history),
         )
+
+    def _moved_end(self, prompt: str, history: Messages) -> int | None:
+        """Tokens before the content of the last message; None if the prompt changes it."""
+        said = history[-1].get("content") if history else None
+        at = prompt.rfind(said.strip()) if isinstance(said, str) and said.strip() else -1
+        if at < 0:
+            return None
+        found = self._tokenizer(prompt, add_special_tokens=False, return_offsets_mapping=True)
+        return sum(int(end) <= at for _, end in found["offset_mapping"])
 
     def _reply(
         self, prompt: str, history: Messages, message: dict[str, Any], tools: list[Any]
@@ -191,11 +224,6 @@ def _has_reasoning(message: Mapping[str, Any]) -> bool:
         return False
     reasoning = message.get("reasoning_content") or message.get("reasoning")
     return bool(reasoning) or _CLOSE in str(message.get("content") or "")
-
-
-def _without_answer(message: Mapping[str, Any]) -> dict[str, Any]:
-    hidden = {"reasoning_content", "reasoning"}
-    return {**{k: v for k, v in message.items() if k not in hidden}, "content": ""}
 
 
 def count_measured(steps: Sequence[Step]) -> tuple[int, int]:

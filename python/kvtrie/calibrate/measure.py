@@ -1,40 +1,54 @@
-"""Measures policies on a model: divergence, agreement, accuracy and savings.
+"""Measures policies on a model by kind of edit: divergence, agreement, accuracy and savings.
 
-Every policy replays every conversation, so the time grows with the number of policies.
+Conversations of all edits take turns, and an edit ends as soon as the verdict on each kind that it
+is measured for is clear. The verdicts hold at every look (``kvtrie.gates.statistics``).
 """
 
 from __future__ import annotations
 
-import base64
 import hashlib
-import math
-from dataclasses import astuple, dataclass, field
+import time
+from dataclasses import astuple, dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from kvtrie import gates
+from kvtrie.calibrate import edits, recall
 from kvtrie.calibrate import policies as named
-from kvtrie.calibrate._engine import Model, Replay, TokenSources, divergence, tokens_needed
+from kvtrie.calibrate._engine import (
+    MOST_TOKENS,
+    Model,
+    Reference,
+    TokenSources,
+    Workspace,
+    divergence,
+    tokens_needed,
+)
 from kvtrie.calibrate._steps import (
+    RECORDED,
     SCENARIOS,
     CalibrationError,
     Renderer,
     Scenario,
     Step,
-    built_in,
     count_measured,
 )
-from kvtrie.calibrate.recall import HELD_OUT
+from kvtrie.calibrate._tally import FLOOR, Observed, Tally
 from kvtrie.models.directory import checked_model_dir
-from kvtrie.models.fingerprint import CheckpointError, checkpoint_digest, model_id, rope_id
+from kvtrie.models.fingerprint import (
+    CheckpointError,
+    checkpoint_digest,
+    model_id,
+    rope_id,
+    template_id,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
     from os import PathLike
     from pathlib import Path
 
@@ -42,17 +56,20 @@ if TYPE_CHECKING:
     from kvtrie.calibrate.policies import Policy
     from kvtrie.demo import Conversation
 
-__all__ = ["SCENARIOS", "CalibrationError", "Report", "Result", "Scenario", "calibrate"]
+__all__ = ["SCENARIOS", "CalibrationError", "Progress", "Report", "Scenario", "calibrate"]
 
-P99: Final = 0.99
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """One policy in one scenario."""
-
-    policy: Policy
-    figures: gates.Figures
+_RECALL: Final = (
+    Scenario("one turn", most_edits=1),
+    Scenario("three turns", most_edits=3),
+    Scenario("window of three", window=3),
+)
+NEAR_TIE: Final = 0.25
+"""Nats between the two likeliest tokens below which rounding may choose either."""
+MOST_CASES: Final = 96
+"""Conversations of an edit after which it ends, whatever its verdicts."""
+MOST_CASES_THOROUGH: Final = 1200
+LEAST_CASES: Final = 24
+"""Conversations that a verdict takes at least, for the estimate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,128 +79,63 @@ class Report:
     model: str
     kv_dtype: str
     rope: str
+    template: str | None
     block_size: int
     min_run: int
     data: str
     conversations: dict[str, int]
-    results: tuple[Result, ...]
+    outside: int
+    measured: tuple[gates.Measured, ...]
     checkpoint: str | None = None
 
     def gate(self, thresholds: gates.Thresholds) -> gates.Gate:
-        """The verdicts on the policies that requests can ask for.
-
-        Without a measured control the gate cannot be written.
-
-        Raises:
-            ValueError: None of these policies was measured.
-        """
-        by_policy: dict[str, list[Result]] = {}
-        for result in self.results:
-            if result.policy.can_be_cleared:
-                by_policy.setdefault(result.policy.name, []).append(result)
-        if not by_policy:
-            msg = "no policy was measured that could be cleared: name a rotated one"
-            raise ValueError(msg)
+        """The verdicts."""
         return gates.Gate(
             model=self.model,
             kv_dtype=self.kv_dtype,
             rope=self.rope,
             thresholds=thresholds,
-            measured=tuple(
-                gates.Measured(name, found[0].policy.reuse, tuple(one.figures for one in found))
-                for name, found in by_policy.items()
-            ),
-            controls=self.controls,
+            measured=self.measured,
             data=self.data,
             checkpoint=self.checkpoint,
+            template=self.template,
         )
 
-    @property
-    def controls(self) -> tuple[gates.Control, ...]:
-        """The measured controls."""
-        found: dict[str, list[gates.Figures]] = {}
-        for result in self.results:
-            if result.policy.is_control:
-                found.setdefault(result.policy.name, []).append(result.figures)
-        return tuple(gates.Control(name, tuple(figures)) for name, figures in found.items())
 
-    def savings(self, result: Result) -> float | None:
-        """Tokens that a policy saves over ``exact``, as a share of those that ``rotated`` saves."""
-        computed = {
-            one.policy.name: one.figures.computed
-            for one in self.results
-            if one.figures.scenario == result.figures.scenario
-        }
-        most = computed.get("exact", 0) - computed.get("rotated", 0)
-        if most <= 0:
-            return None
-        return (computed["exact"] - result.figures.computed) / most
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """The state of a run after a conversation.
+
+    Attributes:
+        edit: The edit that was replayed last; None when a run begins or resumes.
+        done: Conversations so far.
+        tally: All figures so far.
+        seconds: Since the first conversation of this run.
+        least: Seconds that are left, if every verdict becomes clear as soon as it can.
+        most: Seconds that are left, if none does.
+    """
+
+    edit: str | None
+    done: int
+    tally: Tally
+    seconds: float
+    least: float
+    most: float
 
 
 @dataclass(slots=True)
-class _Tally:
-    """Sums of one policy in one scenario."""
+class _Source:
+    """Conversations of one edit.
 
-    divergences: list[torch.Tensor] = field(default_factory=list)
-    agreeing: int = 0
-    pairs: list[tuple[bool, bool]] = field(default_factory=list)
-    usage: list[TokenSources] = field(default_factory=list)
+    Attributes:
+        name: Of the edit.
+        most: Conversations that there are, or that are replayed at most.
+        make: The steps of one, and whether each policy needs a cache of its own.
+    """
 
-    def add(self, step: Step, full: torch.Tensor, rows: torch.Tensor, usage: TokenSources) -> None:
-        self.divergences.append(divergence(full, rows))
-        best_full, best = full.argmax(-1), rows.argmax(-1)
-        self.agreeing += int((best_full == best).sum())
-        self.usage.append(usage)
-        if step.is_scored:
-            reply = torch.tensor(step.reply, device=best.device)
-            tail = slice(step.answer_start, None)
-            self.pairs.append(
-                (
-                    bool((best_full[tail] == reply[tail]).all()),
-                    bool((best[tail] == reply[tail]).all()),
-                )
-            )
-
-    def row(self) -> dict[str, Any]:
-        raw = torch.cat(self.divergences).numpy().astype("<f8").tobytes()
-        return {
-            "divergences": base64.b64encode(raw).decode("ascii"),
-            "agreeing": self.agreeing,
-            "pairs": self.pairs,
-            "usage": [(one.exact, one.moved, one.computed) for one in self.usage],
-        }
-
-    def add_row(self, row: Mapping[str, Any]) -> None:
-        raw = np.frombuffer(base64.b64decode(row["divergences"]), dtype="<f8")
-        self.divergences.append(torch.from_numpy(raw.astype(np.float64)))
-        self.agreeing += row["agreeing"]
-        self.pairs += [(full, own) for full, own in row["pairs"]]
-        self.usage += [TokenSources(*one) for one in row["usage"]]
-
-    def result(self, policy: Policy, scenario: Scenario) -> Result:
-        divergences = torch.cat(self.divergences)
-        counts = {(a, b): self.pairs.count((a, b)) for a in (True, False) for b in (True, False)}
-        figures = gates.Figures(
-            scenario=scenario.name,
-            positions=len(divergences),
-            kl_mean=float(divergences.mean()),
-            kl_p99=_quantile(divergences, P99),
-            top1=self.agreeing / len(divergences),
-            questions=len(self.pairs),
-            right_full=counts[True, True] + counts[True, False],
-            lost=counts[True, False],
-            gained=counts[False, True],
-            exact=sum(one.exact for one in self.usage),
-            moved=sum(one.moved for one in self.usage),
-            computed=sum(one.computed for one in self.usage),
-        )
-        return Result(policy, figures)
-
-
-def _quantile(values: torch.Tensor, share: float) -> float:
-    """The smallest value that at least this share of the values does not exceed."""
-    ordered = values.sort().values
-    return float(ordered[max(0, math.ceil(share * len(ordered)) - 1)])
+    name: str
+    most: int
+    make: Callable[[int], tuple[list[Step], bool]]
 
 
 def set_threads(number: int) -> None:
@@ -196,41 +148,48 @@ def calibrate(
     *,
     policies: Sequence[str] = named.DEFAULT,
     conversations: Sequence[Conversation] | None = None,
-    scenarios: Sequence[Scenario] = SCENARIOS,
-    num_questions: int = 400,
+    is_recall: bool = False,
+    chosen_edits: Sequence[str] | None = None,
+    thresholds: gates.Thresholds | None = None,
+    most_cases: int | None = None,
+    most_seconds: float | None = None,
     seed: int = 0,
-    block_size: int = 1,
+    block_size: int = 16,
     min_run: int = 16,
     device: str = "cpu",
     dtype: str = "auto",
     data: str = "",
-    progress: Callable[[int, int, str], None] | None = None,
+    progress: Callable[[Progress], None] | None = None,
     status: Callable[[str], None] | None = None,
     partial: Partial | None = None,
 ) -> Report:
-    """Replay conversations under every policy and compare with full recomputation.
+    """Replay edited conversations and compare every policy with full and with exact reuse.
 
     Args:
         path: A model directory; nothing is downloaded and no code of it runs.
-        policies: Names, see ``kvtrie.calibrate.policies``.
-        conversations: None for the recall task.
-        scenarios: How much of each conversation is replayed.
-        num_questions: Least number of questions of the recall task in each scenario.
-        seed: Seed of the recall task.
+        policies: Names, see ``kvtrie.calibrate.policies``; exact reuse and the controls are
+            measured without being named.
+        conversations: Recorded ones; None for the shipped edits.
+        is_recall: Replay the recall task, which the shipped models know, instead of shipped edits.
+        chosen_edits: Names of edits; None: all of them.
+        thresholds: By which an edit's verdicts become clear.
+        most_cases: Conversations of each edit at most; None: 96, or 1,200 where each kind must show
+            its own accuracy.
+        most_seconds: Begin no conversation after so many; None: no limit.
+        seed: Of the shipped edits, or of the recall task.
         block_size: Tokens per block.
         min_run: Shortest moved run in tokens, unless a policy's name sets it.
         device: Device of the model.
         dtype: Element type, a torch name; ``"auto"``: the config's.
         data: A description of the conversations.
-        progress: Called before the first conversation and after each: the number done, the total,
-            and the scenario's name.
+        progress: Called when the conversations begin, and after each.
         status: Called with a description of each stage before it.
         partial: Keeps each finished conversation, and resumes the same run from it. The caller
             removes and closes it.
 
     Raises:
         FileNotFoundError: There is no such directory.
-        ValueError: A policy is unknown, or an argument is out of range.
+        ValueError: A policy or edit is unknown, or an argument is out of range.
         CalibrationError: No conversation has anything to measure, or one cannot be replayed.
         LayoutError: The model's KV cannot be held.
         UnsupportedRopeError: The model's KV cannot be moved.
@@ -238,88 +197,269 @@ def calibrate(
         PartialWriteError: The partial file cannot be written.
     """
     say = status or (lambda _: None)
-    chosen = [named.policy(name, min_run) for name in dict.fromkeys(policies)]
-    if not chosen:
-        msg = "calibrate: no policy is named"
-        raise ValueError(msg)
+    limits = gates.Thresholds() if thresholds is None else thresholds
+    if most_cases is None:
+        most_cases = MOST_CASES_THOROUGH if limits.loss_per_kind else MOST_CASES
+    chosen = _chosen(policies, min_run)
     say(f"loading the model in {path}")
     loaded, tokenizer = _load(checked_model_dir(path), device, dtype)
     renderer = Renderer(tokenizer)
     model = Model(loaded, block_size)
-    say("splitting the conversations into replies")
-    work: list[tuple[Scenario, list[list[Step]]]] = []
-    for scenario in scenarios:
-        found = _replayable(renderer, conversations, scenario, num_questions, seed)
-        if found:
-            work.append((scenario, found))
-    if not work:
-        msg = (
-            "no conversation has anything to measure: a chat template must drop reasoning, or a "
-            "window an exchange, before a reply"
-        )
-        raise CalibrationError(msg)
-    _check_lengths(model, work)
+    bench = _Bench(model, chosen, _eos_ids(loaded, tokenizer))
+    say("rendering conversations by the chat template")
+    if conversations is not None:
+        sources = _recorded(renderer, conversations)
+        name = data or "conversations of the caller"
+    elif is_recall:
+        sources, name = _recall(renderer, seed, most_cases), "the recall task"
+    else:
+        sources = _shipped(renderer, chosen_edits, seed, most_cases)
+        name = "shipped edits, replies of the model itself"
+    for source in sources:
+        for number in range(source.most if conversations is not None else 1):
+            _check_lengths(model, source.make(number)[0])
     run: dict[str, Any] = {
         "version": version("kvtrie"),
         "torch": torch.__version__,
         "model": model_id(model.model),
         "checkpoint": _digest(path),
+        "template": template_id(tokenizer.chat_template),
         "kv_dtype": model.layout.dtype,
         "rope": rope_id(model.model.config),
         "device": str(model.model.device),
         "block_size": block_size,
         "min_run": min_run,
         "policies": [policy.name for policy in chosen],
-        "scenarios": [scenario.name for scenario, _ in work],
-        "questions": None if conversations is not None else num_questions,
+        "edits": [source.name for source in sources],
         "seed": None if conversations is not None else seed,
-        "conversations": _content(work),
+        "conversations": _content(sources),
     }
     before = [] if partial is None else partial.begin(run)
-    total = sum(len(found) for _, found in work)
-    if progress is not None:
-        progress(len(before), total, "resumed" if before else "measuring")
-    rows = iter(before)
-    done = 0
-    results: list[Result] = []
-    for scenario, found in work:
-        tallies = [_Tally() for _ in chosen]
-        for steps in found:
-            done += 1
-            kept = next(rows, None)
-            if kept is None:
-                own = [_Tally() for _ in chosen]
-                _replay(model, steps, chosen, own)
-                kept = {"policies": [tally.row() for tally in own]}
-                if partial is not None:
-                    partial.add(kept)
-                if progress is not None:
-                    progress(done, total, scenario.name)
-            for tally, row in zip(tallies, kept["policies"], strict=True):
-                tally.add_row(row)
-        results += [
-            tally.result(policy, scenario) for policy, tally in zip(chosen, tallies, strict=True)
-        ]
-    name = "the recall task" if conversations is None else data or "conversations of the caller"
+    tally = Tally(chosen)
+    _replay_all(
+        bench, sources, tally, limits, before, most_seconds, partial, progress or (lambda _: None)
+    )
     return Report(
         model=run["model"],
         kv_dtype=run["kv_dtype"],
         rope=run["rope"],
+        template=run["template"],
         block_size=block_size,
         min_run=min_run,
         data=name,
-        conversations={scenario.name: len(found) for scenario, found in work},
-        results=tuple(results),
+        conversations=dict(tally.conversations),
+        outside=tally.outside,
+        measured=tally.measured(),
         checkpoint=run["checkpoint"],
     )
 
 
-def _content(work: Sequence[tuple[Scenario, list[list[Step]]]]) -> str:
-    total = hashlib.blake2b(digest_size=16, person=b"kvtrie.replay.1")
-    for scenario, found in work:
-        total.update(repr((scenario.name, len(found))).encode())
-        for steps in found:
-            total.update(repr([astuple(step) for step in steps]).encode())
+def _replay_all(
+    bench: _Bench,
+    sources: Sequence[_Source],
+    tally: Tally,
+    limits: gates.Thresholds,
+    before: Sequence[dict[str, Any]],
+    most_seconds: float | None,
+    partial: Partial | None,
+    progress: Callable[[Progress], None],
+) -> None:
+    """Let the edits take turns until each has ended; rows from before count as replayed."""
+    rows = iter(before)
+    began, replayed = time.monotonic(), 0
+    count = dict.fromkeys((one.name for one in sources), 0)
+    is_open = {one.name: True for one in sources}
+
+    def tell(edit: str | None) -> None:
+        seconds = time.monotonic() - began
+        each = seconds / replayed if replayed else 0.0
+        left = [one for one in sources if is_open[one.name]]
+        least = sum(max(0, min(LEAST_CASES, one.most) - count[one.name]) for one in left)
+        most = sum(one.most - count[one.name] for one in left)
+        done = len(before) if edit is None else sum(count.values())
+        progress(Progress(edit, done, tally, seconds, each * least, each * most))
+
+    tell(None)
+    while any(is_open.values()):
+        for source in sources:
+            if not is_open[source.name]:
+                continue
+            row = next(rows, None)
+            if row is None:
+                if most_seconds is not None and time.monotonic() - began > most_seconds:
+                    return
+                steps, is_chain = source.make(count[source.name])
+                row = {"edit": source.name, "steps": bench.replay(steps, is_chain=is_chain)}
+                replayed += 1
+                if partial is not None:
+                    partial.add(row)
+            tally.add(row)
+            count[source.name] += 1
+            is_open[source.name] = count[source.name] < source.most and not _is_clear(
+                tally, source.name, limits
+            )
+            if replayed:
+                tell(source.name)
+
+
+def _is_clear(tally: Tally, edit: str, limits: gates.Thresholds) -> bool:
+    """Whether the verdict on every kind that the edit is measured for is clear."""
+    wanted = tally.feeds(edit)
+    if not wanted:
+        return False
+    found = tally.verdicts(limits)
+    return all(found[key].state != "undecided" for key in wanted)
+
+
+class _Bench:
+    """Replays conversations: every measured reply in every way to build its KV."""
+
+    def __init__(self, model: Model, chosen: Sequence[Policy], eos: frozenset[int]) -> None:
+        self._model = model
+        self._eos = eos
+        self._base = chosen[0]
+        self._ways = [named.policy(FLOOR), named.policy("unrotated"), *chosen]
+        self._min_run = min(one.reuse.min_run or named.LEAST_RUN for one in chosen)
+
+    def replay(self, steps: list[Step], *, is_chain: bool) -> list[dict[str, Any]]:
+        """What was observed at each measured reply, as JSON."""
+        needed = tokens_needed(steps, self._model.layout.block_size)
+        spaces: dict[str, Workspace] = {}
+        for way in self._ways:
+            if is_chain or not spaces:
+                pool = self._model.pool(needed)
+                space = Workspace(self._model, pool, self._min_run)
+            spaces[way.name] = space
+        is_labelled = any(step.is_scored for step in steps)
+        found = []
+        for number, step in enumerate(steps):
+            if step.is_measured:
+                seen = self._measure(step, spaces, is_labelled=is_labelled)
+                if seen is not None:
+                    found.append(seen)
+            if number + 1 == len(steps) or not step.reply:
+                continue
+            # Without approximate KV before a measured prompt, all ways share what is exact.
+            for way in self._ways if is_chain else self._ways[:1]:
+                spaces[way.name].keep(step, way)
+        return found
+
+    def _measure(
+        self, step: Step, spaces: dict[str, Workspace], *, is_labelled: bool
+    ) -> dict[str, Any] | None:
+        """One measured reply in every way, or None if its plan moves nothing."""
+        terms, left = spaces[self._base.name].looked_at(step, self._base)
+        if terms is None:
+            return None
+        judged: slice | None
+        if is_labelled:
+            reply = step.reply
+            reference = Reference(reply, self._model.whole(step.prompt, reply))
+            judged = slice(step.answer_start, None) if step.is_scored else None
+        else:
+            reference = self._model.greedy(step.prompt, MOST_TOKENS, self._eos)
+            reply = reference.reply
+            sure = reference.sure(NEAR_TIE)
+            judged = slice(0, sure) if sure else None
+        ways = {
+            "drop": _observed(
+                reference, judged, self._model.whole(left, reply), TokenSources(computed=len(left))
+            ).row()
+        }
+        for way in self._ways:
+            trial = spaces[way.name].try_(step, reply, way)
+            ways[way.name] = _observed(
+                reference, judged, trial.rows, trial.usage, trial.terms
+            ).row()
+        full = None
+        if judged is not None:
+            full = _is_right(reference.rows, reply, judged)
+        return {"full": full, "ways": ways}
+
+
+def _observed(
+    reference: Reference,
+    judged: slice | None,
+    rows: torch.Tensor,
+    usage: TokenSources,
+    terms: gates.Terms | None = None,
+) -> Observed:
+    return Observed(
+        kl=divergence(reference.rows, rows).float().numpy(),
+        agreeing=int((reference.rows.argmax(-1) == rows.argmax(-1)).sum()),
+        right=None if judged is None else _is_right(rows, reference.reply, judged),
+        usage=(usage.exact, usage.moved, usage.computed),
+        terms=terms,
+    )
+
+
+def _is_right(rows: torch.Tensor, reply: list[int], judged: slice) -> bool:
+    """Whether greedy generation gives the judged tokens, after those before them."""
+    wanted = torch.tensor(reply, device=rows.device)
+    return bool((rows.argmax(-1)[judged] == wanted[judged]).all())
+
+
+def _chosen(policies: Sequence[str], min_run: int) -> list[Policy]:
+    found = [named.policy(name, min_run) for name in dict.fromkeys(policies)]
+    chosen = [one for one in found if one.can_be_cleared]
+    if not chosen:
+        msg = "calibrate: no policy is named that could be cleared; name a rotated one"
+        raise ValueError(msg)
+    return chosen
+
+
+def _shipped(
+    renderer: Renderer, chosen: Sequence[str] | None, seed: int, most: int
+) -> list[_Source]:
+    names = list(edits.EDITS) if chosen is None else list(dict.fromkeys(chosen))
+    for name in names:
+        if name not in edits.EDITS:
+            msg = f"unknown edit {name!r} (known: {', '.join(edits.EDITS)})"
+            raise ValueError(msg)
+
+    def source(name: str) -> _Source:
+        def make(number: int) -> tuple[list[Step], bool]:
+            case = edits.case(name, seed * 1_000_000 + number)
+            return [renderer.step(prompt) for prompt in case.prompts], case.is_chain
+
+        return _Source(name, most, make)
+
+    return [source(name) for name in names]
+
+
+def _recall(renderer: Renderer, seed: int, most: int) -> list[_Source]:
+    def source(scenario: Scenario) -> _Source:
+        def make(number: int) -> tuple[list[Step], bool]:
+            first = recall.HELD_OUT + seed * 1_000_000 + number
+            exchanges = 3 * (scenario.window or scenario.most_edits or 1)
+            messages = recall.conversation(first, exchanges, scenario.window or exchanges)
+            return renderer.steps(messages, scenario), True
+
+        return _Source(scenario.name, most, make)
+
+    return [source(scenario) for scenario in _RECALL]
+
+
+def _recorded(renderer: Renderer, conversations: Sequence[Conversation]) -> list[_Source]:
+    found = [renderer.steps(one.messages, RECORDED, tools=one.tools) for one in conversations]
+    kept = [steps for steps in found if count_measured(steps)[0] > 1]
+    if not kept:
+        msg = (
+            "no conversation has two replies of an assistant, so no KV could be reused after an "
+            "edit: record whole conversations with their replies, or calibrate without "
+            "--conversations on the shipped edits"
+        )
+        raise CalibrationError(msg)
+    return [_Source(RECORDED.name, len(kept), lambda number: (kept[number], True))]
+
+
+def _content(sources: Sequence[_Source]) -> str:
+    total = hashlib.blake2b(digest_size=16, person=b"kvtrie.replay.2")
+    for source in sources:
+        # Shipped edits depend on their number alone: the first shows what they are.
+        for number in range(source.most if source.name == RECORDED.name else 1):
+            steps = source.make(number)[0]
+            total.update(repr((source.name, [astuple(step) for step in steps])).encode())
     return total.hexdigest()
 
 
@@ -329,6 +469,15 @@ def _digest(path: str | PathLike[str]) -> str | None:
     except CheckpointError:
         # Without a digest, the gate is valid only for engines that name the model as here.
         return None
+
+
+def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:  # noqa: ANN401 - of transformers
+    found = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    if found is None:
+        found = tokenizer.eos_token_id
+    if found is None:
+        return frozenset()
+    return frozenset([found] if isinstance(found, int) else found)
 
 
 def _load(directory: Path, device: str, dtype: str) -> tuple[Any, Any]:
@@ -347,49 +496,12 @@ def _load(directory: Path, device: str, dtype: str) -> tuple[Any, Any]:
         raise CalibrationError(msg) from error
 
 
-def _replayable(
-    renderer: Renderer,
-    conversations: Sequence[Conversation] | None,
-    scenario: Scenario,
-    num_questions: int,
-    seed: int,
-) -> list[list[Step]]:
-    sources: Iterable[tuple[Any, Any]]
-    if conversations is None:
-        first = HELD_OUT + seed * 1_000_000
-        sources = ((messages, ()) for messages in built_in(num_questions, scenario, first))
-    else:
-        sources = ((one.messages, one.tools) for one in conversations)
-    cut = (renderer.steps(messages, scenario, tools=tools) for messages, tools in sources)
-    return [steps for steps in cut if count_measured(steps)[0]]
-
-
-def _check_lengths(model: Model, work: Sequence[tuple[Scenario, list[list[Step]]]]) -> None:
+def _check_lengths(model: Model, steps: Sequence[Step]) -> None:
     limit = getattr(model.model.config, "max_position_embeddings", None)
-    longest = max(
-        len(step.prompt) + len(step.reply) for _, found in work for steps in found for step in steps
-    )
+    longest = max(len(step.prompt) + max(len(step.reply), MOST_TOKENS) for step in steps)
     if limit is not None and longest > limit:
-        msg = f"a conversation has {longest} tokens, the model's context is {limit}"
+        msg = (
+            f"a conversation has {longest} tokens with its reply, the model's context is {limit}: "
+            "leave out its later messages, or calibrate on shorter conversations"
+        )
         raise CalibrationError(msg)
-
-
-def _replay(
-    model: Model,
-    steps: list[Step],
-    chosen: Sequence[Policy],
-    tallies: Sequence[_Tally],
-) -> None:
-    full = [model.whole(step) if step.is_measured else None for step in steps]
-    pool = model.pool(tokens_needed(steps, model.layout.block_size))
-    for policy, tally in zip(chosen, tallies, strict=True):
-        replay = None if policy.mode == "full" else Replay(model, pool, policy)
-        for step, reference in zip(steps, full, strict=True):
-            if replay is None:
-                if reference is not None:
-                    usage = TokenSources(computed=len(step.prompt))
-                    tally.add(step, reference, reference, usage)
-                continue
-            rows, usage = replay.step(step)
-            if reference is not None:
-                tally.add(step, reference, rows, usage)

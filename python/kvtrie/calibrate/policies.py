@@ -11,19 +11,8 @@ from kvtrie._core import EXACT_ONLY, ReusePolicy
 
 Mode = Literal["full", "drop", "unrotated", "plan"]
 
-DEFAULT: Final = (
-    "full",
-    "exact",
-    "drop",
-    "unrotated",
-    "rotated",
-    "rotated+first1",
-    "rotated+first4",
-    "rotated+first16",
-    "rotated+last4",
-    "rotated+run8",
-)
-"""The default policies."""
+DEFAULT: Final = ("rotated", "rotated+first16")
+"""The policies that are measured by default. Exact reuse and the controls always are."""
 
 LEAST_RUN: Final = 8
 """No index finds shorter runs."""
@@ -40,9 +29,9 @@ class Policy:
 
     Attributes:
         name: The name in reports.
-        mode: ``"full"`` computes everything. ``"drop"`` removes the answers whose reasoning the
-            chat template drops, and reuses the exact prefix of the rest. ``"plan"`` carries out a
-            plan, ``"unrotated"`` without rotating K.
+        mode: ``"full"`` computes everything. ``"drop"`` computes the prompt without the tokens
+            that ``rotated`` reuses approximately. ``"plan"`` carries out a plan, ``"unrotated"``
+            without rotating K.
         reuse: What the plans may reuse.
     """
 
@@ -54,6 +43,11 @@ class Policy:
     def can_be_cleared(self) -> bool:
         """Whether a request can ask for it."""
         return self.mode == "plan" and self.reuse.approximate
+
+    @property
+    def rotates(self) -> bool:
+        """Whether K is rotated where it moves."""
+        return self.mode != "unrotated"
 
     @property
     def is_control(self) -> bool:

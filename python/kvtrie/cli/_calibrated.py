@@ -1,9 +1,9 @@
-"""Shows what reuse costs, as tables or as one JSON document."""
+"""Shows what reuse costs by kind of edit, as tables or as one JSON document."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +11,15 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from kvtrie import gates
 from kvtrie.cli import _output
 
 if TYPE_CHECKING:
-    from kvtrie.calibrate.measure import Report, Result
+    from collections.abc import Sequence
+
+    from kvtrie import gates
+    from kvtrie.calibrate.measure import Report
+
+_LISTS = ("kl_excess", "top1_drop", "losses")
 
 
 def as_json(report: Report, thresholds: gates.Thresholds) -> str:
@@ -28,67 +32,47 @@ def document(report: Report, thresholds: gates.Thresholds) -> dict[str, Any]:
         "kvtrie": version("kvtrie"),
         "model": report.model,
         "kv_dtype": report.kv_dtype,
+        "template": report.template,
         "data": report.data,
         "block_size": report.block_size,
         "min_run": report.min_run,
         "conversations": report.conversations,
+        "outside_of_all_kinds": report.outside,
         "thresholds": asdict(thresholds),
-        "results": [
+        "policies": [
             {
-                "policy": result.policy.name,
-                "approximate": result.policy.reuse.approximate,
-                **asdict(result.figures),
-                "right": result.figures.right,
-                "loss": result.figures.loss,
-                "loss_low": result.figures.interval[0],
-                "loss_high": result.figures.interval[1],
-                "saved": result.figures.saved,
-                "share_of_savings": report.savings(result),
-                **asdict(verdict(report, result, thresholds)),
+                "policy": one.name,
+                "cleared": [kind.name for kind in one.cleared(thresholds)],
+                "most_lost": one.most_lost(thresholds),
+                "kinds": [_kind(kind, thresholds) for kind in one.kinds],
             }
-            for result in report.results
+            for one in report.measured
         ],
     }
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """The verdict on one policy in one scenario alone.
-
-    Attributes:
-        within_thresholds: None if the data cannot show it, or if no request can ask for the policy.
-        reason: Why not, or why the data cannot show it, with value and limit.
-        questions_needed: How many would decide it if no further answer is lost; None if no number
-            would.
-    """
-
-    within_thresholds: bool | None
-    reason: str | None = None
-    questions_needed: int | None = None
+def _kind(kind: gates.Kind, thresholds: gates.Thresholds) -> dict[str, Any]:
+    return {
+        "kind": kind.name,
+        **asdict(kind.verdict(thresholds)),
+        "box": asdict(kind.box),
+        **_figures(kind.figures),
+        "floor": _figures(kind.floor),
+        "controls": {one.name: _figures(one.figures) for one in kind.controls},
+    }
 
 
-def verdict(report: Report, result: Result, thresholds: gates.Thresholds) -> Verdict:
-    """The verdict on one scenario; the gate also combines all scenarios."""
-    figures = result.figures
-    if not result.policy.can_be_cleared:
-        return Verdict(None)
-    flaw = figures.flaw()
-    failed = [flaw] if flaw is not None else figures.outside(thresholds)
-    if failed:
-        return Verdict(within_thresholds=False, reason="; ".join(failed))
-    unknown = figures.blind(report.controls, thresholds)
-    needed = None
-    high = figures.interval[1]
-    if high > thresholds.max_loss:
-        needed = gates.questions_needed(figures.lost, figures.gained, thresholds.max_loss)
-        wanted = "no number is enough" if needed is None else f"{needed} questions are needed"
-        unknown.append(
-            f"up to {100 * high:.2f} points may be lost, the limit is "
-            f"{100 * thresholds.max_loss:.2f}: {wanted}, {figures.questions} were asked"
-        )
-    if unknown:
-        return Verdict(None, "; ".join(unknown), needed)
-    return Verdict(within_thresholds=True)
+def _figures(figures: gates.Figures) -> dict[str, Any]:
+    found = {name: value for name, value in asdict(figures).items() if name not in _LISTS}
+    low, high = figures.interval
+    return {
+        **found,
+        "right": figures.right,
+        "loss": figures.loss,
+        "loss_low": low,
+        "loss_high": high,
+        "saved": figures.saved,
+    }
 
 
 def show(report: Report, thresholds: gates.Thresholds) -> None:
@@ -99,77 +83,70 @@ def show(report: Report, thresholds: gates.Thresholds) -> None:
             f"{report.block_size}, moved runs of at least {report.min_run} tokens"
         )
     )
-    for scenario, conversations in report.conversations.items():
-        found = [one for one in report.results if one.figures.scenario == scenario]
-        positions = found[0].figures.positions
-        console.print(
-            Text(
-                f"\n{scenario}: {conversations} conversations, {positions} positions", style="bold"
-            )
-        )
-        console.print(_table(report, found, thresholds))
-        for one in found:
-            reason = verdict(report, one, thresholds).reason
-            if reason is not None:
-                console.print(Text(f"{one.policy.name}: {reason}"))
-    console.print(Text(_summary(report, thresholds)))
+    conversations = ", ".join(f"{count} {edit}" for edit, count in report.conversations.items())
+    console.print(Text(f"conversations: {conversations}"))
+    console.print(table(report.measured, thresholds))
+    for one in report.measured:
+        for kind in one.kinds:
+            verdict = kind.verdict(thresholds)
+            if verdict.reason is not None:
+                console.print(Text(f"{one.name}, {kind.name}: {verdict.state}: {verdict.reason}"))
+    if report.outside:
+        console.print(Text(f"{report.outside} replies were of no kind"))
+    for one in report.measured:
+        console.print(Text(summary(one, thresholds)))
 
 
-def _table(report: Report, found: list[Result], thresholds: gates.Thresholds) -> Table:
-    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("policy", no_wrap=True)
+def table(measured: Sequence[gates.Measured], thresholds: gates.Thresholds) -> Table:
+    found = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
+    for name in ("policy", "kind of edit"):
+        found.add_column(name, no_wrap=True)
     for name in (
-        "tokens\nexact",
-        "\nmoved",
+        "conver-\nsations",
+        "posi-\ntions",
         "\ncomputed",
-        "of what can\nbe saved",
-        "KL\nmean",
-        "\n99 %",
-        "same\ntop 1",
-        "questions\nright",
-        "points of accuracy\nlost (95 %)",
-        "within\nlimits",
+        "KL above\nexact",
+        "KL\n99 %",
+        "top 1\nof exact",
+        "lost of\nright",
+        "lost by\nexact",
+        "lost by\ncontrols",
     ):
-        table.add_column(name, justify="right", no_wrap=True)
-    for result in found:
-        one, share = result.figures, report.savings(result)
-        kept = verdict(report, result, thresholds)
-        table.add_row(
-            result.policy.name,
-            str(one.exact),
-            str(one.moved),
-            str(one.computed),
-            "" if share is None else f"{share:.0%}",
-            f"{one.kl_mean:.2g}",
-            f"{one.kl_p99:.2g}",
-            f"{one.top1:.1%}",
-            f"{one.right} of {one.questions}" if one.questions else "",
-            loss_text(result) if one.questions else "",
-            _within(kept) if result.policy.can_be_cleared else "",
-        )
-    return table
+        found.add_column(name, justify="right", no_wrap=True)
+    found.add_column("verdict", no_wrap=True)
+    for one in measured:
+        for kind in one.kinds:
+            found.add_row(one.name, kind.name, *_cells(kind), kind.verdict(thresholds).state)
+    return found
 
 
-def _within(kept: Verdict) -> str:
-    if kept.within_thresholds is not None:
-        return "yes" if kept.within_thresholds else "no"
-    needed = kept.questions_needed
-    return "undecided" if needed is None else f"undecided: {needed} needed"
+def _cells(kind: gates.Kind) -> list[str]:
+    one, floor = kind.figures, kind.floor
+    prompt = one.exact + one.moved + one.computed
+    top1 = one.top1 / floor.top1 if floor.top1 else 0.0
+    return [
+        str(one.cases),
+        str(one.positions),
+        f"{one.computed / prompt:.1%}" if prompt else "",
+        f"{one.kl_mean - floor.kl_mean:.2g}",
+        f"{one.kl_p99:.2g}",
+        f"{top1:.1%}",
+        f"{one.lost - one.gained} of {one.right_full}",
+        str(floor.lost - floor.gained),
+        ", ".join(str(each.figures.lost - each.figures.gained) for each in kind.controls),
+    ]
 
 
-def loss_text(result: Result) -> str:
-    one = result.figures
-    low, high = one.interval
-    low, loss, high = (100 * value + 0.0 for value in (low, one.loss, high))
-    return f"{loss:.2f} ({low:.2f} to {high:.2f})"
-
-
-def _summary(report: Report, thresholds: gates.Thresholds) -> str:
-    if not any(result.policy.can_be_cleared for result in report.results):
-        return "no policy was measured that could be cleared"
-    gate = report.gate(thresholds)
-    cleared = [one.name for one in gate.cleared()]
-    if cleared:
-        return "cleared for this model, most tokens saved first: " + ", ".join(cleared)
-    reason = gate.measured[0].failure(thresholds, gate.controls)
-    return f"nothing is cleared for this model: {gate.measured[0].name}: {reason}"
+def summary(one: gates.Measured, thresholds: gates.Thresholds) -> str:
+    kept = one.cleared(thresholds)
+    if not kept:
+        return f"{one.name}: nothing is cleared for this model"
+    most, lost = one.most_lost(thresholds), sum(kind.figures.lost for kind in kept)
+    gained = sum(kind.figures.gained for kind in kept)
+    questions = sum(kind.figures.questions for kind in kept)
+    names = ", ".join(kind.name for kind in kept)
+    bound = "" if most is None else f", at most {100 * most:.2f} points (95 %)"
+    return (
+        f"{one.name}: cleared for this model after {names}: {lost} replies lost and {gained} "
+        f"gained of {questions}{bound}"
+    )

@@ -16,7 +16,7 @@ import torch
 
 from kvtrie._core import UnsupportedRopeError
 from kvtrie.calibrate import policies
-from kvtrie.calibrate._engine import Model, Replay, divergence, tokens_needed
+from kvtrie.calibrate._engine import Model, Workspace, divergence, tokens_needed
 from kvtrie.calibrate._steps import Step
 from kvtrie.engines.transformers import Generator
 
@@ -88,7 +88,9 @@ def measure(
     for shape, steps in _histories(live, replies, tools).items():
         if not any(step.is_measured for step in steps):
             return [], "every prompt continues all the text before it"
-        full = [model.whole(step) if step.is_measured else None for step in steps]
+        full = [
+            model.whole(step.prompt, step.reply) if step.is_measured else None for step in steps
+        ]
         pool = model.pool(tokens_needed(steps, model.layout.block_size))
         for name in _POLICIES:
             row = _row(model, pool, shape, steps, full, name)
@@ -123,7 +125,6 @@ def _steps(prompts: Sequence[list[int]], replies: Sequence[Reply]) -> list[Step]
         steps.append(
             Step(
                 prompt=prompt,
-                dropped=prompt,
                 reply=reply.tokens,
                 answer_start=0,
                 is_scored=False,
@@ -144,14 +145,17 @@ def _row(
 ) -> Edited:
     """One row, but for the time and the answer."""
     policy = policies.policy(name)
-    replay = None if policy.mode == "full" else Replay(model, pool, policy)
+    min_run = policy.reuse.min_run or policies.LEAST_RUN
+    space = None if policy.mode == "full" else Workspace(model, pool, min_run)
     divergences: list[torch.Tensor] = []
     agreeing = exact = moved = computed = 0
     for step, reference in zip(steps, full, strict=True):
-        if replay is None:
-            rows, usage = reference, None
-        else:
-            rows, usage = replay.step(step)
+        rows, usage = reference, None
+        if space is not None:
+            if reference is not None:
+                trial = space.try_(step, step.reply, policy)
+                rows, usage = trial.rows, trial.usage
+            space.keep(step, policy)
         if reference is None or rows is None:
             continue
         divergences.append(divergence(reference, rows))

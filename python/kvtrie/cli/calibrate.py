@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kvtrie.demo import Conversation
 
 _LIMITS: Final = gates.Thresholds()
+_MINUTES: Final = 20
 
 
 def calibrate(
@@ -42,8 +43,8 @@ def calibrate(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Chat file: reasoning as reasoning_content, replies to judge with "
-            '"scored": true (default: the recall task).',
+            help="Chat file of recorded conversations with their replies; replies to judge to the "
+            'letter have "scored": true (default: the shipped edits).',
         ),
     ] = None,
     as_json: Annotated[
@@ -56,27 +57,39 @@ def calibrate(
             help="Write the gate file here; GATE.json.partial keeps what is measured until then.",
         ),
     ] = None,
-    questions: Annotated[
-        int, typer.Option(min=1, help="Questions of the recall task in each scenario, at least.")
-    ] = 400,
-    seed: Annotated[int, typer.Option(min=0, max=900, help="Of the recall task.")] = 0,
+    thorough: Annotated[
+        bool,
+        typer.Option(
+            "--thorough",
+            help="Each kind must show by itself that it loses no more than --max-loss: hours.",
+        ),
+    ] = False,
+    minutes: Annotated[
+        float | None,
+        typer.Option(
+            min=0, help="Begin no conversation after so many (default: 20; --thorough: no limit)."
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, max=900, help="Of the shipped edits.")] = 0,
     max_loss: Annotated[
         float,
-        typer.Option(
-            min=0, max=1, help="Accuracy that a cleared policy may lose (95 % upper bound)."
-        ),
+        typer.Option(min=0, max=1, help="Accuracy that a cleared kind may lose."),
     ] = _LIMITS.max_loss,
     max_kl: Annotated[
-        float, typer.Option(min=0, help="Most mean KL divergence of a cleared policy, in nats.")
-    ] = _LIMITS.max_kl_mean,
+        float,
+        typer.Option(min=0, help="Most mean KL divergence above that of exact reuse, in nats."),
+    ] = _LIMITS.max_kl,
     max_kl_p99: Annotated[
-        float, typer.Option(min=0, help="Most KL divergence at the 99th percentile, in nats.")
+        float,
+        typer.Option(min=0, help="Most KL at the 99th percentile above that of exact reuse."),
     ] = _LIMITS.max_kl_p99,
     min_top1: Annotated[
         float,
-        typer.Option(min=0, max=1, help="Least agreement of the likeliest token."),
+        typer.Option(
+            min=0, max=1, help="Least agreement of the likeliest token, of that of exact reuse."
+        ),
     ] = _LIMITS.min_top1,
-    block_size: Annotated[int, typer.Option(min=1, max=4096, help="Tokens per block.")] = 1,
+    block_size: Annotated[int, typer.Option(min=1, max=4096, help="Tokens per block.")] = 16,
     min_run: Annotated[
         int, typer.Option(min=named.LEAST_RUN, help="Shortest moved run in tokens.")
     ] = 16,
@@ -89,14 +102,16 @@ def calibrate(
     device: Annotated[str, typer.Option(help="Torch device of the model.")] = "cpu",
     dtype: Annotated[str, typer.Option(help="Element type (default: MODEL's own).")] = "auto",
 ) -> None:
-    """Compare reuse policies with full recomputation on edited conversations.
+    """Compare reuse policies with full recomputation and exact reuse, by kind of edit.
 
-    Every reply is predicted after its given text. Divergence and agreement are those of the
-    next-token distributions, accuracy that of the judged replies, savings those of prompt tokens.
-    The gate file says which policies are cleared for this model. Nothing is downloaded. Results go
-    to stdout when all is done, progress to stderr. With --out, the same command continues an
-    interrupted run. Exit code 2 means that the input is bad, 3 that results cannot be written, 130
-    that it was interrupted (Ctrl-C).
+    Each prompt is an edited one. Its reply is the model's own under full recomputation, which every
+    policy predicts token by token: divergence and agreement are those of the next-token
+    distributions. A reply is lost if a policy chooses another token before the first near tie. An
+    edit ends when the verdict on its kinds is clear. The gate file says which kinds of edit are
+    cleared for this model, under which policy. Nothing is downloaded. Results go to stdout when all
+    is done, progress to stderr. With --out, the same command continues an interrupted run. Exit
+    code 2 means that the input is bad, 3 that results cannot be written, 130 that it was
+    interrupted (Ctrl-C).
     """
     is_shipped = str(model) in shipped.KINDS and not model.is_dir()
     talks = None if conversations is None else _conversations(conversations)
@@ -104,18 +119,20 @@ def calibrate(
         directory = shipped.model_path(str(model)) if is_shipped else model
         checked_model_dir(directory)
         chosen = _chosen(policies, min_run)
-        thresholds = gates.Thresholds(max_loss, max_kl, max_kl_p99, min_top1)
+        thresholds = gates.Thresholds(
+            max_loss, max_kl, max_kl_p99, min_top1, loss_per_kind=thorough
+        )
     except (FileNotFoundError, ValueError) as error:
         fail(error)
     with ExitStack() as stack:
-        partial = None if out is None else stack.enter_context(_opened(out, chosen))
+        partial = None if out is None else stack.enter_context(_opened(out))
         kept = _Kept(partial)
         stack.enter_context(_process.add_to_interrupt(kept.note))
         need("calibrate", "torch", "transformers", "jinja2")
-        from kvtrie.cli import _progress  # noqa: PLC0415 - with rich
+        from kvtrie.cli import _measuring  # noqa: PLC0415 - with rich
 
-        with _progress.ticks(sys.stderr) as tick:
-            tick.stage("loading torch and transformers")
+        with _measuring.measuring(sys.stderr, thresholds) as shown:
+            shown.stage("loading torch and transformers")
             # These imports take seconds: bad input is reported before them, and --help needs none.
             from kvtrie.calibrate import measure  # noqa: PLC0415 - slow: torch
             from kvtrie.cli import _calibrated  # noqa: PLC0415 - with rich
@@ -124,24 +141,22 @@ def calibrate(
                 # A shipped model's matrices are too small for a second thread.
                 measure.set_threads(threads or 1)
 
-            def progress(done: int, total: int, text: str) -> None:
-                kept.total = total
-                tick(done, total, text)
-
             try:
                 report = measure.calibrate(
                     directory,
                     policies=[one.name for one in chosen],
                     conversations=talks,
-                    num_questions=questions,
+                    is_recall=is_shipped,
+                    thresholds=thresholds,
+                    most_seconds=_seconds(minutes, thorough=thorough),
                     seed=seed,
                     block_size=block_size,
                     min_run=min_run,
                     device=device,
                     dtype=dtype,
                     data=str(conversations or ""),
-                    progress=progress,
-                    status=tick.stage,
+                    progress=shown,
+                    status=shown.stage,
                     partial=partial,
                 )
             except PartialWriteError as error:
@@ -164,7 +179,6 @@ class _Kept:
     """What an interrupted run leaves."""
 
     partial: Partial | None
-    total: int = 0
 
     def note(self) -> str:
         if self.partial is None:
@@ -173,9 +187,8 @@ class _Kept:
         if rows == 0:
             self.partial.close()
             return "nothing was measured yet"
-        of = f" of {self.total}" if self.total else ""
         return (
-            f"{rows}{of} conversations are kept in {self.partial.path}: the same command continues "
+            f"{rows} conversations are kept in {self.partial.path}: the same command continues "
             "from there"
         )
 
@@ -185,15 +198,21 @@ def _chosen(policies: str, min_run: int) -> list[named.Policy]:
     if not names:
         msg = "--policies: no policy is named"
         raise ValueError(msg)
-    return [named.policy(name, min_run) for name in names]
-
-
-def _opened(out: Path, chosen: list[named.Policy]) -> Partial:
-    """The partial file next to the gate file; bad input if the gate file could not be written."""
+    chosen = [named.policy(name, min_run) for name in names]
     if not any(one.can_be_cleared for one in chosen):
-        fail("--out: none of the policies could be cleared; name a rotated one")
-    if not any(one.is_control for one in chosen):
-        fail(f"--out: no gate clears anything without a control; add {' or '.join(gates.CONTROLS)}")
+        msg = "--policies: none of them could be cleared; name a rotated one"
+        raise ValueError(msg)
+    return chosen
+
+
+def _seconds(minutes: float | None, *, thorough: bool) -> float | None:
+    if minutes is None:
+        return None if thorough else 60.0 * _MINUTES
+    return 60.0 * minutes
+
+
+def _opened(out: Path) -> Partial:
+    """The partial file next to the gate file; bad input if the gate file could not be written."""
     try:
         target = gates.checked_target(out)
         if target.exists() and not os.access(target, os.W_OK):

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from kvtrie._core import ReusePlan, ReusePolicy, TokenSequence
     from kvtrie.engines._store import Store
+    from kvtrie.gates import Decision
 
 
 class Lease:
@@ -22,24 +23,50 @@ class Lease:
 
     Every block of the table belongs to the index or is held by the lease; after ``close``, which
     works after an exception at any point, none is held. Until then only the ledger changes ``seq``.
-    ``headroom`` blocks stay available for others; `OutOfBlocksError` evicts nothing.
+    ``headroom`` blocks stay available for others; `OutOfBlocksError` evicts nothing. A plan that
+    ``decision`` does not clear is made again, exact, and ``refused`` says why.
     """
 
     def __init__(
-        self, store: Store, seq: TokenSequence, policy: ReusePolicy, *, headroom: int = 0
+        self,
+        store: Store,
+        seq: TokenSequence,
+        policy: ReusePolicy,
+        *,
+        session: str | None = None,
+        moved_end: int | None = None,
+        headroom: int = 0,
+        decision: Decision | None = None,
     ) -> None:
         self._store = store
         self._seq = seq
         self._is_closed = False
-        self.plan: ReusePlan = store.index.plan(seq, policy, keep_last=1)
+        self.refused: Decision | None = None
+
+        def planned(policy: ReusePolicy) -> ReusePlan:
+            return store.index.plan(
+                seq, policy, keep_last=1, session=session, moved_end=moved_end
+            )
+
+        self.plan = planned(policy)
+        judged = None if decision is None else decision.of(self.plan)
+        if judged is not decision and judged is not None:
+            self.plan.release()
+            self.refused = judged
+            policy = judged.policy
+            self.plan = planned(policy)
         fresh = np.empty(0, dtype=np.int32)
         try:
             fresh = self._allocate(self.plan.num_new_blocks, headroom)
             table = np.concatenate([self.plan.blocks, fresh])
-            store.pool.apply(self.plan.moves(table))
+            moves = self.plan.moves(table)
+            store.pool.apply(moves)
+            if store.repair is not None:
+                # The tokens that it chooses are computed over their copies.
+                store.repair.apply(self.plan, policy, seq, table, moves)
             # Copies and later writes run on one stream, in this order.
             self.plan.release_sources()
-            store.ledger.begin(self, seq, table, source=self.plan)
+            store.ledger.begin(self, seq, table, source=self.plan, session=session)
         except BaseException:
             if self in store.ledger:
                 # An interrupt after the last call: the ledger has the plan and the blocks.
@@ -68,11 +95,20 @@ class Lease:
 
     def next_range(self, limit: int) -> tuple[int, int]:
         """The next tokens of a gap, or sampled ones, at most ``limit``."""
-        missing = self._store.ledger.missing(self)
-        if not len(missing):
-            return len(self._seq), len(self._seq)
-        start, end = missing[0].tolist()
-        return start, min(end, start + limit)
+        return self.next_ranges(limit)[0]
+
+    def next_ranges(self, limit: int) -> list[tuple[int, int]]:
+        """The next tokens of gaps, or sampled ones, at most ``limit`` in all.
+
+        Never empty: without missing tokens, an empty range at the end.
+        """
+        ranges = []
+        for start, end in self._store.ledger.missing(self).tolist():
+            ranges.append((start, min(end, start + limit)))
+            limit -= ranges[-1][1] - start
+            if limit == 0:
+                break
+        return ranges or [(len(self._seq), len(self._seq))]
 
     def issue(self, end: int) -> None:
         """Allocate blocks up to ``end``; `OutOfBlocksError` evicts nothing."""
@@ -128,4 +164,7 @@ class Lease:
             if available < wanted + headroom:
                 msg = f"{wanted} blocks wanted and {headroom} to spare, {available} available"
                 raise OutOfBlocksError(msg)
-        return store.allocator.allocate(wanted, evict_from=store.index)
+        fresh = store.allocator.allocate(wanted, evict_from=store.index)
+        if store.repair is not None:
+            store.repair.forget(fresh)
+        return fresh

@@ -11,6 +11,8 @@ from kvtrie._core import LayoutError
 from kvtrie.kernels import reference
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
     from numpy.typing import NDArray
 
@@ -40,12 +42,16 @@ def check_rows(
 
 
 class _PassSlots:
-    def __init__(self, pool: KVPool, table: NDArray[np.int32], start: int, end: int) -> None:
+    def __init__(
+        self, pool: KVPool, table: NDArray[np.int32], ranges: Sequence[tuple[int, int]]
+    ) -> None:
         self.pool = pool
-        self.start = start
-        self.end = end
-        self.write_slots = pool.slots(table, start, end, unique=True)
-        self.read_blocks = pool.block_ids(table, end)
+        self.start = ranges[0][0]
+        self.end = ranges[-1][1]
+        self.num_tokens = sum(end - start for start, end in ranges)
+        parts = [pool.slots(table, start, end, unique=True) for start, end in ranges]
+        self.write_slots = torch.cat(parts)
+        self.read_blocks = pool.block_ids(table, self.end)
 
 
 class _PagedLayer(CacheLayerMixin):
@@ -73,7 +79,7 @@ class _PagedLayer(CacheLayerMixin):
         """Store ``[1, heads, tokens, dim]`` and return the same for every token so far."""
         slots, pool = self._slots, self._slots.pool
         rows = pool_rows(pool.layout, key_states, value_states)
-        check_rows(pool.layout, rows, slots.end - slots.start, pool.dtype, self._layer)
+        check_rows(pool.layout, rows, slots.num_tokens, pool.dtype, self._layer)
         self.was_written = True
         k = self._store(pool.k[self._layer], rows[0])
         v = pool.v[self._layer]
@@ -87,13 +93,14 @@ class _PagedLayer(CacheLayerMixin):
         # A view: the pool is the engine's own, in slot order.
         rows = blocks.view(-1, *blocks.shape[2:])
         rows.index_copy_(0, slots.write_slots, states[0].transpose(0, 1))
-        if slots.start == 0:
+        if slots.num_tokens == slots.end:
             return states
         rows = reference.gather_blocks(blocks, slots.read_blocks)[: slots.end]
         return rows.transpose(0, 1).unsqueeze(0)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._slots.start + query_length, 0
+        slots = self._slots
+        return slots.end - slots.num_tokens + query_length, 0
 
     def get_seq_length(self) -> int:
         """Tokens with KV; this pass counts once it is stored."""
@@ -112,14 +119,17 @@ class _PagedLayer(CacheLayerMixin):
 
 
 class PagedCache(Cache):
-    """The cache of one forward pass over positions ``[start, end)`` of a block table.
+    """The cache of one forward pass over positions of a block table: ascending ranges.
 
     ``update`` scatters the new rows to their slots and returns the rows of ``[0, end)`` in table
-    order. The first pass of a prompt without reuse gets its own rows back and reads nothing.
+    order, ``end`` being that of the last range. The first pass of a prompt without reuse gets its
+    own rows back and reads nothing.
     """
 
-    def __init__(self, pool: KVPool, table: NDArray[np.int32], start: int, end: int) -> None:
-        slots = _PassSlots(pool, table, start, end)
+    def __init__(
+        self, pool: KVPool, table: NDArray[np.int32], ranges: Sequence[tuple[int, int]]
+    ) -> None:
+        slots = _PassSlots(pool, table, ranges)
         self._paged = [_PagedLayer(slots, layer) for layer in range(pool.layout.num_layers)]
         super().__init__(layers=list(self._paged))
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # Share of their largest value by which K and V may differ by rounding between a pass over two
 # tokens and one over three. Attention to later tokens changes them far more.
-_TOLERANCE = {"float64": 1e-6, "float32": 1e-3, "float16": 3e-2, "bfloat16": 1e-1}
+TOLERANCE = {"float64": 1e-6, "float32": 1e-3, "float16": 3e-2, "bfloat16": 1e-1}
 
 
 # Not multiples of a period. At the near shift, K must be equal except for rounding; the far shift
@@ -51,7 +51,7 @@ def check_model(model: PreTrainedModel, layout: KVLayout) -> None:
         shown = ", ".join(sorted(map(str, devices)))
         msg = f"the model is spread over {shown}; a pool is on one device"
         raise LayoutError(msg)
-    tolerance = _TOLERANCE[layout.dtype]
+    tolerance = TOLERANCE[layout.dtype]
     dtype = getattr(torch, layout.dtype)
     for number, (before, after) in enumerate(zip(short, long, strict=True)):
         old, new = pool_rows(layout, *before), pool_rows(layout, *after)
@@ -120,7 +120,7 @@ def _moves_otherwise(
 ) -> str | None:
     """The first rows that, computed ``shift`` positions later, contradict this RoPE; or None."""
     # Models rotate float64 keys by float32 angles.
-    tolerance = max(_TOLERANCE[layout.dtype], _TOLERANCE["float32"])
+    tolerance = max(TOLERANCE[layout.dtype], TOLERANCE["float32"])
     for number, (before, after) in enumerate(zip(here, there, strict=True)):
         old, new = pool_rows(layout, *before), pool_rows(layout, *after)
         old[0] = reference.rotate(old[0], rope, shift, layer=number)

@@ -41,6 +41,10 @@ class Options(TypedDict, total=False):
         chat_template_kwargs: More variables for the chat template.
         salt: Tenant of this request (default: the engine's).
         policy: What this request may reuse (default: the engine's policy).
+        session: The id of the conversation, 1 to 256 bytes: moved runs may come from its own
+            blocks.
+        moved_end: Position from which on moved runs supply no token (default: where the last
+            message of a user or a tool begins, if the tokenizer's chat template is known).
         return_logits: Add to each event the row that its token was picked from.
     """
 
@@ -55,6 +59,8 @@ class Options(TypedDict, total=False):
     chat_template_kwargs: Mapping[str, Any] | None
     salt: Salt | None
     policy: ReusePolicy | None
+    session: str | None
+    moved_end: int | None
     return_logits: bool
 
 
@@ -112,7 +118,8 @@ class Request:
     Attributes:
         number: Counts up from 0 in the order of submission.
         prompt_len: Tokens of the prompt.
-        decision: What it may reuse, and why.
+        decision: What it may reuse, and why. If the gate does not clear the kind of edit that its
+            plan follows, it becomes exact when the request is first admitted.
         status: ``"waiting"``, ``"running"`` or ``"finished"``.
         tokens: Generated ids so far, with a final end-of-sequence id.
         text: Text of ``tokens`` so far.

@@ -2,20 +2,70 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import contextlib
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 
 from kvtrie.engines._paged_cache import PagedCache
-from kvtrie.engines._probe import forward_inputs
+from kvtrie.engines._probe import TOLERANCE, forward_inputs
+from kvtrie.pool.kv_pool import KVPool
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from numpy.typing import NDArray
     from transformers import PreTrainedModel
 
     from kvtrie._core import TokenSequence
-    from kvtrie.pool.kv_pool import KVPool
+    from kvtrie.engines._repair import Repair
+
+    Ranges = Sequence[tuple[int, int]]
+
+# Positions of a tiny prompt, and the gaps in it, by which sparse passes are checked.
+_CHECKED: Final = 9
+_CHECKED_GAPS: Final = ((2, 4), (6, 7), (8, 9))
+
+
+# Queries of a masked attention at once on a CPU, whose kernel computes what the mask hides; a GPU
+# has more to do in one launch.
+_CHUNKS: Final = {"cpu": 128, "cuda": 2048}
+
+
+class _UpToLast(TorchFunctionMode):
+    """Attends with some queries at a time, and with the keys up to the last of these alone.
+
+    With queries spread over the prompt, that is half of the products.
+    """
+
+    def __init__(self, positions: NDArray[np.int64], chunk: int) -> None:
+        super().__init__()
+        self._parts = [
+            (start, start + chunk, int(positions[start : start + chunk][-1]) + 1)
+            for start in range(0, len(positions), chunk)
+        ]
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        _types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - what any function of torch returns
+        given = dict(kwargs or {})
+        mask = given.get("attn_mask")
+        attends = func is torch.nn.functional.scaled_dot_product_attention
+        if not (attends and isinstance(mask, torch.Tensor) and len(args) == 3):
+            return func(*args, **given)
+        query, key, value = args
+        parts = []
+        for start, stop, end in self._parts:
+            given["attn_mask"] = mask[..., start:stop, :end]
+            some = query[..., start:stop, :], key[..., :end, :], value[..., :end, :]
+            parts.append(func(*some, **given))
+        return torch.cat(parts, dim=-2)
 
 
 class Runner:
@@ -25,26 +75,95 @@ class Runner:
         self._model = model
         self._pool = pool
         self._inputs = forward_inputs(model)
+        self._is_sparse: bool | None = None
+        self.repair: Repair | None = None
 
-    def run(
-        self, seq: TokenSequence, table: NDArray[np.int32], start: int, end: int
-    ) -> torch.Tensor:
-        """Compute the KV of ``[start, end)`` into a table that has all KV before ``start``.
+    @property
+    def is_sparse(self) -> bool:
+        """Whether one pass may compute several ranges; checked by two tiny passes at first use."""
+        if self._is_sparse is None:
+            self._is_sparse = self._check_sparse()
+        return self._is_sparse
+
+    def run(self, seq: TokenSequence, table: NDArray[np.int32], ranges: Ranges) -> torch.Tensor:
+        """Compute the KV of ascending ranges into a table that has all other KV before their end.
+
+        Each token attends to everything before it, the other ranges included, as if the ranges were
+        computed one after the other. Several ranges need ``is_sparse``. The mask takes one byte per
+        computed token and position before the end, or one element of the model where it attends
+        eagerly.
 
         Returns the last position's logits, float32, on the CPU.
         """
-        device = self._pool.device
-        cache = PagedCache(self._pool, table, start, end)
-        ids = torch.from_numpy(seq[start:end].astype(np.int64)).to(device).unsqueeze(0)
+        ids = np.concatenate([seq[start:end] for start, end in ranges])
+        if self.repair is None:
+            return self._run(self._pool, ids, table, ranges)
+        slots = [self._pool.slots(table, start, end) for start, end in ranges]
+        with self.repair.recording(torch.cat(slots)):
+            return self._run(self._pool, ids, table, ranges)
+
+    def begin(self, tokens: NDArray[np.int64], table: NDArray[np.int32], ranges: Ranges) -> None:
+        """Run ranges as far as something ends the pass; what it stored is to be computed again."""
+        ids = np.concatenate([tokens[start:end] for start, end in ranges])
+        self._run(self._pool, ids, table, ranges)
+
+    def _run(
+        self, pool: KVPool, ids: NDArray[np.integer[Any]], table: NDArray[np.int32], ranges: Ranges
+    ) -> torch.Tensor:
+        device = pool.device
+        cache = PagedCache(pool, table, ranges)
+        parts = [torch.arange(start, end, device=device) for start, end in ranges]
+        positions = torch.cat(parts)
         options: dict[str, Any] = {}
+        narrowed: Any = contextlib.nullcontext()
         if "position_ids" in self._inputs:
-            options["position_ids"] = torch.arange(start, end, device=device).unsqueeze(0)
+            options["position_ids"] = positions.unsqueeze(0)
         if "cache_position" in self._inputs:
-            options["cache_position"] = torch.arange(start, end, device=device)
+            options["cache_position"] = positions
         if "logits_to_keep" in self._inputs:
             options["logits_to_keep"] = 1
-        with torch.inference_mode():
-            out = self._model(input_ids=ids, past_key_values=cache, use_cache=True, **options)
+        if len(ranges) > 1:
+            options["attention_mask"] = self._mask(positions, ranges[-1][1])
+            narrowed = _UpToLast(positions.cpu().numpy(), _CHUNKS.get(device.type, 2048))
+        tokens = torch.from_numpy(ids.astype(np.int64)).to(device).unsqueeze(0)
+        with torch.inference_mode(), narrowed:
+            out = self._model(input_ids=tokens, past_key_values=cache, use_cache=True, **options)
         cache.check_written()
         row: torch.Tensor = out.logits[0, -1].float().cpu()
         return row
+
+    def _mask(self, positions: torch.Tensor, end: int) -> torch.Tensor:
+        """What each computed token attends to, ``[1, 1, tokens, end]``."""
+        seen = torch.arange(end, device=positions.device) <= positions.unsqueeze(1)
+        if self._model.config._attn_implementation == "eager":  # noqa: SLF001 - as transformers does
+            dtype = self._pool.dtype
+            low = torch.tensor(torch.finfo(dtype).min, dtype=dtype, device=positions.device)
+            return torch.where(seen, torch.zeros_like(low), low)[None, None]
+        return seen[None, None]
+
+    def _check_sparse(self) -> bool:
+        """Compare a tiny prompt computed at once with one whose gaps are computed in one pass."""
+        kind = getattr(self._model.config, "_attn_implementation", None)
+        if "position_ids" not in self._inputs or kind not in ("sdpa", "eager"):
+            return False
+        layout = self._pool.layout
+        table = np.arange(-(-_CHECKED // layout.block_size), dtype=np.int32)
+        pool = KVPool(layout, num_blocks=len(table), device=self._pool.device)
+        ids = np.arange(_CHECKED)
+        try:
+            whole = self._run(pool, ids, table, [(0, _CHECKED)])
+            kept = pool.gather(table, 0, _CHECKED)
+            gaps = np.concatenate([np.arange(start, end) for start, end in _CHECKED_GAPS])
+            for start, end in _CHECKED_GAPS:
+                k, v = (None if rows is None else rows[:, start:end] * 0 + 3 for rows in kept)
+                pool.scatter(torch.as_tensor(k), v, table, start)
+            sparse = self._run(pool, ids[gaps], table, _CHECKED_GAPS)
+        except (TypeError, ValueError, RuntimeError, AttributeError):
+            return False
+        found = pool.gather(table, 0, _CHECKED)
+        pairs = [(whole, sparse), *zip(kept, found, strict=True)]
+        return all(
+            bool((new - old).abs().max() <= TOLERANCE[layout.dtype] * old.abs().max())
+            for old, new in pairs
+            if old is not None and new is not None
+        )

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kvtrie.engines._runner import Runner
     from kvtrie.engines._store import Store
     from kvtrie.engines._text import TextStream
+    from kvtrie.gates import Decision
 
 # A plan that copies nothing needs no block except its table, so it fits if the table does.
 _IN_PLACE_ONLY: Final = ReusePolicy(approximate=False, partial_blocks=False)
@@ -32,11 +33,18 @@ class Job:
     text: TextStream
     stop_ids: frozenset[int]
     max_len: int
-    policy: ReusePolicy
+    decision: Decision
     return_logits: bool
+    session: str | None = None
+    moved_end: int | None = None
     lease: Lease | None = None
     was_admitted: bool = False
     events: deque[Event] | None = None
+
+    @property
+    def policy(self) -> ReusePolicy:
+        """What it may reuse before its plan is judged."""
+        return self.decision.policy
 
 
 class Scheduler:
@@ -102,23 +110,41 @@ class Scheduler:
         if not job.was_admitted:
             job.was_admitted = True
             plan = lease.plan
+            if lease.refused is not None:
+                job.request.decision = lease.refused
             job.request.usage = Usage(plan.num_exact, plan.num_approximate, plan.num_compute)
 
     def _lease(self, job: Job) -> Lease:
+        wanted = job.policy
         if self.running:
             # A running request that needs a block soon would otherwise preempt the new one.
-            return Lease(self._store, job.seq, job.policy, headroom=len(self.running))
+            return self._planned(job, wanted, len(self.running), job.decision)
         try:
-            return Lease(self._store, job.seq, job.policy)
+            return self._planned(job, wanted, decision=job.decision)
         except OutOfBlocksError:
-            return Lease(self._store, job.seq, _IN_PLACE_ONLY)
+            return self._planned(job, _IN_PLACE_ONLY)
+
+    def _planned(
+        self, job: Job, policy: ReusePolicy, headroom: int = 0, decision: Decision | None = None
+    ) -> Lease:
+        return Lease(
+            self._store,
+            job.seq,
+            policy,
+            session=job.session,
+            moved_end=job.moved_end,
+            headroom=headroom,
+            decision=decision,
+        )
 
     def _advance(self, job: Job, lease: Lease, events: list[Event]) -> None:
         try:
-            start, end = lease.next_range(self._prefill_chunk)
-            if self._make_room(job, lease, end):
-                logits = self._runner.run(job.seq, lease.table, start, end)
-                lease.advance(end)
+            ranges = lease.next_ranges(self._prefill_chunk)
+            if len(ranges) > 1 and not self._runner.is_sparse:
+                ranges = ranges[:1]
+            if all(self._make_room(job, lease, end) for _, end in ranges):
+                logits = self._runner.run(job.seq, lease.table, ranges)
+                lease.advance(ranges[-1][1])
                 if lease.is_computed:
                     self._emit(job, lease, logits, events)
         except Exception as error:  # noqa: BLE001 - the request ends with it, stream() raises it

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvtrie._core import BlockAllocator, RadixIndex, SequenceLedger
+    from kvtrie.engines._repair import Repair
     from kvtrie.pool.kv_pool import KVPool
 
 
@@ -38,12 +39,13 @@ class BlockCounts:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """Index, free list, pool and ledger."""
+    """Index, free list, pool and ledger, and what repairs plans, if policies may ask for it."""
 
     index: RadixIndex
     allocator: BlockAllocator
     pool: KVPool
     ledger: SequenceLedger
+    repair: Repair | None = None
 
     def reclaim(self) -> None:
         self.allocator.free(self.index.take_freed())

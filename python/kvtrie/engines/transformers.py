@@ -7,6 +7,7 @@ step runs one model pass per request, without batching.
 from __future__ import annotations
 
 import collections.abc
+import contextlib
 import operator
 from collections import deque
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ import numpy as np
 from kvtrie._core import (
     EXACT_ONLY,
     BlockAllocator,
+    LayoutError,
     Namespace,
     OutOfBlocksError,
     RadixIndex,
@@ -37,6 +39,7 @@ except ImportError as error:
     raise ImportError(_MISSING) from error
 
 from kvtrie.engines._probe import check_model, checked_rope
+from kvtrie.engines._repair import Repair, RepairCounts
 from kvtrie.engines._request import Completion, Event, Options, Request, Usage
 from kvtrie.engines._runner import Runner
 from kvtrie.engines._sampling import Sampling
@@ -45,9 +48,12 @@ from kvtrie.engines._store import BlockCounts, Store
 from kvtrie.engines._text import TextStream
 from kvtrie.gates import Decision, Gate
 from kvtrie.models.directory import checked_model_dir
-from kvtrie.models.fingerprint import model_id, rope_id
+from kvtrie.models.fingerprint import model_id, rope_id, template_id
 from kvtrie.pool.kv_pool import KVPool
 from kvtrie.pool.layout import KVLayout
+from kvtrie.repair.probe import LayerProbe
+from kvtrie.repair.records import Records
+from kvtrie.tags import Tagger
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -60,9 +66,19 @@ if TYPE_CHECKING:
 
     EventStream = collections.abc.Generator[Event, None, None]
 
-__all__ = ["BlockCounts", "Completion", "Event", "Generator", "Options", "Request", "Usage"]
+__all__ = [
+    "BlockCounts",
+    "Completion",
+    "Event",
+    "Generator",
+    "Options",
+    "RepairCounts",
+    "Request",
+    "Usage",
+]
 
 DEFAULT_MAX_NEW_TOKENS: Final = 256
+_MAX_SESSION: Final = 256
 
 
 class Generator:
@@ -83,17 +99,23 @@ class Generator:
         block_size: Tokens per block.
         policy: Default of what requests may reuse.
         gate: What `kvtrie calibrate` measured on this model. Approximate policies that it does not
-            clear, and all of them without a gate, become ``kvtrie.EXACT_ONLY``. ``"unchecked"``: no
-            gate; the caller is responsible for the quality.
+            clear, and all of them without a gate, become ``kvtrie.EXACT_ONLY``; a plan after a kind
+            of edit that it does not clear is made again, exact. ``"unchecked"``: no gate; the
+            caller is responsible for the quality.
         salt: Tenant of requests that name none; ``kvtrie.SHARED`` to share on purpose.
         adapter: Content id of the model's LoRA adapter, if any.
         seed: Makes sampling repeatable.
         index_seed: Seeds the hashes of the index; None draws one from the operating system. Answers
             do not depend on it.
         prefill_chunk: Most prompt tokens that one ``step`` computes for one request.
+        records: Keep what the policies ``repair="probe"`` and ``"question"`` need of every cached
+            token, at the middle layer: ``"model"`` in the model's element type, ``"fp8"`` in about
+            half of that. ``records_bytes_per_token`` is what it takes. None: nothing is kept, and
+            these policies compute fronts.
 
     Raises:
-        LayoutError: The model's KV cannot be held, or differs from its config.
+        LayoutError: The model's KV cannot be held, or differs from its config; or ``records`` are
+            asked for and its middle layer cannot be probed.
         UnsupportedRopeError: The policy is approximate and the model's KV cannot be moved.
         GateMismatchError: The policy is approximate and the gate is for another model.
         ValueError: The model is in training mode, or an argument is out of range.
@@ -114,6 +136,7 @@ class Generator:
         seed: int = 0,
         index_seed: int | None = None,
         prefill_chunk: int = 2048,
+        records: Literal["model", "fp8"] | None = None,
     ) -> None:
         if model.training:
             msg = "Generator: the model is in training mode; call model.eval() first"
@@ -151,15 +174,23 @@ class Generator:
         self._policy = policy
         # The pool first, because it may not fit.
         pool = KVPool(layout, rope, num_blocks=num_blocks, device=model.device)
+        runner = Runner(model, pool)
+        index = RadixIndex(num_blocks, block_size, moved_runs=rope is not None, seed=index_seed)
+        probe, self._records = _records(model, pool, records)
+        self._repair = Repair(index, pool, runner, probe, self._records)
+        runner.repair = self._repair
         self._store = Store(
-            index=RadixIndex(num_blocks, block_size, moved_runs=rope is not None, seed=index_seed),
+            index=index,
             allocator=BlockAllocator(num_blocks),
             pool=pool,
             ledger=SequenceLedger(block_size),
+            repair=self._repair,
         )
         self._decide(policy)
-        self._scheduler = Scheduler(self._store, Runner(model, pool), prefill_chunk)
+        self._scheduler = Scheduler(self._store, runner, prefill_chunk)
         self._num_submitted = 0
+        self._tagger: Tagger | None = None
+        self._has_sought_format = False
 
     @classmethod
     def from_pretrained(
@@ -175,6 +206,7 @@ class Generator:
         dtype: torch.dtype | str = "auto",
         seed: int = 0,
         prefill_chunk: int = 2048,
+        records: Literal["model", "fp8"] | None = None,
     ) -> Generator:
         """Load a model directory; nothing is downloaded and no code of the directory runs.
 
@@ -190,6 +222,7 @@ class Generator:
             dtype: Element type of the weights; ``"auto"``: the config's.
             seed: As for the class.
             prefill_chunk: As for the class.
+            records: As for the class.
 
         Raises:
             FileNotFoundError: There is no such directory, or no ``config.json`` in it.
@@ -211,6 +244,7 @@ class Generator:
             salt=salt,
             seed=seed,
             prefill_chunk=prefill_chunk,
+            records=records,
         )
 
     @property
@@ -237,6 +271,16 @@ class Generator:
     def pool(self) -> KVPool:
         """The KV itself."""
         return self._store.pool
+
+    @property
+    def repair_counts(self) -> RepairCounts:
+        """How tokens of moved runs were chosen so far."""
+        return self._repair.counts
+
+    @property
+    def records_bytes_per_token(self) -> int:
+        """Bytes of records per token of the pool; 0 without records."""
+        return 0 if self._records is None else self._records.bytes_per_token
 
     @property
     def num_running(self) -> int:
@@ -461,11 +505,37 @@ class Generator:
             text=TextStream(self._tokenizer),
             stop_ids=eos_ids | frozenset(options.get("stop_token_ids", ())),
             max_len=max_len,
-            policy=decision.policy,
+            decision=decision,
             return_logits=options.get("return_logits", False),
+            session=options.get("session"),
+            moved_end=self._moved_end(seq, decision.policy, options),
         )
         self._num_submitted = number + 1
         return job
+
+    def _moved_end(self, seq: TokenSequence, policy: ReusePolicy, options: Options) -> int | None:
+        given = options.get("moved_end")
+        session = options.get("session")
+        if session is not None and not 1 <= len(session.encode()) <= _MAX_SESSION:
+            msg = f"Generator: session has {len(session.encode())} bytes; it must have 1 to 256"
+            raise ValueError(msg)
+        if given is not None:
+            if not 0 <= operator.index(given) <= len(seq):
+                msg = f"Generator: moved_end is {given}; it must be in [0, {len(seq)}], the prompt"
+                raise ValueError(msg)
+            return operator.index(given)
+        if not policy.approximate or self._tokenizer is None:
+            return None
+        if not self._has_sought_format:
+            self._has_sought_format = True
+            # Of an unknown template nothing is assumed: `plan.moved_end` is None then.
+            with contextlib.suppress(TypeError, ValueError):
+                self._tagger = Tagger.from_tokenizer(cast("Any", self._tokenizer))
+        if self._tagger is None:
+            return None
+        stream = self._tagger.stream()
+        stream.feed(seq[:])
+        return stream.moved_end
 
     def _decide(self, policy: ReusePolicy) -> Decision:
         if not policy.approximate:
@@ -484,7 +554,13 @@ class Generator:
         if policy.min_run is None:
             # A gate compares the shortest run.
             policy = policy.replace(min_run=self.index.min_run)
-        return self._gate.policy(policy, model=own.model, kv_dtype=own.kv_dtype, rope=own.rope)
+        return self._gate.policy(
+            policy,
+            model=own.model,
+            kv_dtype=own.kv_dtype,
+            rope=own.rope,
+            template=template_id(getattr(self._tokenizer, "chat_template", None)),
+        )
 
     def _check_fits(self, prompt_len: int, max_len: int) -> None:
         block_size, num_blocks = self.pool.layout.block_size, self.pool.num_blocks
@@ -496,6 +572,33 @@ class Generator:
                 "num_blocks or lower max_new_tokens"
             )
             raise OutOfBlocksError(msg)
+
+
+def _records(
+    model: PreTrainedModel, pool: KVPool, kind: str | None
+) -> tuple[LayerProbe | None, Records | None]:
+    if kind is None:
+        return None, None
+    if kind not in ("model", "fp8"):
+        msg = f"Generator: records must be 'model', 'fp8' or None, not {kind!r}"
+        raise ValueError(msg)
+    if pool.layout.v_head_dim == 0:
+        msg = "Generator: records are of heads with K and V; this model caches latent rows"
+        raise LayoutError(msg)
+    try:
+        probe = LayerProbe(model)
+    except LayoutError as error:
+        msg = f"Generator: records: {error}"
+        raise LayoutError(msg) from error
+    return probe, Records(
+        pool.num_blocks,
+        pool.layout.block_size,
+        probe.hidden,
+        layer=probe.layer,
+        dtype=pool.dtype,
+        fp8=kind == "fp8",
+        device=pool.device,
+    )
 
 
 def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:

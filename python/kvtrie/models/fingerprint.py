@@ -86,6 +86,38 @@ def rope_id(config: PretrainedConfig) -> str:
     return json.dumps(settings, sort_keys=True, default=str, separators=(",", ":"))
 
 
+def template_id(template: object) -> str | None:
+    """The digest of a chat template, 32 hex digits; None if there is none.
+
+    Args:
+        template: A tokenizer's ``chat_template``: text, or texts by name.
+    """
+    if not template:
+        return None
+    total = hashlib.blake2b(digest_size=16, person=b"kvtrie.chat.1")
+    total.update(_canonical(template))
+    return total.hexdigest()
+
+
+def directory_template_id(directory: str | PathLike[str]) -> str | None:
+    """The digest of the chat template in a model directory, as `template_id` has it when loaded.
+
+    Raises:
+        CheckpointError: The tokenizer's settings are broken.
+    """
+    root = Path(directory)
+    file = root / "chat_template.jinja"
+    if file.is_file():
+        return template_id(file.read_text(encoding="utf-8", errors="replace"))
+    if not (root / "tokenizer_config.json").is_file():
+        return None
+    config = _json(root / "tokenizer_config.json")
+    found = config.get("chat_template") if isinstance(config, dict) else None
+    if isinstance(found, list):
+        found = {one["name"]: one["template"] for one in found if isinstance(one, dict)}
+    return template_id(found)
+
+
 def checkpoint_digest(directory: str | PathLike[str]) -> str:
     """The digest of a model directory, 32 hex digits; its split into safetensors files is ignored.
 

@@ -172,7 +172,9 @@ def _plan(
     index: RadixIndex, asked: CompareArguments, path: TokenSequence | None = None
 ) -> ReusePlan:
     """A released plan, whose segments can still be read."""
-    plan = index.plan(asked.prompt, asked.policy, keep_last=asked.keep_last, pin=False, path=path)
+    # The caller has judged the history: the index has no more to say about its scope.
+    policy = asked.policy.replace(scope="namespace")
+    plan = index.plan(asked.prompt, policy, keep_last=asked.keep_last, pin=False, path=path)
     plan.release()
     return plan
 

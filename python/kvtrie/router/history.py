@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 
@@ -17,6 +18,15 @@ if TYPE_CHECKING:
 
 Key: TypeAlias = tuple[Namespace, str | int]
 """Namespace, and the conversation's id; for a history without an id, its number."""
+
+_MAX_SESSION: Final = 256
+
+
+def session_of(conversation: str | None) -> str | None:
+    """The session of a conversation in the index. Ids beyond its limit are digested."""
+    if not conversation or len(raw := conversation.encode()) <= _MAX_SESSION:
+        return conversation or None
+    return hashlib.blake2b(raw).hexdigest()
 
 
 @dataclass(slots=True, eq=False)

@@ -22,7 +22,7 @@ from kvtrie._core import (
     StaleHandleError,
 )
 from kvtrie.router.comparison import Seen
-from kvtrie.router.history import HistoriesByPlace, History, Key
+from kvtrie.router.history import HistoriesByPlace, History, Key, session_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -159,7 +159,12 @@ class HistoryStore:
         fresh = self.allocator.allocate(len(kept.seq) - len(path))
         places = np.concatenate([path, fresh])
         self.index.insert(
-            kept.seq, fresh, num_computed=len(kept.seq), start=len(path), source=COMPUTED
+            kept.seq,
+            fresh,
+            num_computed=len(kept.seq),
+            start=len(path),
+            source=COMPUTED,
+            session=session_of(kept.conversation),
         )
         history = History(
             key=key,

@@ -37,6 +37,7 @@ from kvtrie.router.arguments import (
     whole,
 )
 from kvtrie.router.comparison import Comparison
+from kvtrie.router.history import session_of
 from kvtrie.router.nixl_params import CutParams, cut_params
 from kvtrie.router.store import HistoryStore
 
@@ -412,6 +413,13 @@ class TurnTracker:
         histories = self._sources(asked) if named is None else named[-_MOST_PLANNED:]
         if longest is not None and longest not in histories:
             histories = [*histories, longest]
+        if named is None and asked.policy.scope == "conversation":
+            least = asked.policy.shared_prefix
+            histories = [
+                history
+                for history in histories
+                if comparison.common(seen.path, history.places) >= least
+            ]
         best: tuple[int, int] = (0, 0)
         found = None
         for history in histories:
@@ -432,7 +440,11 @@ class TurnTracker:
         """Histories from which a plan takes moved runs, most tokens first."""
         namespace = asked.prompt.namespace
         plan = self._store.index.plan(
-            asked.prompt, asked.policy, keep_last=asked.keep_last, pin=False
+            asked.prompt,
+            asked.policy,
+            keep_last=asked.keep_last,
+            pin=False,
+            session=session_of(asked.conversation),
         )
         places = plan.source_blocks
         plan.release()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from operator import itemgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvtrie._core import Span
 from kvtrie.tags.formats import KIND_OF_ROLE, ROLES
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from kvtrie.tags.formats import Role, SectionKind
     from kvtrie.tags.grammar import Grammar
     from kvtrie.tags.sections import TurnState
+
+_INPUTS: Final = ("user", "tool_result")
 
 
 class Stream:
@@ -121,6 +123,19 @@ class Stream:
         if state.stack:
             return Span(state.stack[-1].start, self._length, state.stack[-1].pair.kind)
         return Span(state.answer, self._length, "answer") if state.answer >= 0 else None
+
+    @property
+    def moved_end(self) -> int | None:
+        """Where the last message of a user or a tool begins; None if there is none.
+
+        A plan of these tokens takes it as its `moved_end`: moved runs supply neither this message
+        nor what the template writes after it.
+        """
+        under_way = self.open
+        spans = [] if under_way is None else [under_way]
+        spans += [section.span for section in self._listed()]
+        starts = [span.start for span in spans if span.kind in _INPUTS]
+        return max(starts, default=None)
 
     @property
     def turns(self) -> tuple[Turn, ...]:

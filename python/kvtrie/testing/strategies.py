@@ -31,6 +31,7 @@ __all__ = [
     "pool_sizes",
     "prompts",
     "ranges",
+    "sessions",
     "sources",
     "spans",
     "token_ids",
@@ -179,8 +180,20 @@ def policies(draw: st.DrawFn, *, min_run: int = 8) -> kvtrie.ReusePolicy:
         recompute_first=draw(st.sampled_from([0, 0, 1, 4])),
         recompute_last=draw(st.sampled_from([0, 0, 1, 4])),
         forbid_kinds=draw(st.sampled_from([(), (), KINDS[2:3], KINDS[1:5]])),
+        max_cuts=draw(st.sampled_from([None, None, 0, 1])),
+        max_lost_context=draw(st.sampled_from([1.0, 1.0, 0.5, 0.0])),
+        max_new_context=draw(st.sampled_from([1.0, 1.0, 0.5, 0.0])),
+        scope=draw(st.sampled_from(["namespace", "conversation"])),
+        shared_prefix=draw(st.sampled_from([1, 2, 3, 16])),
+        recompute_share=draw(st.sampled_from([0.0, 0.0, 0.2, 1.0])),
         partial_blocks=draw(st.booleans()),
     )
+
+
+def sessions() -> st.SearchStrategy[str | None]:
+    """None, one of a few conversations, or one of more than a block belongs to."""
+    few, many = (st.integers(0, most).map("session {}".format) for most in (2, 11))
+    return st.one_of(st.none(), few, many)
 
 
 @st.composite
@@ -195,7 +208,10 @@ def ranges(draw: st.DrawFn, length: int) -> list[tuple[int, int]]:
 def sources(max_tokens: int = 24) -> st.SearchStrategy[object]:
     """Sources of KV other than plans; `exact_until` is at most `max_tokens`."""
     imported = st.builds(
-        kvtrie.Imported, exact_until=st.integers(0, max_tokens), hops=st.integers(0, 3)
+        kvtrie.Imported,
+        exact_until=st.integers(0, max_tokens),
+        hops=st.integers(0, 3),
+        policy=st.one_of(st.none(), policies().filter(lambda policy: policy.approximate)),
     )
     return st.one_of(st.just(kvtrie.COMPUTED), imported)
 

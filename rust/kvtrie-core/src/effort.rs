@@ -37,6 +37,7 @@ pub(crate) struct Work {
     pub(crate) nodes_visited: u64,
     pub(crate) bytes_compared: u64,
     pub(crate) search_looks: u64,
+    pub(crate) plans_without_scope: u64,
 }
 
 impl Work {

@@ -34,7 +34,7 @@
 //! | [`lookup`](RadixIndex::lookup) | O(*n* + ids written); allocates nothing (exceptions: see there) |
 //! | [`plan`](RadixIndex::plan) | a lookup + O(new ids + edges newly pinned) + expected O(log siblings) comparisons of one block; if something cached is approximate or has left a hole, + O(tokens of the prompt's path after the match) |
 //! | `plan` with [`approximate`](ReusePolicy::approximate) | + O(tokens of the rest): a bounded number of looks per token and per covered token, whatever is cached (rule P16 in `docs/design.md`); tokens of a run are compared as memory |
-//! | [`insert`](RadixIndex::insert) | O(*n* + ids given); where an edge is cut, its shorter part is copied once |
+//! | [`insert`](RadixIndex::insert) | O(*n* + ids given); where an edge is cut, its shorter part is copied once; with a session, + O(edges and runs of sessions above the ids, up to the first block that has it) |
 //! | [`release`](RadixIndex::release) | O(edges no longer pinned + log leaves), and O(runs of sources + edges above them no longer pinned) |
 //! | [`evict`](RadixIndex::evict) | O(log leaves) per leaf or run of dead blocks, and O(1) per block; a pass |
 //! | [`discard`](RadixIndex::discard) | O(log leaves) per block; cuts; a pass |
@@ -60,7 +60,9 @@
 //! in the table of children if it has siblings, and 12 in the eviction order if it is an evictable leaf. An edge of
 //! fewer than 256 blocks that grows keeps room for up to a quarter more; one whose first blocks were cut off keeps up
 //! to a quarter of them. An edge with tags, uses as a source or dead blocks takes about 200 bytes more, plus 24 per run
-//! of tags, 16 per use as a source, and 16 per run of dead blocks in the edge and again in the eviction order.
+//! of tags, 16 per use as a source, and 16 per run of dead blocks in the edge and again in the eviction order. An edge
+//! with sessions takes these 200 bytes, 32 per run of blocks with equal sessions, and up to 128 more where a run has
+//! several; at most 320 per block.
 //!
 //! With [`moved_runs`](Config::moved_runs), one window is kept for every `min_run − 7` tokens, at about 10 bytes each
 //! in a table sized for the pool: 1.1 bytes per token at a `min_run` of 16. The latest 4,096 departures, which
@@ -109,6 +111,7 @@ mod effort;
 mod error;
 mod eviction;
 pub mod failpoints;
+mod grade;
 mod hash;
 mod ids;
 mod index;
@@ -119,6 +122,7 @@ mod pins;
 mod plan;
 mod policy;
 mod ranges;
+mod session;
 mod snapshot;
 mod span;
 mod storage;
@@ -138,8 +142,9 @@ pub use inspection::explain::{
 };
 pub use inspection::stats::Stats;
 pub use namespace::{Namespace, Salt};
-pub use plan::{Class, Move, PlanOptions, ReusePlan, Segment};
-pub use policy::ReusePolicy;
+pub use plan::{Class, Move, MovedRun, PlanOptions, ReusePlan, Segment};
+pub use policy::{Repair, ReusePolicy, Scope};
+pub use session::SessionId;
 pub use snapshot::{RestoreLimits, RestoredPool};
 pub use span::{BUILT_IN_KINDS, MAX_KINDS, Span};
 pub use tokens::{Item, SequenceOwner, TokenSequence};

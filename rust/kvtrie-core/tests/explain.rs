@@ -8,12 +8,12 @@
 use std::sync::Arc;
 
 use kvtrie_core::{
-    BlockId, Config, ErrorKind, ExplainOptions, Explanation, InsertOptions, Item, LookupOptions,
-    Namespace, NamespaceDifference, RadixIndex, Reason, RestoredPool, ReusePolicy, Salt, Source,
-    TokenSequence, WouldSave,
+    BlockId, Config, ErrorKind, ExplainOptions, Explanation, Imported, InsertOptions, Item,
+    LookupOptions, Namespace, NamespaceDifference, RadixIndex, Reason, RestoredPool, ReusePolicy,
+    Salt, Source, TokenSequence, WouldSave,
 };
 
-use common::{ids, imported, planned, span};
+use common::{approximate, ids, imported, planned, span};
 
 mod common;
 
@@ -78,6 +78,7 @@ fn counted(exact: usize, approximate: usize, compute: usize) -> WouldSave {
         exact,
         approximate,
         compute,
+        out_of_scope: 0,
     }
 }
 
@@ -247,6 +248,33 @@ fn holes_are_evicted_whatever_is_next_to_them() {
 }
 
 #[test]
+fn kv_that_a_laxer_policy_built_is_named_with_the_fields() {
+    let mut index = index(16);
+    let mut seq = sequence(&(10..26).collect::<Vec<u32>>());
+    let unknown = Source::Imported(Imported::new(8, 1));
+    insert_from(&mut index, &mut seq, 0, unknown);
+    let asks = |policy| ExplainOptions {
+        policy,
+        ..ExplainOptions::default()
+    };
+    let strict = ReusePolicy {
+        max_hops: 1,
+        recompute_first: 4,
+        forbid_kinds: vec!["reasoning".into()],
+        ..ReusePolicy::LAXEST
+    };
+    let why = index.explain(&mut seq, &asks(strict)).unwrap();
+    assert_eq!((why.reason, why.position), (Reason::LaxerPolicy, 8));
+    let fields = "laxer in max_hops, recompute_first and forbid_kinds.";
+    assert!(why.to_string().contains(fields), "{why}");
+    assert_eq!(why.would_save, counted(8, 0, 8));
+    for policy in [ReusePolicy::LAXEST, ReusePolicy::EXACT_ONLY] {
+        let why = index.explain(&mut seq, &asks(policy)).unwrap();
+        assert_eq!(why.reason, Reason::ApproximateOnly);
+    }
+}
+
+#[test]
 fn approximate_only_where_the_same_tokens_are_approximate() {
     let mut index = index(16);
     let tokens: Vec<u32> = (10..26).collect();
@@ -368,10 +396,14 @@ fn a_plan_finds_what_explain_says_that_it_would() {
     edited.extend([1, 2, 3]);
     edited.extend_from_slice(&tokens[22..]);
     let mut edited = sequence(&edited);
-    let why = explain(&mut index, &mut edited);
+    let policy = approximate();
+    let options = ExplainOptions {
+        policy: policy.clone(),
+        ..ExplainOptions::default()
+    };
+    let why = index.explain(&mut edited, &options).unwrap();
     assert_eq!((why.reason, why.position), (Reason::Diverged, 20));
     assert_eq!(why.would_save, counted(20, 41, 4));
-    let policy = ExplainOptions::default().policy;
     let plan = planned(&mut index, &mut edited, &policy);
     assert_eq!(plan.num_tokens(kvtrie_core::Class::Approximate), 41);
 }

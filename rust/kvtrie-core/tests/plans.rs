@@ -44,7 +44,10 @@ fn index_of(block_size: usize) -> RadixIndex {
 }
 
 fn plan(index: &mut RadixIndex, seq: &mut TokenSequence, pin: bool) -> ReusePlan {
-    let options = PlanOptions { keep_last: 1, pin };
+    let options = PlanOptions {
+        pin,
+        ..PlanOptions::default()
+    };
     index.plan(seq, &approximate(), options).unwrap()
 }
 
@@ -139,6 +142,7 @@ fn places_that_were_not_tried_are_counted() {
     let options = PlanOptions {
         keep_last: 1,
         pin: false,
+        ..PlanOptions::default()
     };
     let plan = index.plan(prompt, &policy, options).unwrap();
     assert_eq!(plan.num_tokens(Class::Compute), 17);
@@ -523,7 +527,7 @@ fn a_search_that_forgets_places_finds_runs_after_them() {
     prompt.push(NEW);
     let plan = plan(&mut index, &mut sequence(prompt), true);
     assert_eq!(plan.candidates_dropped(), 0);
-    assert_eq!(index.stats().search_looks, 40_543);
+    assert_eq!(index.stats().search_looks, 40_541);
     let found = moved(&plan);
     assert_eq!(found, [(1, 24_001, 0), (at, at + 100, BLOCK_SIZE + 100)]);
     index.release(&plan).unwrap();
@@ -789,10 +793,10 @@ fn children_of_the_own_path_that_were_not_compared_are_counted() {
         let seq = &mut sequence(text(100 * other));
         let options = InsertOptions::new(12, imported(0, 1));
         index.insert(seq, &ids([10, 11, other]), options).unwrap();
-        let span = span(9, 10, "mine");
+        let span = span(9, 10, "reasoning");
         index.tag(seq, &[span]).unwrap();
     }
-    for (forbidden, dropped) in [(Vec::new(), false), (vec!["mine".into()], true)] {
+    for (forbidden, dropped) in [(Vec::new(), false), (vec!["reasoning".into()], true)] {
         let policy = ReusePolicy {
             forbid_kinds: forbidden,
             ..approximate()
@@ -855,10 +859,10 @@ fn a_forbidden_token_keeps_its_block_from_being_used_in_place() {
     for token in 0..16 {
         let mut index = labelled(&[1, 1, 1, 1]);
         let seq = &mut sequence((0..16).chain([NEW]));
-        let span = span(token, token + 1, "mine");
+        let span = span(token, token + 1, "reasoning");
         index.tag(seq, &[span]).unwrap();
         let policy = ReusePolicy {
-            forbid_kinds: vec!["mine".into()],
+            forbid_kinds: vec!["reasoning".into()],
             ..approximate()
         };
         let plan = planned(&mut index, seq, &policy);

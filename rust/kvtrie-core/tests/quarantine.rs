@@ -118,13 +118,17 @@ fn an_insert_stops_at_a_block_in_quarantine() {
     let (mut index, mut seq) = (index(), sequence([5, 6, 7]));
     index.quarantine(&ids([1])).unwrap();
     let computed = InsertOptions::new(3, Source::Computed);
-    let done = index.insert(&mut seq, &ids([0, 1, 2]), computed).unwrap();
+    let done = index
+        .insert(&mut seq, &ids([0, 1, 2]), computed.clone())
+        .unwrap();
     assert_eq!(
         (done.blocks, done.surplus, done.duplicates),
         (ids([0]), ids([2]), vec![])
     );
     // Another block at its place stays.
-    index.insert(&mut seq, &ids([0, 3, 2]), computed).unwrap();
+    index
+        .insert(&mut seq, &ids([0, 3, 2]), computed.clone())
+        .unwrap();
     let done = index.insert(&mut seq, &ids([0, 1, 2]), computed).unwrap();
     assert_eq!(
         (done.blocks, done.surplus, done.duplicates),

@@ -99,15 +99,14 @@ fn limits_of_an_index() {
 
 #[test]
 fn limits_of_an_insert() {
-    let computed = Source::Computed;
     let with = |num_computed, start, source| inserting(start..num_computed, source);
     let most = ReusePolicy::MAX_HOPS;
     for (options, ids) in [
-        (with(8, 0, computed), ids([0, 1, 2, 3])),
-        (with(9, 0, computed), ids([0, 1, 2, 3])),
-        (with(8, 6, computed), ids([3])),
-        (with(9, 8, computed), ids([])),
-        (with(2, 6, computed), ids([])),
+        (with(8, 0, Source::Computed), ids([0, 1, 2, 3])),
+        (with(9, 0, Source::Computed), ids([0, 1, 2, 3])),
+        (with(8, 6, Source::Computed), ids([3])),
+        (with(9, 8, Source::Computed), ids([])),
+        (with(2, 6, Source::Computed), ids([])),
         (with(8, 6, imported(0, most)), ids([7])),
     ] {
         let mut index = filled();
@@ -116,31 +115,31 @@ fn limits_of_an_insert() {
     }
     for (options, ids, words) in [
         (
-            with(10, 0, computed),
+            with(10, 0, Source::Computed),
             ids([0, 1, 2, 3, 4]),
             "num_computed is 10; it must be in [0, 9]",
         ),
-        (with(8, 7, computed), ids([3]), "start is 7"),
-        (with(8, 10, computed), ids([]), "start is 10"),
+        (with(8, 7, Source::Computed), ids([3]), "start is 7"),
+        (with(8, 10, Source::Computed), ids([]), "start is 10"),
         (
-            with(8, 0, computed),
+            with(8, 0, Source::Computed),
             ids([0, 1, 2]),
             "ids has 3 ids; it must have 4",
         ),
         (
-            with(8, 6, computed),
+            with(8, 6, Source::Computed),
             ids([]),
             "ids has 0 ids; it must have 1",
         ),
         (
-            with(8, 6, computed),
+            with(8, 6, Source::Computed),
             ids([8]),
             "ids holds 8; it must be in [0, 8)",
         ),
         (
             with(8, 6, imported(0, most + 1)),
             ids([7]),
-            "the hops of source are 32768; they must be in [0, 32767]",
+            "the hops of source are 256; they must be in [0, 255]",
         ),
     ] {
         let mut index = filled();
@@ -247,27 +246,42 @@ fn limits_of_a_policy() {
         change(&mut policy);
         index.plan(&mut sequence(4), &policy, PlanOptions::default())
     };
-    let good: [&dyn Fn(&mut ReusePolicy); 5] = [
+    let good: [&dyn Fn(&mut ReusePolicy); 11] = [
+        &|policy| policy.recompute_share = 0.0,
+        &|policy| policy.recompute_share = 1.0,
         &|policy| policy.min_run = Some(min_run),
         &|policy| policy.max_hops = 0,
         &|policy| policy.max_hops = ReusePolicy::MAX_HOPS,
         &|policy| policy.max_approximate_share = 0.0,
         &|policy| policy.max_approximate_share = 1.0,
+        &|policy| policy.max_cuts = Some(0),
+        &|policy| policy.max_cuts = Some(ReusePolicy::MAX_CUTS),
+        &|policy| policy.max_lost_context = 0.0,
+        &|policy| policy.max_new_context = 0.0,
     ];
     for change in good {
         of(change).unwrap();
     }
-    let bad: [&dyn Fn(&mut ReusePolicy); 6] = [
+    let bad: [&dyn Fn(&mut ReusePolicy); 12] = [
+        &|policy| policy.recompute_share = 1.1,
+        &|policy| policy.recompute_share = f64::NAN,
         &|policy| policy.min_run = Some(min_run - 1),
         &|policy| policy.max_hops = ReusePolicy::MAX_HOPS + 1,
         &|policy| policy.max_approximate_share = -0.1,
         &|policy| policy.max_approximate_share = 1.1,
         &|policy| policy.max_approximate_share = f64::NAN,
+        &|policy| policy.max_lost_context = -0.1,
+        &|policy| policy.max_lost_context = f64::NAN,
+        &|policy| policy.max_new_context = 1.1,
+        &|policy| policy.max_new_context = f64::NAN,
         &|policy| policy.forbid_kinds = vec![String::new()],
     ];
     for change in bad {
         assert_refused(&of(change).unwrap_err(), "RadixIndex::plan");
     }
+    let error = of(&|policy| policy.max_new_context = 1.5).unwrap_err();
+    let wanted = "the policy's max_new_context is 1.5; it must be in [0, 1]";
+    assert!(error.to_string().contains(wanted), "{error}");
 }
 
 fn assert_named<const N: usize>(errors: [(&str, Option<Error>); N]) {
@@ -343,6 +357,10 @@ fn an_error_names_the_call_that_was_made() {
         (
             "RadixIndex::plan_within",
             index.plan_within(seq, &policy, options, any).err(),
+        ),
+        (
+            "RadixIndex::recompute",
+            index.recompute(&released, &[]).err(),
         ),
         ("RadixIndex::release", index.release(&released).err()),
         (

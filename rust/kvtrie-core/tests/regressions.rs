@@ -31,7 +31,7 @@ fn a_block_that_follows_a_discarded_pinned_one_is_pinned_by_the_insert() {
     let plan = planned(&mut index, &mut seq, &ReusePolicy::EXACT_ONLY);
     let options = InsertOptions::new(2, Source::Plan(&plan));
     index
-        .insert(&mut seq, &[BlockId(0), BlockId(1)], options)
+        .insert(&mut seq, &[BlockId(0), BlockId(1)], options.clone())
         .unwrap();
     index.discard(&[BlockId(1)]).unwrap();
     index
@@ -226,14 +226,14 @@ fn of_siblings_after_many_hops_the_one_with_fewer_is_copied() {
         moved_runs: true,
         ..Config::seeded(0)
     };
-    let text = |last: u32| -> Vec<u32> { (0..14).chain([last, last]).collect() };
+    let text = |last: u32| -> Vec<u32> { (0..19).chain([last]).collect() };
     let mut index = RadixIndex::new(config).unwrap();
-    let first = InsertOptions::new(16, imported(0, 2));
-    let blocks = [4, 5, 6, 0].map(BlockId);
+    let first = InsertOptions::new(20, imported(0, 2));
+    let blocks = [4, 5, 6, 13, 0].map(BlockId);
     index
         .insert(&mut sequence(text(100)), &blocks, first)
         .unwrap();
-    let second = inserting(12..16, Source::Computed);
+    let second = inserting(16..20, Source::Computed);
     index
         .insert(&mut sequence(text(200)), &[BlockId(7)], second)
         .unwrap();
@@ -253,7 +253,7 @@ fn of_siblings_after_many_hops_the_one_with_fewer_is_copied() {
         .collect();
     assert_eq!(
         parts,
-        [(0, 1, 0), (1, 21, 1), (21, 22, 3), (22, 24, 1), (24, 26, 0)]
+        [(0, 1, 0), (1, 21, 1), (21, 26, 3), (26, 29, 1), (29, 30, 0)]
     );
     assert!(plan.source_blocks().contains(&BlockId(7)));
 }

@@ -14,7 +14,7 @@ use std::sync::Arc;
 use common::{approximate, ids, imported, inserting, put, sequence, span};
 use kvtrie_core::{
     Class, Config, ErrorKind, Namespace, PlanOptions, RadixIndex, ReusePlan, ReusePolicy, Salt,
-    Source, Span, TokenSequence,
+    Scope, Source, Span, TokenSequence,
 };
 use numbers::Numbers;
 
@@ -125,6 +125,7 @@ fn a_plan_from_one_sequence_is_that_of_an_index_that_holds_nothing_else() {
         };
         let policy = ReusePolicy {
             approximate: numbers.below(4) > 0,
+            scope: Scope::Namespace,
             max_hops: u16::try_from(1 + numbers.below(3)).unwrap(),
             forbid_kinds: forbidden,
             partial_blocks: numbers.below(4) > 0,

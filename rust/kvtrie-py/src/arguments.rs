@@ -2,6 +2,8 @@
 //!
 //! PyO3 puts the argument's name into a note, which `str(error)` omits, and never names the call.
 
+use kvtrie_core::SessionId;
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyBool;
 use pyo3::{PyTypeCheck, PyTypeInfo};
@@ -43,6 +45,7 @@ names! {
         RadixIndexInsert = "RadixIndex.insert",
         RadixIndexLookup = "RadixIndex.lookup",
         RadixIndexMarkDead = "RadixIndex.mark_dead",
+        RadixIndexPathTokens = "RadixIndex.path_tokens",
         RadixIndexPlan = "RadixIndex.plan",
         RadixIndexRemoveSpans = "RadixIndex.remove_spans",
         RadixIndexRestore = "RadixIndex.restore",
@@ -50,6 +53,7 @@ names! {
         RadixIndexTags = "RadixIndex.tags",
         ReusePlanMoves = "ReusePlan.moves",
         ReusePolicy = "ReusePolicy",
+        ReusePolicyIsAtLeastAsStrictAs = "ReusePolicy.is_at_least_as_strict_as",
         SequenceLedger = "SequenceLedger",
         SequenceLedgerBegin = "SequenceLedger.begin",
         SequenceLedgerBlocksFor = "SequenceLedger.blocks_for",
@@ -70,6 +74,7 @@ names! {
     arg {
         Adapter = "adapter",
         Approximate = "approximate",
+        Block = "block",
         BlockSize = "block_size",
         Context = "context",
         Digest = "digest",
@@ -95,12 +100,16 @@ names! {
         MaxBlocks = "max_blocks",
         MaxBytes = "max_bytes",
         MaxCandidates = "max_candidates",
+        MaxCuts = "max_cuts",
         MaxGroups = "max_groups",
         MaxHops = "max_hops",
+        MaxLostContext = "max_lost_context",
+        MaxNewContext = "max_new_context",
         MaxRuns = "max_runs",
         MaxTokens = "max_tokens",
         MinRun = "min_run",
         Model = "model",
+        MovedEnd = "moved_end",
         MovedRuns = "moved_runs",
         N = "n",
         Namespace = "namespace",
@@ -109,6 +118,7 @@ names! {
         NumDrafts = "num_drafts",
         NumLookahead = "num_lookahead",
         NumTokens = "num_tokens",
+        Other = "other",
         PartialBlocks = "partial_blocks",
         Path = "path",
         Pin = "pin",
@@ -116,9 +126,14 @@ names! {
         Policy = "policy",
         RecomputeFirst = "recompute_first",
         RecomputeLast = "recompute_last",
+        RecomputeShare = "recompute_share",
+        Repair = "repair",
         Rope = "rope",
+        Scope = "scope",
         Seed = "seed",
         Seq = "seq",
+        Session = "session",
+        SharedPrefix = "shared_prefix",
         Start = "start",
         To = "to",
         Touch = "touch",
@@ -160,6 +175,16 @@ pub(crate) fn optional_text<C: Name, A: Name>(
     value: &Bound<'_, PyAny>,
 ) -> PyResult<Option<String>> {
     optional(value, text::<C, A>)
+}
+
+pub(crate) fn session<C: Name, A: Name>(value: &Bound<'_, PyAny>) -> PyResult<Option<SessionId>> {
+    let Some(id) = optional_text::<C, A>(value)? else {
+        return Ok(None);
+    };
+    let session = SessionId::new(&id);
+    let session = session
+        .map_err(|error| PyValueError::new_err(format!("{}: {}", C::NAME, error.message())))?;
+    Ok(Some(session))
 }
 
 pub(crate) fn of<'a, 'py, C: Name, A: Name, T: PyTypeCheck + PyTypeInfo>(

@@ -57,10 +57,11 @@ create_exception!(
 
 /// Calls of Rust that Python has under another name. Of the others, `A::new` is `A`, and `A::call` and `A::call_within`
 /// are `A.call`.
-const CALLS: [(&str, &str); 9] = [
+const CALLS: [(&str, &str); 10] = [
     ("Offer::manifest", "TransferManifest.from_ledger"),
     ("Offer::of", "TransferManifest.from_ledger"),
     ("RadixIndex::plan_from", "RadixIndex.plan"),
+    ("RadixIndex::recompute", "ReusePlan.recompute"),
     ("RadixIndex::release", "ReusePlan.release"),
     ("RadixIndex::release_sources", "ReusePlan.release_sources"),
     ("RadixIndex::validate", "ReusePlan.validate"),

@@ -17,14 +17,8 @@ pub(crate) fn explain(
     shared: &SharedIndex,
     seq: &PyTokenSequence,
     policy: Option<&PyReusePolicy>,
-    context: usize,
-    keep_last: usize,
+    mut options: ExplainOptions,
 ) -> PyResult<PyExplanation> {
-    let mut options = ExplainOptions {
-        context,
-        keep_last,
-        ..ExplainOptions::default()
-    };
     if let Some(policy) = policy {
         shared.warn_of_unknown_kinds(py, policy.core(), "RadixIndex.explain")?;
         options.policy = policy.core().clone();
@@ -54,7 +48,8 @@ impl PyExplanation {
     /// `"complete"`: every whole block is cached exactly. `"diverged"`: other tokens are cached
     /// there. `"evicted"`: the prompt's tokens were cached after this prefix, and left by eviction,
     /// discard or removal. `"approximate_only"`: the same tokens are cached, but their KV is
-    /// approximate. `"other_namespace"`: more of the prompt is cached under another namespace of
+    /// approximate. `"laxer_policy"`: so they are, and it was built under a policy that is not as
+    /// strict as the one asked about. `"other_namespace"`: more of the prompt is cached under another namespace of
     /// the same salt. `"not_cached"`: nothing is known.
     #[getter]
     fn reason(&self) -> &'static str {
@@ -113,6 +108,13 @@ impl PyExplanation {
         Some(PyNamespaceDifference { core })
     }
 
+    /// Fields in which the policy that the cached KV was built under is laxer than the one asked
+    /// about. Empty unless the reason is `"laxer_policy"`.
+    #[getter]
+    fn laxer_in<'py>(&self, py: Python<'py>) -> PyResult<Names<'py>> {
+        Ok(PyTuple::new(py, &self.core.laxer_in)?.into())
+    }
+
     /// What a plan would reuse and compute.
     #[getter]
     fn would_save(&self) -> PyWouldSave {
@@ -126,7 +128,7 @@ impl PyExplanation {
     /// Example:
     ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
     ///     >>> kvtrie.RadixIndex(num_blocks=8).explain(seq).to_dict()["would_save"]
-    ///     {'exact': 0, 'approximate': 0, 'compute': 3}
+    ///     {'exact': 0, 'approximate': 0, 'compute': 3, 'out_of_scope': 0}
     fn to_dict<'py>(&self, py: Python<'py>) -> PyResult<Document<'py>> {
         let core = &self.core;
         let context = PyDict::new(py);
@@ -146,6 +148,7 @@ impl PyExplanation {
         saved.set_item("exact", core.would_save.exact)?;
         saved.set_item("approximate", core.would_save.approximate)?;
         saved.set_item("compute", core.would_save.compute)?;
+        saved.set_item("out_of_scope", core.would_save.out_of_scope)?;
         let all = PyDict::new(py);
         all.set_item("reason", core.reason.name())?;
         all.set_item("position", core.position)?;
@@ -156,6 +159,7 @@ impl PyExplanation {
         all.set_item("kinds", &core.kinds)?;
         all.set_item("kinds_before", &core.kinds_before)?;
         all.set_item("other_namespace", other)?;
+        all.set_item("laxer_in", &core.laxer_in)?;
         all.set_item("would_save", saved)?;
         Ok(all.into())
     }
@@ -264,7 +268,7 @@ impl PyNamespaceDifference {
 ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
 ///     >>> done = index.insert(seq, [6], num_computed=2, source=kvtrie.COMPUTED)
 ///     >>> index.explain(seq).would_save
-///     WouldSave(exact=2, approximate=0, compute=1)
+///     WouldSave(exact=2, approximate=0, compute=1, out_of_scope=0)
 #[pyclass(frozen, module = "kvtrie", name = "WouldSave")]
 pub(crate) struct PyWouldSave {
     core: WouldSave,
@@ -290,10 +294,17 @@ impl PyWouldSave {
         self.core.compute
     }
 
+    /// Tokens to compute that are cached out of scope: a policy with `scope="namespace"` would
+    /// reuse them.
+    #[getter]
+    fn out_of_scope(&self) -> usize {
+        self.core.out_of_scope
+    }
+
     fn __repr__(&self) -> String {
         format!(
-            "WouldSave(exact={}, approximate={}, compute={})",
-            self.core.exact, self.core.approximate, self.core.compute
+            "WouldSave(exact={}, approximate={}, compute={}, out_of_scope={})",
+            self.core.exact, self.core.approximate, self.core.compute, self.core.out_of_scope
         )
     }
 }

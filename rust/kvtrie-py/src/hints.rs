@@ -43,6 +43,7 @@ hints! {
     Records: "npt.NDArray[np.void]",
     Names: "tuple[str, ...]",
     Items: "tuple[Item, ...]",
+    MovedRuns: "tuple[MovedRun, ...]",
     SaltValue: "str | SharedSalt",
     SourceValue: "Imported | ComputedSource",
     ReducedManifest: "tuple[object, tuple[bytes, TransferLimits]]",

@@ -3,19 +3,20 @@
 use std::sync::Arc;
 
 use kvtrie_core::{
-    BlockId, Config, InsertOptions, LookupOptions, PlanOptions, RadixIndex, RestoreLimits,
-    RestoredPool,
+    BlockId, Config, ExplainOptions, InsertOptions, LookupOptions, PlanOptions, RadixIndex,
+    RestoreLimits, RestoredPool, SessionId,
 };
+use numpy::PyArray1;
 use pyo3::exceptions::PyOSError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
 
-use crate::arguments::{arg, call, flag, int, of, optional_int, optional_of};
+use crate::arguments::{arg, call, flag, int, of, optional_int, optional_of, session};
 use crate::buffers::{Arg, block_ids, nothing};
 use crate::detach::{Cost, Enter, Keys, Lock};
 use crate::errors::exception;
 use crate::explain::{self, PyExplanation};
-use crate::hints::{Ids, Names};
+use crate::hints::{Ids, Names, TokenIds};
 use crate::namespace::PyNamespace;
 use crate::output::{ids, truth};
 use crate::plan::PyReusePlan;
@@ -218,10 +219,12 @@ impl PyRadixIndex {
     ///         reuse.
     ///     context: Token ids to show before and after the position.
     ///     keep_last: Tokens at the end that the plan computes in any case.
+    ///     session: The id of the conversation that the prompt belongs to, as for `plan`.
+    ///     moved_end: Position from which on moved runs supply no token, as for `plan`.
     ///
     /// Raises:
-    ///     ValueError: `context` or `keep_last` is negative, or the policy's `min_run` is below the
-    ///         index's.
+    ///     ValueError: `context` or `keep_last` is negative, `moved_end` is not in the prompt, a
+    ///         session has no or more than 256 bytes, or the policy's `min_run` is below the index's.
     ///
     /// Example:
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
@@ -232,8 +235,10 @@ impl PyRadixIndex {
     ///     >>> index.explain(seq)
     ///     <Explanation: evicted at 2, 2 of 4 tokens exact>
     #[pyo3(signature = (
-        seq: "TokenSequence", policy: "ReusePolicy | None" = None, *, context: "SupportsIndex" = 8, keep_last: "SupportsIndex" = 1
+        seq: "TokenSequence", policy: "ReusePolicy | None" = None, *, context: "SupportsIndex" = 8, keep_last: "SupportsIndex" = 1,
+        session: "str | None" = None, moved_end: "SupportsIndex | None" = None
     ))]
+    #[expect(clippy::too_many_arguments, reason = "all but two are keywords")]
     fn explain(
         &self,
         py: Python<'_>,
@@ -243,12 +248,25 @@ impl PyRadixIndex {
         policy: Option<&Bound<'_, PyReusePolicy>>,
         #[pyo3(from_py_with = int::<call::RadixIndexExplain, arg::Context>)] context: i128,
         #[pyo3(from_py_with = int::<call::RadixIndexExplain, arg::KeepLast>)] keep_last: i128,
+        #[pyo3(from_py_with = session::<call::RadixIndexExplain, arg::Session>)] session: Option<
+            SessionId,
+        >,
+        #[pyo3(from_py_with = optional_int::<call::RadixIndexExplain, arg::MovedEnd>)]
+        moved_end: Option<i128>,
     ) -> PyResult<PyExplanation> {
         let arg = |name| Arg::new("RadixIndex.explain", name);
         let context = arg("context").count(context)?;
         let keep_last = arg("keep_last").count(keep_last)?;
+        let moved_end = moved_end.map(|end| arg("moved_end").count(end));
+        let options = ExplainOptions {
+            context,
+            keep_last,
+            session,
+            moved_end: moved_end.transpose()?,
+            ..ExplainOptions::default()
+        };
         let policy = policy.map(Bound::get);
-        explain::explain(py, &self.shared, seq.get(), policy, context, keep_last)
+        explain::explain(py, &self.shared, seq.get(), policy, options)
     }
 
     /// Blocks in the engine's pool.
@@ -363,13 +381,18 @@ impl PyRadixIndex {
     ///         logits.
     ///     pin: Whether the blocks that the plan uses are pinned until it is released.
     ///     path: A sequence of the same namespace. The plan uses only KV on the path of this
-    ///         sequence. Of two runs at the same distance, it uses the one at the lower position.
-    ///         If a window of the prompt is on more paths than a plan examines,
-    ///         `candidates_dropped` is not 0.
+    ///         sequence, whatever the policy's scope is. Of two runs at the same distance, it uses
+    ///         the one at the lower position. If a window of the prompt is on more paths than a plan
+    ///         examines, `candidates_dropped` is not 0.
+    ///     session: The id of the conversation that the prompt belongs to, 1 to 256 bytes, as given to
+    ///         `insert`. One that no block belongs to is no error.
+    ///     moved_end: Position from which on moved runs supply no token: where the last message
+    ///         begins. None sets no limit.
     ///
     /// Raises:
-    ///     ValueError: `keep_last` is negative, the policy's `min_run` is below the index's, or `path`
-    ///         is of another namespace.
+    ///     ValueError: `keep_last` is negative, `moved_end` is not in the prompt, a session has no or
+    ///         more than 256 bytes, the policy's `min_run` is below the index's, or `path` is of
+    ///         another namespace.
     ///
     /// Example:
     ///     >>> space, text = kvtrie.Namespace(model="m", salt=kvtrie.SHARED), list(range(40))
@@ -383,7 +406,8 @@ impl PyRadixIndex {
     ///     >>> with index.plan(prompt, path=kvtrie.TokenSequence(text[:4] + [99], space)) as plan:
     ///     ...     plan.num_exact
     ///     4
-    #[pyo3(signature = (seq: "TokenSequence", policy: "ReusePolicy | None" = None, *, keep_last: "SupportsIndex" = 1, pin: "bool" = true, path: "TokenSequence | None" = None))]
+    #[pyo3(signature = (seq: "TokenSequence", policy: "ReusePolicy | None" = None, *, keep_last: "SupportsIndex" = 1, pin: "bool" = true, path: "TokenSequence | None" = None, session: "str | None" = None, moved_end: "SupportsIndex | None" = None))]
+    #[expect(clippy::too_many_arguments, reason = "all but two are keywords")]
     fn plan(
         &self,
         py: Python<'_>,
@@ -397,12 +421,23 @@ impl PyRadixIndex {
         #[pyo3(from_py_with = flag::<call::RadixIndexPlan, arg::Pin>)] pin: bool,
         #[pyo3(from_py_with = optional_of::<call::RadixIndexPlan, arg::Path, PyTokenSequence>)]
         path: Option<&Bound<'_, PyTokenSequence>>,
+        #[pyo3(from_py_with = session::<call::RadixIndexPlan, arg::Session>)] session: Option<
+            SessionId,
+        >,
+        #[pyo3(from_py_with = optional_int::<call::RadixIndexPlan, arg::MovedEnd>)]
+        moved_end: Option<i128>,
     ) -> PyResult<PyReusePlan> {
         let keep_last = Arg::new("RadixIndex.plan", "keep_last").count(keep_last)?;
         let policy = policy.map_or(&EXACT_ONLY, |policy| policy.get());
         let (shared, seq) = (&*self.shared, seq.get());
         shared.warn_of_unknown_kinds(py, policy.core(), "RadixIndex.plan")?;
-        let options = PlanOptions { keep_last, pin };
+        let moved_end = moved_end.map(|end| Arg::new("RadixIndex.plan", "moved_end").count(end));
+        let options = PlanOptions {
+            keep_last,
+            pin,
+            session,
+            moved_end: moved_end.transpose()?,
+        };
         if let Some(path) = path.map(Bound::get) {
             let core = py.enter(Cost::Long, |keys| {
                 // The sequence is copied, because no thread may lock two sequences.
@@ -439,12 +474,16 @@ impl PyRadixIndex {
     ///     source: Where the KV came from: the plan with which it was built, `kvtrie.COMPUTED`, or
     ///         `kvtrie.Imported(...)`.
     ///     spans: Tags to set afterwards, as `tag` does.
+    ///     session: The id of the conversation that the sequence belongs to, 1 to 256 bytes. The
+    ///         blocks of the sequence belong to it from then on. A block belongs to at most eight
+    ///         conversations; one more replaces the one that came first.
     ///
     /// Raises:
     ///     BlockInUseError: An id backs another place, or occurs twice.
     ///     StaleHandleError: The plan was released.
     ///     ValueError: An id is outside the pool, there are too few ids, a position is out of range, a
-    ///         span is bad, or the plan is of another index or prompt.
+    ///         span is bad, the plan is of another index or prompt, or a session has no or more than
+    ///         256 bytes.
     ///
     /// Example:
     ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
@@ -454,8 +493,9 @@ impl PyRadixIndex {
     #[pyo3(signature = (
         seq: "TokenSequence", blocks: "_Integers", *,
         num_computed: "SupportsIndex", start: "SupportsIndex" = 0,
-        source: "ReusePlan | ComputedSource | Imported", spans: "Iterable[Span]" = nothing()
-    ), text_signature = "($self, seq, blocks, *, num_computed, start=0, source, spans=())")]
+        source: "ReusePlan | ComputedSource | Imported", spans: "Iterable[Span]" = nothing(),
+        session: "str | None" = None
+    ), text_signature = "($self, seq, blocks, *, num_computed, start=0, source, spans=(), session=None)")]
     #[expect(clippy::too_many_arguments, reason = "all but two are keywords")]
     fn insert(
         &self,
@@ -469,6 +509,9 @@ impl PyRadixIndex {
         #[pyo3(from_py_with = int::<call::RadixIndexInsert, arg::Start>)] start: i128,
         source: &Bound<'_, PyAny>,
         spans: Option<&Bound<'_, PyAny>>,
+        #[pyo3(from_py_with = session::<call::RadixIndexInsert, arg::Session>)] session: Option<
+            SessionId,
+        >,
     ) -> PyResult<PyInsertResult> {
         const CALL: &str = "RadixIndex.insert";
         let blocks = block_ids(blocks, self.shared.num_blocks, Arg::new(CALL, "blocks"))?;
@@ -492,6 +535,7 @@ impl PyRadixIndex {
                 start,
                 source,
                 spans: &spans,
+                session,
             };
             Ok(Some(index.insert(&mut seq, &blocks, options)?))
         })?;
@@ -641,6 +685,39 @@ impl PyRadixIndex {
             Ok(keys.lock(&shared.core, INDEX)?.quarantined().collect())
         })?;
         Ok(ids(py, &all))
+    }
+
+    /// The tokens of the whole path down to a block, its own last (uint32); None if it is not indexed.
+    ///
+    /// They are the context in which the block's KV was computed, as far as the index knows it.
+    /// Items count with the ids that stand for them inside the index.
+    ///
+    /// Args:
+    ///     block: An id in 0..num_blocks.
+    ///
+    /// Raises:
+    ///     ValueError: The id is outside the pool.
+    ///
+    /// Example:
+    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
+    ///     >>> seq = kvtrie.TokenSequence(range(1, 7), space)
+    ///     >>> done = index.insert(seq, [6, 0, 3], num_computed=6, source=kvtrie.COMPUTED)
+    ///     >>> index.path_tokens(0)
+    ///     array([1, 2, 3, 4], dtype=uint32)
+    #[pyo3(signature = (block: "SupportsIndex"))]
+    fn path_tokens<'py>(
+        &self,
+        py: Python<'py>,
+        #[pyo3(from_py_with = int::<call::RadixIndexPathTokens, arg::Block>)] block: i128,
+    ) -> PyResult<Option<TokenIds<'py>>> {
+        let shared = &*self.shared;
+        let most = u32::try_from(shared.num_blocks - 1).unwrap_or(u32::MAX);
+        let id: u32 = Arg::new("RadixIndex.path_tokens", "block").within(block, 0, most)?;
+        let tokens = py.enter(Cost::Long, |keys| {
+            Ok(keys.lock(&shared.core, INDEX)?.path_tokens(BlockId(id)))
+        })?;
+        Ok(tokens.map(|tokens| PyArray1::from_vec(py, tokens).into()))
     }
 
     /// Mark blocks as dead: they are evicted before all others.

@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Mutex};
 
-use kvtrie_core::{BlockId, RadixIndex, ReusePlan, TokenSequence};
+use kvtrie_core::{BlockId, RadixIndex, ReusePlan, SessionId, TokenSequence};
 use kvtrie_transfer::{
     Begin, LedgerSource, RequestId, RolledBack, SequenceLedger, Step, StepError,
 };
@@ -11,7 +11,7 @@ use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
-use crate::arguments::{arg, call, flag, int, of, optional_of};
+use crate::arguments::{arg, call, flag, int, of, optional_of, session};
 use crate::buffers::{Arg, block_ids, count_list, signed_integers};
 use crate::detach::{Cost, Enter, Failure, Lock};
 use crate::errors::{StaleHandleError, exception, released};
@@ -195,6 +195,8 @@ impl PySequenceLedger {
     ///     plan: A plan of this sequence whose blocks in place are the first of `blocks`, if
     ///         `source` is not a plan. These blocks count as committed; `source` describes the KV
     ///         after them. The plan is released when the request ends.
+    ///     session: The id of the conversation that the sequence belongs to, as for
+    ///         `RadixIndex.insert`. Every commit gives it.
     ///
     /// Raises:
     ///     BlockInUseError: A block id occurs twice.
@@ -221,7 +223,7 @@ impl PySequenceLedger {
         request: "Hashable", seq: "TokenSequence", blocks: "_Integers", *,
         source: "ReusePlan | ComputedSource | Imported | None" = None,
         num_computed: "SupportsIndex" = 0, missing: "_Ranges | None" = None,
-        plan: "ReusePlan | None" = None
+        plan: "ReusePlan | None" = None, session: "str | None" = None
     ))]
     fn begin(
         &self,
@@ -236,6 +238,9 @@ impl PySequenceLedger {
         missing: Option<&Bound<'_, PyAny>>,
         #[pyo3(from_py_with = optional_of::<call::SequenceLedgerBegin, arg::Plan, PyReusePlan>)]
         plan: Option<&Bound<'_, PyReusePlan>>,
+        #[pyo3(from_py_with = session::<call::SequenceLedgerBegin, arg::Session>)] session: Option<
+            SessionId,
+        >,
     ) -> PyResult<()> {
         const CALL: &str = "SequenceLedger.begin";
         let blocks = block_ids(blocks, BlockId::MAX_BLOCKS, Arg::new(CALL, "blocks"))?;
@@ -255,6 +260,7 @@ impl PySequenceLedger {
             num_computed,
             missing: missing.as_deref(),
             in_place: plan.map(|plan| plan.get().share()),
+            session,
         };
         let cost = Cost::copy(4 * blocks.len());
         let own = seq.get();

@@ -22,6 +22,7 @@ mod hints;
 mod index;
 mod item;
 mod ledger;
+mod moved_run;
 mod namespace;
 mod output;
 mod plan;
@@ -59,6 +60,8 @@ mod _core {
     use crate::item::PyItem;
     #[pymodule_export]
     use crate::ledger::{PyRolledBack, PySequenceLedger};
+    #[pymodule_export]
+    use crate::moved_run::PyMovedRun;
     #[pymodule_export]
     use crate::namespace::{PyNamespace, PySharedSalt};
     #[pymodule_export]

@@ -1,18 +1,20 @@
 //! The class `ReusePlan`, the only handle that must be released.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use kvtrie_core::{Class, RadixIndex, ReusePlan};
 use numpy::PyArray1;
-use pyo3::exceptions::PyResourceWarning;
+use pyo3::exceptions::{PyResourceWarning, PyValueError};
 use pyo3::prelude::*;
+use pyo3::types::PyTuple;
 
 use crate::arguments::{arg, call, int, optional_int};
 use crate::buffers::{Arg, block_ids};
 use crate::detach::{Cost, Enter, inherited};
 use crate::errors::released;
-use crate::hints::{Counts, Flags, Ids, Records};
+use crate::hints::{Counts, Flags, Ids, MovedRuns, Records};
+use crate::moved_run::PyMovedRun;
 use crate::output::{self, ids, listed, truth};
 use crate::shared::{INDEX, OFFERS_PER_VISIT, SharedIndex};
 
@@ -32,14 +34,30 @@ use crate::shared::{INDEX, OFFERS_PER_VISIT, SharedIndex};
 ///     <ReusePlan of 3 tokens: blocks=[], num_exact=0, num_compute=3, pinned=True, released=False>
 #[pyclass(frozen, weakref, module = "kvtrie", name = "ReusePlan")]
 pub(crate) struct PyReusePlan {
-    core: Arc<ReusePlan>,
+    made: Made,
+    /// What `recompute` made of it.
+    repaired: OnceLock<Made>,
     index: Arc<SharedIndex>,
     num_tokens: usize,
-    /// Number of tokens of each class: exact, approximate, compute.
-    counts: [usize; 3],
     released: AtomicBool,
     /// Whether a caller has the plan, and is warned if it is collected unreleased.
     is_callers: bool,
+}
+
+struct Made {
+    core: Arc<ReusePlan>,
+    /// Number of tokens of each class: exact, approximate, compute.
+    counts: [usize; 3],
+}
+
+impl Made {
+    fn new(core: Arc<ReusePlan>) -> Self {
+        let mut counts = [0; 3];
+        for segment in core.segments() {
+            counts[usize::from(output::number(segment.class))] += segment.end - segment.start;
+        }
+        Self { core, counts }
+    }
 }
 
 impl PyReusePlan {
@@ -53,40 +71,41 @@ impl PyReusePlan {
     }
 
     fn around(core: Arc<ReusePlan>, index: Arc<SharedIndex>, is_callers: bool) -> Self {
-        let mut counts = [0; 3];
-        for segment in core.segments() {
-            counts[usize::from(output::number(segment.class))] += segment.end - segment.start;
-        }
+        let made = Made::new(core);
         Self {
-            core,
+            num_tokens: made.counts.iter().sum(),
+            made,
+            repaired: OnceLock::new(),
             index,
-            num_tokens: counts.iter().sum(),
-            counts,
             released: AtomicBool::new(false),
             is_callers,
         }
     }
 
     pub(crate) fn is_of(&self, core: &Arc<ReusePlan>) -> bool {
-        Arc::ptr_eq(&self.core, core)
+        Arc::ptr_eq(&self.now().core, core)
+    }
+
+    fn now(&self) -> &Made {
+        self.repaired.get().unwrap_or(&self.made)
     }
 
     pub(crate) fn look(&self, index: &RadixIndex) {
-        if index.is_released(&self.core) {
+        if index.is_released(self.core()) {
             self.was_released();
         }
     }
 
     pub(crate) fn core(&self) -> &ReusePlan {
-        &self.core
+        &self.now().core
     }
 
     pub(crate) fn share(&self) -> Arc<ReusePlan> {
-        Arc::clone(&self.core)
+        Arc::clone(&self.now().core)
     }
 
     pub(crate) fn release_in(&self, index: &mut RadixIndex) -> kvtrie_core::Result<()> {
-        index.release(&self.core)?;
+        index.release(self.core())?;
         self.was_released();
         Ok(())
     }
@@ -107,11 +126,11 @@ impl PyReusePlan {
         if self.is_released() {
             return Err(released(call));
         }
-        Ok(&self.core)
+        Ok(self.core())
     }
 
     fn cost(&self) -> Cost {
-        Cost::blocks(self.core.num_entries() / OFFERS_PER_VISIT)
+        Cost::blocks(self.core().num_entries() / OFFERS_PER_VISIT)
     }
 }
 
@@ -127,32 +146,32 @@ impl PyReusePlan {
     /// Number of blocks that the caller must provide for the rest of the prompt.
     #[getter]
     fn num_new_blocks(&self) -> usize {
-        self.core.num_new_blocks()
+        self.core().num_new_blocks()
     }
 
     /// Number of tokens that are reused exactly, in place or by a copy.
     #[getter]
     fn num_exact(&self) -> usize {
-        self.counts[0]
+        self.now().counts[0]
     }
 
     /// Number of tokens that are reused approximately.
     #[getter]
     fn num_approximate(&self) -> usize {
-        self.counts[1]
+        self.now().counts[1]
     }
 
     /// Number of tokens that must be computed.
     #[getter]
     fn num_compute(&self) -> usize {
-        self.counts[2]
+        self.now().counts[2]
     }
 
     /// Ranges (start, end) to compute: int64 of shape (n, 2), ascending.
     #[getter]
     fn gaps<'py>(&self, py: Python<'py>) -> PyResult<Counts<'py>> {
         let gaps: Vec<(usize, usize)> = self
-            .core
+            .core()
             .segments()
             .iter()
             .filter(|segment| segment.class == Class::Compute)
@@ -170,7 +189,17 @@ impl PyReusePlan {
     /// source's tags: bit i is `RadixIndex.kinds[i]`.
     #[getter]
     fn segments<'py>(&self, py: Python<'py>) -> PyResult<Records<'py>> {
-        output::segments(py, self.core.segments())
+        output::segments(py, self.core().segments())
+    }
+
+    /// The moved runs, ascending: one per piece of the cover that is moved, without the tokens that
+    /// the policy recomputes at its ends.
+    #[getter]
+    fn moved_runs<'py>(&self, py: Python<'py>) -> PyResult<MovedRuns<'py>> {
+        let core = self.core();
+        let runs = core.moved_runs().iter();
+        let runs: Vec<PyMovedRun> = runs.copied().map(PyMovedRun::from).collect();
+        Ok(PyTuple::new(py, runs)?.into())
     }
 
     /// Ids that are copied from (int32), ascending and each once. A block in place may be among
@@ -188,7 +217,14 @@ impl PyReusePlan {
     /// plan does not depend on the index's seed.
     #[getter]
     fn candidates_dropped(&self) -> u64 {
-        self.core.candidates_dropped()
+        self.core().candidates_dropped()
+    }
+
+    /// The `moved_end` that the plan was made with: moved runs supply no token at or after it. None
+    /// means that none was given, and they may supply any token.
+    #[getter]
+    fn moved_end(&self) -> Option<usize> {
+        self.core().moved_end()
     }
 
     /// Whether the plan was released.
@@ -200,7 +236,7 @@ impl PyReusePlan {
     /// Whether the plan was made with `pin=True`.
     #[getter]
     fn pinned(&self) -> bool {
-        self.core.is_pinned()
+        self.core().is_pinned()
     }
 
     /// Return the copies that fill a block table, as plain data for the owner of the memory.
@@ -256,6 +292,56 @@ impl PyReusePlan {
         output::moves(py, &moves)
     }
 
+    /// Compute tokens that would be copied approximately (rule P20).
+    ///
+    /// `segments`, `gaps`, `moves` and the counts change. Sources stay pinned. Call it at most once,
+    /// before anything is inserted with the plan and before a ledger has it. Copies made before do no
+    /// harm, because the computed KV is written over them. If the policy leaves the choice to the
+    /// engine (`repair` other than "fronts", and a `recompute_share`), it must be called before an
+    /// insert with the plan, maybe without ranges.
+    ///
+    /// Args:
+    ///     ranges: Positions of the prompt as pairs (start, end) or an integer array of shape (n, 2),
+    ///         ascending and disjoint, all in moved runs. `kvtrie.repair` chooses some.
+    ///
+    /// Raises:
+    ///     StaleHandleError: The plan was released.
+    ///     TypeError: `ranges` are not integers.
+    ///     ValueError: A range is reversed, overlaps another, ends beyond the prompt or has a token that
+    ///         is in place, exact or to compute; or it is too late. Nothing changes then.
+    ///
+    /// Example:
+    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=16)
+    ///     >>> seq = kvtrie.TokenSequence(range(100, 132), space)
+    ///     >>> done = index.insert(seq, [5, 6], num_computed=32, source=kvtrie.COMPUTED)
+    ///     >>> prompt = kvtrie.TokenSequence([7, *range(100, 132), 8], space)
+    ///     >>> with index.plan(prompt, kvtrie.ReusePolicy()) as plan:
+    ///     ...     plan.recompute([(1, 5), (20, 21)])
+    ///     ...     plan.gaps.tolist()
+    ///     [[0, 5], [20, 21], [33, 34]]
+    #[pyo3(signature = (ranges: "_Ranges"))]
+    fn recompute(&self, py: Python<'_>, ranges: &Bound<'_, PyAny>) -> PyResult<()> {
+        const CALL: &str = "ReusePlan.recompute";
+        let ranges = crate::ranges::ranges(ranges, Arg::new(CALL, "ranges"))?;
+        self.live(CALL)?;
+        let done = py.enter(self.cost(), |keys| {
+            let mut index = keys.lock(&self.index.core, INDEX)?;
+            if Arc::strong_count(&self.now().core) > 1 {
+                return Ok(false);
+            }
+            let made = Made::new(Arc::new(index.recompute(self.core(), &ranges)?));
+            // The core refuses a second call.
+            Ok(self.repaired.set(made).is_ok())
+        })?;
+        if done {
+            return Ok(());
+        }
+        Err(PyValueError::new_err(format!(
+            "{CALL}: a ledger has the plan; its tokens to compute must be chosen before"
+        )))
+    }
+
     /// Return one bool per segment: whether its blocks still hold what the plan says.
     ///
     /// It is True for computed and pinned segments. Without pins, it is True until one of the
@@ -271,7 +357,7 @@ impl PyReusePlan {
     ///     array([False,  True])
     fn validate<'py>(&self, py: Python<'py>) -> PyResult<Flags<'py>> {
         let answers = py.enter(self.cost(), |keys| {
-            Ok(keys.lock(&self.index.core, INDEX)?.validate(&self.core)?)
+            Ok(keys.lock(&self.index.core, INDEX)?.validate(self.core())?)
         })?;
         Ok(PyArray1::from_vec(py, answers).into())
     }
@@ -296,10 +382,10 @@ impl PyReusePlan {
     fn release_sources(&self, py: Python<'_>) -> PyResult<()> {
         py.enter_briefly(|keys, effort| {
             let mut index = keys.lock(&self.index.core, INDEX)?;
-            if index.release_steps(&self.core) > effort.nodes {
+            if index.release_steps(self.core()) > effort.nodes {
                 return Ok(None);
             }
-            Ok(Some(index.release_sources(&self.core)?))
+            Ok(Some(index.release_sources(self.core())?))
         })
     }
 
@@ -322,7 +408,7 @@ impl PyReusePlan {
     fn release(&self, py: Python<'_>) -> PyResult<()> {
         py.enter_briefly(|keys, effort| {
             let mut index = keys.lock(&self.index.core, INDEX)?;
-            if index.release_steps(&self.core) > effort.nodes {
+            if index.release_steps(self.core()) > effort.nodes {
                 return Ok(None);
             }
             Ok(Some(self.release_in(&mut index)?))
@@ -373,7 +459,7 @@ impl PyReusePlan {
         }
         py.enter_briefly(|keys, effort| {
             let mut index = keys.lock(&self.index.core, INDEX)?;
-            if index.release_steps(&self.core) > effort.nodes {
+            if index.release_steps(self.core()) > effort.nodes {
                 return Ok(None);
             }
             // Another thread may have released it meanwhile.

@@ -76,6 +76,9 @@ counters! {
     /// Looks of the searches for moved runs since the index was made or restored: places tried,
     /// children compared, and cache lines of tokens compared.
     search_looks,
+    /// Plans since the index was made or restored for which no moved run was looked for, because
+    /// they had no session and no cached path begins as their prompt does.
+    plans_without_scope,
     /// Bytes of memory that the index holds.
     bytes,
 }

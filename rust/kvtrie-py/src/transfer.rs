@@ -545,10 +545,9 @@ fn labels(
             _ => return Err(arg.wrong_type(source, "kvtrie.COMPUTED or kvtrie.Imported(...)")),
         },
     };
-    let Imported { exact_until, hops } = imported.unwrap_or(Imported {
-        exact_until: usize::MAX,
-        hops: 0,
-    });
+    let Imported {
+        exact_until, hops, ..
+    } = imported.unwrap_or(Imported::new(usize::MAX, 0));
     let edge = exact_until.min(num_computed);
     let label = |start, end, class, hops| LabelRun {
         start,

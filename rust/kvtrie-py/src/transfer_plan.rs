@@ -29,10 +29,13 @@ use crate::transfer::{PyTransferManifest, block_sizes, groups_of, hashing, table
 ///     >>> kvtrie.plan_transfer(manifest, mine, [6, 7], key=key)
 ///     <TransferPlan of 3 tokens: 2 exact and 0 approximate to load, 0 cached, 1 to compute>
 #[pyclass(frozen, eq, module = "kvtrie", name = "TransferPlan")]
-#[derive(PartialEq, Eq)]
+#[derive(PartialEq)]
 pub(crate) struct PyTransferPlan {
     core: TransferPlan,
 }
+
+// Equality is total because no share is NaN.
+impl Eq for PyTransferPlan {}
 
 #[pymethods]
 impl PyTransferPlan {
@@ -85,14 +88,16 @@ impl PyTransferPlan {
         self.core.num_approximate()
     }
 
-    /// The source for `insert` and `begin` after loading: `Imported(exact_until, hops)`, or
-    /// `COMPUTED` if all loaded KV is exact, so that tokens decoded after it are exact too. Both
+    /// The source for `insert` and `begin` after loading: `Imported(exact_until, hops,
+    /// policy)`, or `COMPUTED` if all loaded KV is exact, so that tokens decoded after it are exact too. Both
     /// assume that the `cached` tokens are exact.
     #[getter]
     fn source<'py>(&self, py: Python<'py>) -> PyResult<SourceValue<'py>> {
         match self.core.first_approximate() {
             Some(exact_until) => {
-                Ok(Bound::new(py, PyImported::from_parts(exact_until, self.core.hops()))?.into())
+                let policy = PyReusePolicy::of(self.core.policy().clone());
+                let source = PyImported::from_parts(exact_until, self.core.hops(), policy);
+                Ok(Bound::new(py, source)?.into())
             }
             None => Ok(computed(py)?.into()),
         }

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from huggingface_hub import snapshot_download
 
 from kvtrie import gates
-from kvtrie._core import EXACT_ONLY, ReusePolicy, UnsupportedRopeError
+from kvtrie._core import EXACT_ONLY, UnsupportedRopeError
 from kvtrie.integrations.vllm._copies import rope_of
 from kvtrie.integrations.vllm._settings import LEAST_RUN
-from kvtrie.models.fingerprint import CheckpointError, checkpoint_digest
+from kvtrie.models.fingerprint import (
+    CheckpointError,
+    checkpoint_digest,
+    directory_template_id,
+)
 from kvtrie.rope import RopeSpec
 
 if TYPE_CHECKING:
@@ -34,17 +39,21 @@ _FIX: Final = (
 )
 
 
-def cleared(settings: Settings, vllm_config: VllmConfig) -> ReusePolicy:
+def decision_of(settings: Settings, vllm_config: VllmConfig) -> gates.Decision:
+    """What requests may reuse; its ``of`` decides on each plan."""
     if settings.gate is None:
-        return EXACT_ONLY
+        return gates.Decision(EXACT_ONLY, is_cleared=True, reason="there is no gate")
     wanted = settings.wanted()
     gate = read(settings)
     if gate is None:
-        return wanted
+        reason = "the operator is responsible for the quality"
+        return gates.Decision(wanted, is_cleared=True, reason=reason)
     # A gate compares the shortest run, and the index finds none shorter than this.
     explicit = wanted if wanted.min_run is not None else wanted.replace(min_run=LEAST_RUN)
     try:
-        decision = gate.policy(explicit, checkpoint=_served(vllm_config))
+        decision = gate.policy(
+            explicit, checkpoint=_served(vllm_config), template=_template(vllm_config)
+        )
         _check_rope(vllm_config)
     except (gates.GateMismatchError, CheckpointError) as error:
         msg = (
@@ -63,8 +72,9 @@ def cleared(settings: Settings, vllm_config: VllmConfig) -> ReusePolicy:
         raise gates.GateMismatchError(msg)
     if not decision.is_cleared:
         _LOG.warning("kvtrie: exact reuse only: %s", decision.reason)
-        return EXACT_ONLY
-    return wanted
+        return decision
+    _LOG.info("kvtrie: %s", decision.reason)
+    return replace(decision, policy=wanted)
 
 
 def read(settings: Settings) -> gates.Gate | None:
@@ -94,6 +104,11 @@ def _served(vllm_config: VllmConfig) -> str:
     return checkpoint_digest(directory)
 
 
+def _template(vllm_config: VllmConfig) -> str | None:
+    """The digest of the template in the directory: the engine does not see ``--chat-template``."""
+    return directory_template_id(_directory(vllm_config))
+
+
 def _directory(vllm_config: VllmConfig) -> Path:
     model = vllm_config.model_config
     directory = Path(model.model)
@@ -105,7 +120,10 @@ def _directory(vllm_config: VllmConfig) -> Path:
             revision=model.revision,
             cache_dir=vllm_config.load_config.download_dir,
             local_files_only=True,
-            allow_patterns=["config.json", "*.safetensors", "*.safetensors.index.json"],
+            allow_patterns=[
+                *("config.json", "*.safetensors", "*.safetensors.index.json"),
+                *("tokenizer_config.json", "chat_template.jinja"),
+            ],
         )
     except Exception as error:  # hubs raise errors of many types
         msg = f"{model.model!r} is not a directory, and not in the hub's cache"

@@ -88,7 +88,7 @@ class Offers:
         else:
             spans = live.new_spans()
         stretches = live.stretches(done // self._block_size, self._block_size)
-        self._sources.offer(live.seq, block_ids, stretches, spans=spans)
+        self._sources.offer(live.seq, block_ids, stretches, spans=spans, session=live.session)
 
     def _count_prompt(self, request: Request, live: LiveRequest) -> None:
         if live.is_counted:

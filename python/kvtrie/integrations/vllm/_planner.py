@@ -16,7 +16,7 @@ from kvtrie.integrations.vllm._offers import Offers
 from kvtrie.integrations.vllm._ranges import APPROXIMATE
 from kvtrie.integrations.vllm._requests import LiveRequest, Pending, Range, adapter_of
 from kvtrie.integrations.vllm._runners import send_whole
-from kvtrie.integrations.vllm._settings import request_policy
+from kvtrie.integrations.vllm._settings import request_policy, request_session
 from kvtrie.integrations.vllm._sources import Sources, used_by
 from kvtrie.integrations.vllm._tags import Reading, tagger_of
 from kvtrie.integrations.vllm._vllm import CacheHitSource, RequestStatus, maybe_convert_block_hash
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvtrie._core import ReusePlan, ReusePolicy
+    from kvtrie.gates import Decision
     from kvtrie.integrations.vllm._events import Contents
     from kvtrie.integrations.vllm._settings import Settings
     from kvtrie.integrations.vllm._stats import Counts
@@ -67,7 +68,7 @@ class Planner:
         manager: KVCacheManager,
         block_size: int,
         settings: Settings,
-        cleared: ReusePolicy,
+        decision: Decision,
         counts: Counts,
         publisher: EventPublisher | None = None,
     ) -> None:
@@ -76,6 +77,8 @@ class Planner:
         self._pool = manager.block_pool
         self._block_size = block_size
         self._settings = settings
+        self._decision = decision
+        cleared = decision.policy
         self._cleared = cleared
         self._counts = counts
         self._space_of = lru_cache(maxsize=_MAX_NAMESPACES)(self._new_namespace)
@@ -119,13 +122,17 @@ class Planner:
             self._counts.add("requests_unsupported")
             return
         policy = request_policy(request.kv_transfer_params, self._cleared, self._settings.default)
+        session = request_session(request.kv_transfer_params)
         adapter = adapter_of(request)
         if policy.approximate and not _gate.covers(self._settings, adapter):
             self._counts.add("requests_uncalibrated")
             policy = EXACT_ONLY
         seq = TokenSequence(request.prompt_token_ids, self._namespace(request))
         reading = None if self._tagger is None else Reading(self._tagger)
-        live = LiveRequest(seq, policy, reading=reading)
+        live = LiveRequest(seq, policy, reading=reading, session=session)
+        if policy.approximate and reading is not None:
+            reading.follow(seq)
+            live.moved_end = reading.stream.moved_end
         self._live[request.request_id] = live
         if policy.approximate and not request.skip_reading_prefix_cache:
             self._join(request, live)
@@ -134,13 +141,26 @@ class Planner:
         """Let vLLM find approximate blocks in place, under their own hashes."""
         if not self.sources.has_approximate:
             return
-        plan = self.sources.plan(live.seq, live.policy)
+        plan = self._plan(live)
         if plan is None:
             return
         first = _lineage.join(request, self.sources.blocks(plan.blocks.tolist()))
         if first is not None:
             live.becomes_approximate(first * self._block_size)
         plan.release()
+
+    def _plan(self, live: LiveRequest) -> ReusePlan | None:
+        """A plan for a request, exact if the gate does not clear the kind of edit."""
+        plan = self.sources.plan(live.seq, live.policy, live.session, live.moved_end)
+        if plan is None or not live.policy.approximate:
+            return plan
+        judged = self._decision.of(plan)
+        if judged is self._decision:
+            return plan
+        plan.release()
+        self._counts.add("plans_not_cleared")
+        _LOG.debug("kvtrie: planned again, exact: %s", judged.reason)
+        return self.sources.plan(live.seq, judged.policy, live.session, live.moved_end)
 
     def _namespace(self, request: Request) -> Namespace:
         return self._space_of(request.cache_salt, adapter_of(request))
@@ -170,7 +190,7 @@ class Planner:
         if live.num_refused >= _MAX_REFUSALS:
             return 0
         live.follow(request)
-        plan = self.sources.plan(live.seq, live.policy)
+        plan = self._plan(live)
         if plan is None:
             self._counts.add("plans_stale")
             return 0

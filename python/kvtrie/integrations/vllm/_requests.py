@@ -62,6 +62,8 @@ class LiveRequest:
         last_free: Free blocks when that last happened.
         is_without_room: Whether it was admitted without reuse for that reason.
         is_offered: Whether the index knows the prompt's blocks.
+        session: The id of its conversation.
+        moved_end: Where the prompt's last message of a user or a tool begins, if tags say so.
         account: Where the KV of its prompt came from.
         is_counted: Whether `account` is in the stats.
     """
@@ -78,6 +80,8 @@ class LiveRequest:
     reading: Reading | None = None
     account: Account = field(default_factory=Account)
     is_counted: bool = False
+    session: str | None = None
+    moved_end: int | None = None
 
     def stretches(self, num_blocks: int, block_size: int) -> list[Stretch]:
         """The exactness of its blocks, in order.
@@ -92,7 +96,7 @@ class LiveRequest:
             inside = slice(start // block_size, -(-end // block_size))
             hops[inside] = np.maximum(hops[inside], count)
         return [
-            (len(list(same)), Imported(exact_until=self.exact_until, hops=count))
+            (len(list(same)), Imported(self.exact_until, hops=count, policy=self.policy))
             for count, same in groupby(hops.tolist())
         ]
 

@@ -12,6 +12,8 @@ from kvtrie._core import EXACT_ONLY, ReusePolicy
 WHERE: Final = "kv_connector_extra_config"
 LEAST_RUN: Final = 16
 """The shortest moved run in tokens, unless the policy sets it."""
+MAX_SESSION: Final = 256
+"""Bytes of the longest id of a conversation."""
 _POLICY_FIELDS: Final = (
     "min_run",
     "max_hops",
@@ -19,6 +21,12 @@ _POLICY_FIELDS: Final = (
     "recompute_first",
     "recompute_last",
     "forbid_kinds",
+    "max_cuts",
+    "max_lost_context",
+    "max_new_context",
+    "scope",
+    "shared_prefix",
+    "recompute_share",
     "partial_blocks",
 )
 
@@ -108,6 +116,21 @@ def request_policy(
         return cleared
     msg = f'kv_transfer_params: kvtrie must be "exact" or "approximate", not {said!r}'
     raise SettingsError(msg)
+
+
+def request_session(params: Mapping[str, Any] | None) -> str | None:
+    """The conversation of one request, by ``{"session": ...}`` in its parameters.
+
+    Raises:
+        SettingsError: It is not a text of 1 to 256 bytes.
+    """
+    session: object = (params or {}).get("session")
+    if session is None:
+        return None
+    if not isinstance(session, str) or not 1 <= len(session.encode()) <= MAX_SESSION:
+        msg = f"kv_transfer_params: session must be a text of 1 to {MAX_SESSION} bytes"
+        raise SettingsError(msg)
+    return session
 
 
 def _policy(given: Mapping[str, Any]) -> ReusePolicy:

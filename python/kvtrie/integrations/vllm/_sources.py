@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from kvtrie._core import RadixIndex
+from kvtrie._core import COMPUTED, RadixIndex
 from kvtrie.integrations.vllm._settings import LEAST_RUN
 
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ class Sources:
         stretches: Sequence[Stretch],
         *,
         spans: Iterable[Span] = (),
+        session: str | None = None,
     ) -> None:
         """Index the blocks that hold KV of a sequence, up to the first that vLLM has not cached.
 
@@ -93,11 +94,14 @@ class Sources:
         numbers = [block.block_id for block in blocks]
         self.forget([number for number in numbers if self.is_stale(number)])
         end, first = start + len(blocks), 0
+        if session is not None and start and not blocks:
+            # All are known, perhaps from other conversations.
+            self._take(seq, [], start, COMPUTED, session)
         for count, source in stretches:
             last = min(first + count, end)
             if start < last:
                 taken, blocks = blocks[: last - start], blocks[last - start :]
-                self._take(seq, taken, start, source)
+                self._take(seq, taken, start, source, session)
                 start = last
             first += count
         spans = list(spans)
@@ -110,6 +114,7 @@ class Sources:
         blocks: list[KVCacheBlock],
         start: int,
         source: ComputedSource | Imported,
+        session: str | None,
     ) -> None:
         hashes = self._hashes
         ids = [block.block_id for block in blocks]
@@ -119,6 +124,7 @@ class Sources:
             num_computed=(start + len(blocks)) * self._block_size,
             start=start * self._block_size,
             source=source,
+            session=session,
         )
         for number in done.freed.tolist():
             hashes.pop(number, None)
@@ -133,10 +139,18 @@ class Sources:
         self._pool.touch(blocks)
         self._pool.unpin_blocks(blocks, on_reuse=self._on_reuse)
 
-    def plan(self, seq: TokenSequence, policy: ReusePolicy) -> ReusePlan | None:
+    def plan(
+        self,
+        seq: TokenSequence,
+        policy: ReusePolicy,
+        session: str | None = None,
+        moved_end: int | None = None,
+    ) -> ReusePlan | None:
         """A plan whose blocks may all be read now; None if blocks keep leaving."""
         for _ in range(_MAX_ROUNDS):
-            plan = self.index.plan(seq, policy, keep_last=1, pin=False)
+            plan = self.index.plan(
+                seq, policy, keep_last=1, pin=False, session=session, moved_end=moved_end
+            )
             stale = [number for number in used_by(plan) if self.is_stale(number)]
             if not stale:
                 return plan

@@ -64,7 +64,8 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
         _support.check(vllm_config, kv_cache_config, moves=moves)
         if not _version.is_tested():
             _LOG.warning("kvtrie: vLLM %s is untested; it looks the same", _version.running())
-        self._cleared = _gate.cleared(self._settings, vllm_config)
+        self._decision = _gate.decision_of(self._settings, vllm_config)
+        self._cleared = self._decision.policy
         if self._cleared.approximate:
             rope_of(vllm_config)
         self._block_size: int = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
@@ -98,7 +99,7 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
             kv_cache_manager,
             self._block_size,
             self._settings,
-            self._cleared,
+            self._decision,
             self._counts,
             publisher,
         )

@@ -18,6 +18,8 @@ Integers: TypeAlias = Any
 """Anything that holds integers: list, tuple, array, memoryview, numpy, CPU tensor."""
 
 TOKEN_LIMIT = 2**32
+MAX_SESSION = 256
+"""Bytes of the longest session id."""
 
 
 def as_count(value: object, what: str, low: int = 0) -> int:
@@ -87,3 +89,14 @@ def as_ranges(ranges: Iterable[tuple[int, int]], length: int) -> list[tuple[int,
         else:
             merged.append((start, end))
     return merged
+
+
+def as_session(session: str | None) -> str | None:
+    if session is None:
+        return None
+    expect(session, str, "session")
+    length = len(session.encode())
+    if not 1 <= length <= MAX_SESSION:
+        message = f"session has {length} bytes, not 1 to {MAX_SESSION}"
+        raise ValueError(message)
+    return session

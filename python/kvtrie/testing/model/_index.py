@@ -21,11 +21,13 @@ from kvtrie.testing.model._arguments import (
     as_count,
     as_flag,
     as_integers,
+    as_session,
     expect,
     int32,
 )
 from kvtrie.testing.model._draft import Cached, draft
-from kvtrie.testing.model._plans import ModelPlan, copied_from
+from kvtrie.testing.model._grades import Grade, grade_of, meet
+from kvtrie.testing.model._plans import ModelPlan, copied_from, is_moved
 from kvtrie.testing.model._removal import Removal
 from kvtrie.testing.model._results import (
     ModelInsertResult,
@@ -47,6 +49,8 @@ MAX_HASH_BITS = 64
 MAX_SEED = 2**64 - 1
 MAX_POOL_ID = 64
 MIN_MIN_RUN = 8
+MAX_MEMBERSHIPS = 8
+"""The most sessions that one block belongs to."""
 
 
 class ModelIndex(Removal):
@@ -125,12 +129,18 @@ class ModelIndex(Removal):
         keep_last: int = 1,
         pin: bool = True,
         path: AnySequence | None = None,
+        session: str | None = None,
+        moved_end: int | None = None,
     ) -> ModelPlan:
         namespace, tokens = read(seq)
         policy = EXACT_ONLY if policy is None else policy
         expect(policy, ReusePolicy, "policy")
         keep_last = as_count(keep_last, "keep_last")
         pin = as_flag(pin, "pin")
+        session = as_session(session)
+        if moved_end is not None and as_count(moved_end, "moved_end") > len(tokens):
+            message = f"moved_end is {moved_end}, beyond the {len(tokens)} tokens of the prompt"
+            raise ValueError(message)
         if policy.min_run is not None and policy.min_run < self.min_run:
             message = f"policy.min_run is {policy.min_run}, below the index's {self.min_run}"
             raise ValueError(message)
@@ -142,9 +152,17 @@ class ModelIndex(Removal):
                 raise ValueError(message)
             entries = {own: entry for own, entry in entries.items() if whole[: len(own)] == own}
         cached = Cached(
-            entries, self.block_size, self.min_run, self.moved_runs, self.kinds, path is not None
+            entries,
+            self.block_size,
+            self.min_run,
+            self.moved_runs,
+            self.kinds,
+            path is not None,
+            session,
+            moved_end,
         )
-        origins = draft(cached, tokens, keep_last, policy)
+        self._plans_without_scope += cached.is_without_scope(tokens, keep_last, policy)
+        origins, moved_runs = draft(cached, tokens, keep_last, policy)
         used = [origin.source.entry for origin in origins if origin is not None]
         self._touch(used)
         approximate = [i for i, origin in enumerate(origins) if origin and not origin.exact]
@@ -155,8 +173,12 @@ class ModelIndex(Removal):
             pin,
             first_approximate=approximate[0] if approximate else None,
             hops=[origin.hops if origin else 0 for origin in origins],
+            grade=grade_of(policy, self.kinds) if policy.approximate else None,
+            awaits=policy.repair != "fronts"
+            and policy.recompute_share > 0
+            and any(is_moved(origin) for origin in origins),
         )
-        plan = ModelPlan(self, state, origins)
+        plan = ModelPlan(self, state, origins, moved_runs, moved_end)
         if pin:
             state.pins |= set(plan.blocks.tolist())
             state.source_pins |= copied_from(origins)
@@ -175,6 +197,7 @@ class ModelIndex(Removal):
         start: int = 0,
         source: Source,
         spans: Iterable[Span] = (),
+        session: str | None = None,
     ) -> ModelInsertResult:
         namespace, tokens = read(seq)
         offered = as_integers(blocks, "blocks", self.num_blocks)
@@ -183,6 +206,7 @@ class ModelIndex(Removal):
             message = f"num_computed is {num_computed}, but the sequence has {len(tokens)} tokens"
             raise ValueError(message)
         start = self._start(start, tokens)
+        session = as_session(session)
         kinds, marks = self._spans(spans, tokens)
         size = self.block_size
         first, last = start // size, num_computed // size
@@ -194,6 +218,8 @@ class ModelIndex(Removal):
         self._refuse_blocks_in_use(path, first, offered)
 
         # From here on nothing fails.
+        if plan is not None:
+            plan.used = True
         owned = self._where().keys() | self._out_of_reach()
         before = [self._entries.get(key) for key in path[:first]]
         freed: list[int] = []
@@ -205,12 +231,15 @@ class ModelIndex(Removal):
             for key, block in zip(path[:last], whole, strict=False):
                 exact, hops = self._label(source, plan, len(key[1]), backing)
                 offer = Entry(block, exact, hops, 0, [0] * size, self._stays + 1)
+                offer.grade = self._grade(source, plan, backing)
                 entry = self._decide(key, offer, duplicates, freed)
                 if entry is None:
                     break
                 self._stays += entry is offer
                 backing.append(entry)
         self._touch(backing)
+        if session is not None:
+            _add_session(session, backing, first)
         num_exact = len(exact_run(backing)) * size
         if plan is not None:
             if plan.pinned:
@@ -242,6 +271,9 @@ class ModelIndex(Removal):
         if state.released:
             message = "source is a plan that was released"
             raise StaleHandleError(message)
+        if state.awaits and not state.recomputed:
+            message = "source is a plan whose tokens to compute were not chosen"
+            raise ValueError(message)
         if state.namespace != namespace or tokens[: len(state.tokens)] != state.tokens:
             message = f"the sequence does not start with the {len(state.tokens)} tokens of the plan"
             raise ValueError(message)
@@ -271,6 +303,15 @@ class ModelIndex(Removal):
             hops = max(plan.hops[end - self.block_size : end], default=0)
         return said_exact and all(entry.exact for entry in before), hops
 
+    def _grade(self, source: Source, plan: PlanState | None, before: list[Entry]) -> Grade:
+        """The grade of an offered block, if it is approximate."""
+        if plan is not None and plan.grade is not None:
+            return plan.grade
+        grades = [entry.grade for entry in before if not entry.exact]
+        if isinstance(source, Imported):
+            grades.append(grade_of(source.policy, self.kinds))
+        return meet(grades, self.kinds)
+
     def _decide(
         self, key: Key, offer: Entry, duplicates: list[int], freed: list[int]
     ) -> Entry | None:
@@ -282,13 +323,19 @@ class ModelIndex(Removal):
                 return None
             self._entries[key] = offer
             return offer
-        if present.block == offer.block or out_of_reach:
+        if present.block == offer.block:
             return present
-        better = not present.exact and (offer.exact or offer.hops < present.hops)
-        if not better:
+        no_worse = present.exact or (
+            not offer.exact
+            and present.hops <= offer.hops
+            and present.grade.is_at_least_as_strict_as(offer.grade)
+        )
+        if out_of_reach:
+            return present if no_worse else None
+        if no_worse:
             duplicates.append(offer.block)
             return present
-        offer.tags = present.tags
+        offer.tags, offer.sessions = present.tags, present.sessions
         self._entries[key] = offer
         old = self._left(present.block)
         if old is not None:
@@ -321,11 +368,16 @@ class ModelIndex(Removal):
             live_plans=len(self._plans),
             clock=self._clock,
             unknown_discards=self._unknown_discards,
+            plans_without_scope=self._plans_without_scope,
         )
 
     def digest(self) -> int:
         entries = sorted(
-            (repr(ns), sort_key(key), e.block, e.exact, e.hops, e.last_use, e.mark, tuple(e.tags))
+            (
+                *(repr(ns), sort_key(key), e.block, e.exact, e.hops, e.last_use, e.mark),
+                *(tuple(e.tags), tuple(e.sessions)),
+                () if e.exact else (*e.grade[:-1], sorted(e.grade.kinds)),
+            )
             for (ns, key), e in self._entries.items()
         )
         state = (
@@ -371,3 +423,13 @@ class ModelIndex(Removal):
         if broken:
             message = f"the model is broken: not true that {', '.join(broken)}"
             raise KvTrieError(message)
+
+
+def _add_session(session: str, path: list[Entry], first: int) -> None:
+    """Add a session to the blocks from `first` on, and above them up to the first that has it."""
+    for position, entry in reversed(list(enumerate(path))):
+        if session not in entry.sessions:
+            entry.sessions.append(session)
+            del entry.sessions[:-MAX_MEMBERSHIPS]
+        elif position < first:
+            break

@@ -10,13 +10,22 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtrie import StaleHandleError
-from kvtrie.testing.model._arguments import Int32, Int64, Integers, as_count, as_integers, int32
+from kvtrie.testing.model._arguments import (
+    Int32,
+    Int64,
+    Integers,
+    as_count,
+    as_integers,
+    as_ranges,
+    int32,
+)
 from kvtrie.testing.model._draft import IN_PLACE, Draft, Origin
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from types import TracebackType
 
+    from kvtrie.testing.model._contexts import ModelMovedRun
     from kvtrie.testing.model._store import ModelStore, PlanState
 
 EXACT, APPROXIMATE, COMPUTE = range(3)
@@ -53,13 +62,18 @@ def _likeness(origin: Origin | None) -> tuple[int, bool, int] | None:
     return None if origin is None else (origin.piece, origin.exact, origin.hops)
 
 
-def _segment(start: int, origins: list[Origin | None]) -> tuple[int, ...]:
-    end, first, kinds = start + len(origins), origins[0], 0
-    if first is None:
-        return (start, end, start, 0, COMPUTE, 0, 0)
+def _kinds(origins: list[Origin | None]) -> int:
+    kinds = 0
     for origin in origins:
         if origin is not None:
             kinds |= origin.source.entry.tags[origin.source.offset]
+    return kinds
+
+
+def _segment(start: int, origins: list[Origin | None], kinds: int) -> tuple[int, ...]:
+    end, first = start + len(origins), origins[0]
+    if first is None:
+        return (start, end, start, 0, COMPUTE, 0, 0)
     old = first.source.position
     return (start, end, old, start - old, EXACT if first.exact else APPROXIMATE, first.hops, kinds)
 
@@ -72,23 +86,46 @@ def copied_from(draft: Draft) -> set[int]:
     }
 
 
+def is_moved(origin: Origin | None) -> bool:
+    """Whether a token is copied approximately."""
+    return origin is not None and origin.piece != IN_PLACE and not origin.exact
+
+
 class ModelPlan:
     """`kvtrie.ReusePlan`, made by `ModelIndex.plan`."""
 
-    def __init__(self, index: ModelStore, state: PlanState, draft: Draft) -> None:
+    def __init__(
+        self,
+        index: ModelStore,
+        state: PlanState,
+        draft: Draft,
+        moved_runs: tuple[ModelMovedRun, ...],
+        moved_end: int | None,
+    ) -> None:
+        self.moved_end = moved_end
         self._index = index
         self._state = state
-        self._draft = draft
-        stretches = _stretches(draft)
-        self._segments = np.array(
-            [_segment(start, origins) for start, origins in stretches], dtype=SEGMENT_DTYPE
-        )
-        self._used = [_stays(origins) for _, origins in stretches]
+        self._sources = copied_from(draft)
+        # A part of a segment keeps its kinds.
+        self._kinds = [
+            kinds for _, origins in _stretches(draft) for kinds in [_kinds(origins)] * len(origins)
+        ]
+        self._moved_runs = moved_runs
+        self._set(draft)
         self._in_place = [
             origin.source.entry.block
             for origin in draft[:: index.block_size]
             if origin is not None and origin.piece == IN_PLACE
         ]
+
+    def _set(self, draft: Draft) -> None:
+        self._draft = draft
+        stretches = _stretches(draft)
+        self._segments = np.array(
+            [_segment(start, origins, self._kinds[start]) for start, origins in stretches],
+            dtype=SEGMENT_DTYPE,
+        )
+        self._used = [_stays(origins) for _, origins in stretches]
 
     def __repr__(self) -> str:
         return f"ModelPlan({self._in_place}, {self._segments.tolist()})"
@@ -132,9 +169,13 @@ class ModelPlan:
         return self._segments.copy()
 
     @property
+    def moved_runs(self) -> tuple[ModelMovedRun, ...]:
+        return self._moved_runs
+
+    @property
     def source_blocks(self) -> Int32:
         self._check_live("source_blocks")
-        return int32(sorted(copied_from(self._draft)))
+        return int32(sorted(self._sources))
 
     @property
     def released(self) -> bool:
@@ -190,10 +231,30 @@ class ModelPlan:
             (len(ids) < needed, f"table has {len(ids)} blocks; it needs {needed}"),
             (any(given != own for given, own in front), "table does not start with blocks"),
             (len(set(ids)) < len(ids), "table has a block twice"),
-            (not copied_from(self._draft).isdisjoint(written), "table has a source of the plan"),
+            (not self._sources.isdisjoint(written), "table has a source of the plan"),
         ):
             if wrong:
                 raise ValueError(message)
+
+    def recompute(self, ranges: Iterable[tuple[int, int]]) -> None:
+        given = [(as_count(start, "start"), as_count(end, "end")) for start, end in ranges]
+        self._check_live("recompute")
+        chosen = {
+            token
+            for start, end in as_ranges(given, len(self._draft))
+            for token in range(start, end)
+        }
+        state = self._state
+        late = state.used or state.recomputed
+        if late or not all(is_moved(self._draft[token]) for token in chosen):
+            message = "recompute: a token is not in a moved run, or the plan was used"
+            raise ValueError(message)
+        draft = [None if i in chosen else origin for i, origin in enumerate(self._draft)]
+        self._set(draft)
+        rest = [i for i, origin in enumerate(draft) if origin is not None and not origin.exact]
+        state.first_approximate = rest[0] if rest else None
+        state.hops = [origin.hops if origin else 0 for origin in draft]
+        state.recomputed = True
 
     def validate(self) -> npt.NDArray[np.bool_]:
         state, answers = self._state, []

@@ -53,3 +53,4 @@ class ModelStats:
     live_plans: int
     clock: int
     unknown_discards: int
+    plans_without_scope: int

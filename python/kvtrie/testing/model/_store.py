@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from kvtrie import Namespace
 from kvtrie.testing.model._arguments import Int32, int32
+from kvtrie.testing.model._grades import LAXEST, Grade
 from kvtrie.testing.model._sequences import Tokens
 
 if TYPE_CHECKING:
@@ -27,8 +28,12 @@ class Entry:
     """One bit set per token of the block."""
     stay: int
     """The number of this stay of the block id in the index, which ends when the id leaves."""
+    sessions: list[str] = field(default_factory=list)
+    """The sessions that the block belongs to, the one that came first at the front."""
     mark: int | None = None
     """The call of `mark_dead` that marked it, counted from 1."""
+    grade: Grade = LAXEST
+    """Of no meaning if it is exact."""
 
 
 @dataclass
@@ -47,7 +52,14 @@ class PlanState:
     """Blocks pinned together with all blocks above them."""
     source_pins: set[int] = field(default_factory=set)
     """Blocks pinned alone."""
+    grade: Grade | None = None
+    """The grade of its policy; None if that allows exact KV only."""
     released: bool = False
+    used: bool = False
+    """Whether an insert has used the plan."""
+    awaits: bool = False
+    """Whether `ModelPlan.recompute` must be called before an insert."""
+    recomputed: bool = False
 
 
 def exact_run(entries: Iterable[Entry | None]) -> list[Entry]:
@@ -74,6 +86,7 @@ class ModelStore:
         self._clock = 0
         self._marks = 0
         self._stays = 0
+        self._plans_without_scope = 0
 
     # --- computed from all entries ----------------------------------------------------------------
 

@@ -1,11 +1,16 @@
-//! Adds computed blocks (D1, D2, D3, D12, D14).
+//! Adds computed blocks (D1, D2, D3, D12, D14, P19).
+
+use std::sync::Arc;
 
 use crate::effort::{Effort, Work};
 use crate::error::{Error, Result, invalid};
+use crate::grade::Grade;
 use crate::ids::{BlockId, Depth, NodeIndex, depth};
 use crate::index::RadixIndex;
 use crate::pins::Leaving;
 use crate::plan::ReusePlan;
+use crate::policy::ReusePolicy;
+use crate::session::SessionId;
 use crate::span::Span;
 use crate::storage::blocks::BlockState;
 use crate::storage::forest::{Forest, NewBlocks, Position, Walked};
@@ -14,16 +19,56 @@ use crate::storage::payload::{Label, Payload};
 use crate::tokens::TokenSequence;
 
 /// Says that KV came from elsewhere, and how exact it is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Imported {
     /// Only blocks that end at or before this position are exact.
     pub exact_until: usize,
     /// Hops of the approximate rest.
     pub hops: u16,
+    /// The policy that the approximate rest was built under. `None` if it is not known: then only plans whose policy
+    /// bounds nothing use it ([`ReusePolicy::LAXEST`]).
+    pub policy: Option<Arc<ReusePolicy>>,
+}
+
+impl Imported {
+    /// KV whose approximate rest was built under a policy that is not known.
+    #[must_use]
+    pub const fn new(exact_until: usize, hops: u16) -> Self {
+        Self {
+            exact_until,
+            hops,
+            policy: None,
+        }
+    }
+
+    /// Checks the fields.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) of this call.
+    pub fn check(&self, call: &'static str) -> Result<()> {
+        if self.hops > ReusePolicy::MAX_HOPS {
+            return Err(invalid!(
+                call,
+                "the hops of source are {}; they must be in [0, {}]",
+                self.hops,
+                ReusePolicy::MAX_HOPS
+            ));
+        }
+        let Some(policy) = &self.policy else {
+            return Ok(());
+        };
+        if !policy.approximate {
+            return Err(invalid!(
+                call,
+                "the policy of source has approximate = false; nothing approximate is built under it"
+            ));
+        }
+        policy.check(0, call)
+    }
 }
 
 /// The source of offered KV (D14).
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub enum Source<'a> {
     /// The KV was built by this plan. All blocks from its first approximate token on are approximate.
     Plan(&'a ReusePlan),
@@ -34,7 +79,7 @@ pub enum Source<'a> {
 }
 
 /// Options of an insert.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct InsertOptions<'a> {
     /// Computed tokens; only blocks that end at or before this position are taken.
     pub num_computed: usize,
@@ -44,6 +89,8 @@ pub struct InsertOptions<'a> {
     pub source: Source<'a>,
     /// Tags to add.
     pub spans: &'a [Span],
+    /// The conversation that the sequence belongs to (rule P18).
+    pub session: Option<SessionId>,
 }
 
 impl<'a> InsertOptions<'a> {
@@ -55,6 +102,7 @@ impl<'a> InsertOptions<'a> {
             start: 0,
             source,
             spans: &[],
+            session: None,
         }
     }
 }
@@ -152,6 +200,10 @@ impl RadixIndex {
     /// assert_eq!((again.blocks, again.duplicates), (vec![BlockId(6)], vec![BlockId(4)]));
     /// # Ok::<(), kvtrie_core::Error>(())
     /// ```
+    #[expect(
+        clippy::needless_pass_by_value,
+        reason = "options are made for one call"
+    )]
     pub fn insert(
         &mut self,
         seq: &mut TokenSequence,
@@ -184,6 +236,9 @@ impl RadixIndex {
         self.work.add_walk(work);
         let edges_before = self.forest.num_edges();
         let time = self.next_time();
+        if let Some(lease) = lease {
+            self.pins.note_use(lease);
+        }
         let whole_before = path
             .as_ref()
             .is_some_and(|path| path.present as usize >= first)
@@ -220,6 +275,9 @@ impl RadixIndex {
             crate::failpoints::within("insert: blocks were taken");
             if let Some(end) = end {
                 self.eviction.touch(&mut self.forest, end, time);
+                if let Some(session) = options.session {
+                    self.forest.add_session(end, depth(first), session);
+                }
                 if end.depth as usize >= first {
                     let new = self.forest.num_edges() - edges_before;
                     let walked = work.nodes_visited.saturating_sub(1);
@@ -272,20 +330,21 @@ impl RadixIndex {
         }
         self.check_ids(ids, CALL)?;
         self.tagging.kinds().check(options.spans, seq.len(), CALL)?;
-        if let Source::Imported(imported) = options.source
-            && imported.hops > Label::MAX_HOPS
-        {
-            return Err(invalid!(
-                CALL,
-                "the hops of source are {}; they must be in [0, {}]",
-                imported.hops,
-                Label::MAX_HOPS
-            ));
+        if let Source::Imported(imported) = &options.source {
+            imported.check(CALL)?;
         }
         let Source::Plan(plan) = options.source else {
             return Ok(None);
         };
         let lease = plan.lease_index(self, CALL)?;
+        if let Some(repair) = plan.awaits() {
+            return Err(invalid!(
+                CALL,
+                "source is a plan whose policy has repair {:?}; recompute must be called first, with the tokens that the \
+                 engine chose",
+                repair.name()
+            ));
+        }
         if !seq.starts_with(plan.snapshot()) {
             return Err(invalid!(
                 CALL,
@@ -361,25 +420,33 @@ impl RadixIndex {
         let from = depth(first + offers.same);
         done.blocks.extend_from_slice(&ids[..offers.same]);
         let mut exact = path.as_ref().map_or(0, |path| path.exact).min(from);
-        let mut after_approximate = exact < from;
+        let mut before = None;
         let settled = ids.len().min(offers.on_path);
         if let Some(path) = &path {
+            if exact < from {
+                before = Some(if labels.depends_on_path {
+                    let at = self.forest.normal(Position::at(path.at.node, from));
+                    self.forest.grade_of_path(at, exact)
+                } else {
+                    Grade::STRICTEST
+                });
+            }
             let until = Position::at(path.at.node, depth(first + settled));
             let edges = self.forest.edges_to(self.forest.normal(until), from);
             if self.forest.num_approximate() > 0 && self.pins.leases().len() > 0 {
-                let leaving = self.replaced(&edges, &ids[offers.same..], labels, after_approximate);
+                let leaving = self.replaced(&edges, &ids[offers.same..], labels, before);
                 self.cut_out_all(&leaving);
             }
             'path: for (node, from, to) in edges {
                 for place in from..to {
                     let offer = ids[done.blocks.len()];
-                    let label = labels.label(place, after_approximate);
-                    let Some(now) = self.settle_offer(node, place, offer, label, done) else {
+                    let built = labels.built(place, before);
+                    let Some((id, now)) = self.settle_offer(node, place, offer, built, done) else {
                         break 'path;
                     };
-                    after_approximate |= !now.label.is_exact();
-                    exact += u32::from(!after_approximate);
-                    done.blocks.push(BlockId(now.id));
+                    before = Built::meet(before, now);
+                    exact += u32::from(before.is_none());
+                    done.blocks.push(id);
                 }
             }
         }
@@ -398,14 +465,21 @@ impl RadixIndex {
             return (at, exact);
         }
         let end = reached + depth(new.len());
-        let labels = labels.of_new(reached, end, after_approximate);
-        if !after_approximate {
+        let mut at = at.unwrap_or_else(|| self.forest.root_or_new(seq.namespace()));
+        let grade = labels.grade(before);
+        let is_exact = before.is_none() && labels.exact_until >= end as usize * self.block_size();
+        let labels = if is_exact {
+            Vec::new()
+        } else {
+            let label = self.forest.approximate_label(at.node, 0, grade);
+            labels.of_new(reached, end, before, label.grade())
+        };
+        if before.is_none() {
             let all_exact = labels.iter().position(|label| !label.is_exact());
             exact += depth(all_exact.unwrap_or(new.len()));
         }
         done.blocks.extend_from_slice(new);
 
-        let mut at = at.unwrap_or_else(|| self.forest.root_or_new(seq.namespace()));
         if reached < self.forest.node(at.node).end() {
             at.node = self.split(at.node, reached);
         }
@@ -430,28 +504,25 @@ impl RadixIndex {
         edges: &[(NodeIndex, Depth, Depth)],
         ids: &[BlockId],
         labels: &Labels<'_>,
-        mut after_approximate: bool,
+        mut before: Option<Grade>,
     ) -> Leaving {
         let mut leaving = Leaving::default();
         let places = edges
             .iter()
             .flat_map(|&(node, from, to)| (from..to).map(move |place| (node, place)));
         for ((node, place), &offer) in places.zip(ids) {
-            let outcome = Outcome::of(
-                &self.forest,
-                node,
-                place,
-                offer,
-                labels.label(place, after_approximate),
-            );
-            let replaces = matches!(outcome, Outcome::Replaces(_));
-            if replaces && self.forest.may_be_pinned(node, place) {
+            let built = labels.built(place, before);
+            let outcome = Outcome::of(&self.forest, node, place, offer, built);
+            if outcome == Outcome::Replaces && self.forest.may_be_pinned(node, place) {
                 leaving.add(self.forest.node(node).tree, node, place, place + 1);
             }
-            let Some(now) = outcome.afterwards() else {
-                break;
+            before = match outcome {
+                Outcome::Stays | Outcome::Duplicate => {
+                    Built::meet(before, Built::at(&self.forest, node, place))
+                }
+                Outcome::Fills | Outcome::Replaces => Built::meet(before, built),
+                Outcome::Refused => break,
             };
-            after_approximate |= !now.label.is_exact();
         }
         leaving
     }
@@ -463,35 +534,43 @@ impl RadixIndex {
         node: u32,
         place: Depth,
         offer: BlockId,
-        label: Label,
+        built: Option<Built>,
         done: &mut Inserted,
-    ) -> Option<Payload> {
-        let outcome = Outcome::of(&self.forest, node, place, offer, label);
-        let new = match outcome {
-            Outcome::Replaces(new) => new,
-            Outcome::Fills(new) => {
-                self.fill(node, place, new);
-                return Some(new);
-            }
-            Outcome::Duplicate(now) => {
+    ) -> Option<(BlockId, Option<Built>)> {
+        let outcome = Outcome::of(&self.forest, node, place, offer, built);
+        if outcome == Outcome::Refused {
+            return None;
+        }
+        if matches!(outcome, Outcome::Stays | Outcome::Duplicate) {
+            if outcome == Outcome::Duplicate {
                 done.duplicates.push(offer);
-                return Some(now);
             }
-            Outcome::Stays(_) | Outcome::Refused => return outcome.afterwards(),
-        };
+            let id = self.forest.node(node).id(place, self.block_size());
+            return Some((BlockId(id), Built::at(&self.forest, node, place)));
+        }
+        if outcome == Outcome::Fills {
+            self.fill(node, place, offer, built);
+            return Some((offer, built));
+        }
         let tags = self.forest.tags_of_block(node, place);
+        let sessions = self.forest.sessions_of_block(node, place);
         let (old, condemned) = self.remove_entry(node, place);
         crate::failpoints::within("insert: a block was replaced");
         if !condemned {
             done.freed.push(BlockId(old));
         }
-        self.fill(node, place, new);
+        self.fill(node, place, offer, built);
         self.forest.restore_tags(node, tags);
+        self.forest.restore_sessions(node, place, &sessions);
         self.forest.renew_version(node);
-        Some(new)
+        Some((offer, built))
     }
 
-    fn fill(&mut self, node: u32, place: Depth, new: Payload) {
+    fn fill(&mut self, node: u32, place: Depth, id: BlockId, built: Option<Built>) {
+        let label = built.map_or(Label::EXACT, |built| {
+            self.forest.approximate_label(node, built.hops, built.grade)
+        });
+        let new = Payload { id: id.0, label };
         self.forest.fill(node, place, new);
         self.moved.add(&mut self.forest, node, place, new.id);
     }
@@ -506,46 +585,76 @@ impl RadixIndex {
     }
 }
 
-#[derive(Clone, Copy)]
+/// How approximate KV was built.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Built {
+    hops: u16,
+    grade: Grade,
+}
+
+impl Built {
+    /// How the block at a place was built; `None` if it is exact.
+    fn at(forest: &Forest, node: NodeIndex, place: Depth) -> Option<Self> {
+        let label = forest.node(node).payload(place, forest.block_size()).label;
+        (!label.is_exact()).then(|| Self {
+            hops: label.hops(),
+            grade: forest.grade(node, label),
+        })
+    }
+
+    /// The meet of the grades of the approximate blocks before a place, with one more block; `None` if all are exact.
+    fn meet(before: Option<Grade>, next: Option<Self>) -> Option<Grade> {
+        let Some(next) = next else {
+            return before;
+        };
+        Some(before.map_or(next.grade, |before| before.meet(&next.grade)))
+    }
+
+    /// Whether KV built like `now` may stand in for KV built like `offered` (D2).
+    fn is_no_worse(now: Option<Self>, offered: Option<Self>) -> bool {
+        match (now, offered) {
+            (None, _) => true,
+            (Some(_), None) => false,
+            (Some(now), Some(offered)) => {
+                now.hops <= offered.hops && now.grade.is_at_least_as_strict_as(&offered.grade)
+            }
+        }
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
 enum Outcome {
     /// The entry stays, and the offer is not returned because the caller does not hold it.
-    Stays(Payload),
+    Stays,
     /// The entry stays, and the offer is returned as a duplicate.
-    Duplicate(Payload),
-    Fills(Payload),
-    Replaces(Payload),
-    /// The place is empty, and the offer cannot be taken.
+    Duplicate,
+    Fills,
+    Replaces,
+    /// The offer cannot be taken, and there is no entry that is as good.
     Refused,
 }
 
 impl Outcome {
-    fn of(forest: &Forest, node: NodeIndex, place: Depth, offer: BlockId, label: Label) -> Self {
+    fn of(
+        forest: &Forest,
+        node: NodeIndex,
+        place: Depth,
+        offer: BlockId,
+        built: Option<Built>,
+    ) -> Self {
         let now = forest.node(node).payload(place, forest.block_size());
-        let held = || forest.blocks().state(offer.0) == BlockState::Unknown;
-        let new = Payload { id: offer.0, label };
-        let better = !now.label.is_exact() && (label.is_exact() || label.hops() < now.label.hops());
         if now.id == offer.0 {
-            Self::Stays(now)
-        } else if !held() {
-            if now.is_present() {
-                Self::Stays(now)
-            } else {
-                Self::Refused
-            }
-        } else if !now.is_present() {
-            Self::Fills(new)
-        } else if better {
-            Self::Replaces(new)
-        } else {
-            Self::Duplicate(now)
+            return Self::Stays;
         }
-    }
-
-    fn afterwards(self) -> Option<Payload> {
-        match self {
-            Self::Stays(now) | Self::Duplicate(now) => Some(now),
-            Self::Fills(new) | Self::Replaces(new) => Some(new),
-            Self::Refused => None,
+        let is_held = forest.blocks().state(offer.0) == BlockState::Unknown;
+        let may_stay =
+            now.is_present() && Built::is_no_worse(Built::at(forest, node, place), built);
+        match (may_stay, is_held) {
+            (true, true) => Self::Duplicate,
+            (true, false) => Self::Stays,
+            (false, true) if now.is_present() => Self::Replaces,
+            (false, true) => Self::Fills,
+            (false, false) => Self::Refused,
         }
     }
 }
@@ -564,23 +673,36 @@ struct Labels<'a> {
     block_size: usize,
     /// A block that ends after this position is approximate, whatever is before it.
     exact_until: usize,
-    source: Source<'a>,
+    source: &'a Source<'a>,
+    /// The grade of what the source built.
+    grade: Grade,
+    /// Whether approximate blocks before a new one count for its grade. A plan knows what it built on.
+    depends_on_path: bool,
 }
 
 impl<'a> Labels<'a> {
-    fn of(index: &RadixIndex, options: &InsertOptions<'a>, lease: Option<u32>) -> Self {
-        let exact_until = match options.source {
-            Source::Computed => usize::MAX,
-            Source::Imported(imported) => imported.exact_until,
-            Source::Plan(_) => {
+    fn of(index: &RadixIndex, options: &'a InsertOptions<'a>, lease: Option<u32>) -> Self {
+        let (exact_until, grade) = match &options.source {
+            Source::Computed => (usize::MAX, Grade::STRICTEST),
+            Source::Imported(imported) => {
+                let policy = imported.policy.as_deref();
+                let grade = policy.map_or(Grade::LAXEST, |policy| index.grade_of(policy));
+                (imported.exact_until, grade)
+            }
+            Source::Plan(plan) => {
                 let first = lease.and_then(|lease| index.pins.leases()[lease].first_approximate);
-                first.unwrap_or(usize::MAX)
+                (first.unwrap_or(usize::MAX), plan.grade())
             }
         };
         Self {
             block_size: index.block_size(),
             exact_until,
-            source: options.source,
+            source: &options.source,
+            grade,
+            depends_on_path: match &options.source {
+                Source::Plan(plan) => !plan.policy().approximate,
+                Source::Computed | Source::Imported(_) => true,
+            },
         }
     }
 
@@ -592,25 +714,28 @@ impl<'a> Labels<'a> {
         }
     }
 
-    /// The label of a new block. `after_approximate` says that a block above it is approximate.
-    fn label(&self, place: Depth, after_approximate: bool) -> Label {
-        if (place as usize + 1) * self.block_size > self.exact_until {
-            Label::approximate(self.hops(place))
-        } else if after_approximate {
-            Label::approximate(0)
-        } else {
-            Label::EXACT
-        }
+    /// The grade of a new approximate block, given that of the approximate blocks before it.
+    fn grade(&self, before: Option<Grade>) -> Grade {
+        let before = before.filter(|_| self.depends_on_path);
+        before.map_or(self.grade, |before| self.grade.meet(&before))
     }
 
-    fn of_new(&self, from: Depth, to: Depth, mut after_approximate: bool) -> Vec<Label> {
-        if !after_approximate && to as usize * self.block_size <= self.exact_until {
-            return Vec::new();
-        }
+    /// How a new block was built, given the grade of the approximate blocks before it; `None` if it is exact.
+    fn built(&self, place: Depth, before: Option<Grade>) -> Option<Built> {
+        let is_built = (place as usize + 1) * self.block_size > self.exact_until;
+        (is_built || before.is_some()).then(|| Built {
+            hops: if is_built { self.hops(place) } else { 0 },
+            grade: self.grade(before),
+        })
+    }
+
+    /// The labels of new blocks after which nothing is cached. They all have one grade, whose number is given.
+    fn of_new(&self, from: Depth, to: Depth, before: Option<Grade>, grade: u8) -> Vec<Label> {
+        let mut before = before;
         let next = |place| {
-            let label = self.label(place, after_approximate);
-            after_approximate |= !label.is_exact();
-            label
+            let built = self.built(place, before);
+            before = Built::meet(before, built);
+            built.map_or(Label::EXACT, |built| Label::approximate(built.hops, grade))
         };
         (from..to).map(next).collect()
     }

@@ -5,6 +5,7 @@ use crate::error::Result;
 use crate::eviction::count_revival;
 use crate::ids::{BlockId, Depth, NO_NODE, depth};
 use crate::index::RadixIndex;
+use crate::storage::blocks::BlockState;
 use crate::storage::forest::{Position, Walked};
 use crate::storage::node::Node;
 use crate::tokens::TokenSequence;
@@ -131,6 +132,45 @@ impl RadixIndex {
         Ok(Some(Match {
             num_tokens: found.depth as usize * self.block_size(),
         }))
+    }
+
+    /// The tokens of the whole path down to a block, its own last; `None` if the block is not indexed. They are the
+    /// context that the block's KV was computed in, so far as the index knows it. O(tokens).
+    ///
+    /// # Examples
+    /// ```
+    /// # use std::sync::Arc;
+    /// # use kvtrie_core::*;
+    /// let ns = Arc::new(Namespace::new("m", "bfloat16", "default", None, Salt::Shared)?);
+    /// let mut index = RadixIndex::new(Config { num_blocks: 8, block_size: 2, ..Config::seeded(0) })?;
+    /// let mut seq = TokenSequence::new(ns, vec![1, 2, 3, 4, 5, 6], vec![])?;
+    /// let ids = [BlockId(6), BlockId(0), BlockId(3)];
+    /// index.insert(&mut seq, &ids, InsertOptions::new(6, Source::Computed))?;
+    /// assert_eq!(index.path_tokens(BlockId(0)), Some(vec![1, 2, 3, 4]));
+    /// assert_eq!(index.path_tokens(BlockId(5)), None);
+    /// # Ok::<(), kvtrie_core::Error>(())
+    /// ```
+    #[must_use]
+    pub fn path_tokens(&self, id: BlockId) -> Option<Vec<u32>> {
+        if u64::from(id.0) >= self.config.num_blocks {
+            return None;
+        }
+        let BlockState::Indexed { node, depth } = self.forest.blocks().state(id.0) else {
+            return None;
+        };
+        let block_size = self.block_size();
+        let (mut at, mut end) = (node, depth + 1);
+        let mut tokens = vec![0; end as usize * block_size];
+        loop {
+            let edge = self.forest.node(at);
+            let (from, to) = (edge.depth as usize * block_size, end as usize * block_size);
+            let own = edge.blocks.tokens(block_size).get(..to - from)?;
+            tokens.get_mut(from..to)?.copy_from_slice(own);
+            if edge.depth == 0 {
+                return Some(tokens);
+            }
+            (at, end) = (edge.parent, edge.depth);
+        }
     }
 
     /// Finds the end of the exact prefix of `seq` without its last `keep_last` tokens. If the namespace has no tree,

@@ -3,10 +3,11 @@
 use crate::effort::Effort;
 use crate::error::{Error, Result, invalid};
 use crate::eviction::count_revival;
+use crate::grade::Grade;
 use crate::ids::NO_NODE;
 use crate::index::RadixIndex;
 use crate::pins::Lease;
-use crate::plan::{Cached, CachedPath, Draft, Origin, PlanOptions, ReusePlan};
+use crate::plan::{Cached, CachedPath, Draft, InScope, Origin, PlanOptions, Repaired, ReusePlan};
 use crate::policy::ReusePolicy;
 use crate::storage::node::Node;
 use crate::storage::slab::Handle;
@@ -43,6 +44,7 @@ impl RadixIndex {
         options: PlanOptions,
     ) -> Result<ReusePlan> {
         policy.check(self.config.min_run, "RadixIndex::plan")?;
+        options.check(seq.len(), "RadixIndex::plan")?;
         crate::failpoints::before("RadixIndex::plan")?;
         Ok(self.plan_checked(seq, policy, options))
     }
@@ -55,17 +57,18 @@ impl RadixIndex {
     pub fn pin_in_place(&mut self, seq: &mut TokenSequence, approximate: bool) -> ReusePlan {
         let policy = ReusePolicy {
             approximate,
-            max_hops: ReusePolicy::MAX_HOPS,
             // A longer run than any prompt has, so none is searched for.
             min_run: Some(seq.len().max(self.config.min_run) + 1),
             partial_blocks: false,
-            ..ReusePolicy::EXACT_ONLY
+            ..ReusePolicy::LAXEST
         };
         let options = PlanOptions {
             keep_last: 0,
-            pin: true,
+            ..PlanOptions::default()
         };
-        self.plan_checked(seq, &policy, options)
+        let draft = self.draft(seq, None, (&policy, &Grade::LAXEST), options, Effort::ANY);
+        let built = (&ReusePolicy::LAXEST, Grade::LAXEST);
+        self.settle_on(seq, built, options, draft.unwrap_or_default())
     }
 
     fn plan_checked(
@@ -74,8 +77,14 @@ impl RadixIndex {
         policy: &ReusePolicy,
         options: PlanOptions,
     ) -> ReusePlan {
-        let draft = self.draft(seq, None, policy, options, Effort::ANY);
-        self.settle_on(seq, options, draft.unwrap_or_default())
+        let grade = self.grade_of(policy);
+        let draft = self.draft(seq, None, (policy, &grade), options, Effort::ANY);
+        self.settle_on(seq, (policy, grade), options, draft.unwrap_or_default())
+    }
+
+    /// The grade of a policy, with the kinds that are known now.
+    pub(crate) fn grade_of(&self, policy: &ReusePolicy) -> Grade {
+        Grade::of(policy, self.tagging.kinds().mask(&policy.forbid_kinds))
     }
 
     /// As [`plan`](Self::plan), but uses only KV on the path of the sequence `path`: what one sequence could give to
@@ -111,6 +120,7 @@ impl RadixIndex {
         options: PlanOptions,
     ) -> Result<ReusePlan> {
         policy.check(self.config.min_run, "RadixIndex::plan_from")?;
+        options.check(seq.len(), "RadixIndex::plan_from")?;
         if seq.namespace() != path.namespace() {
             return Err(invalid!(
                 "RadixIndex::plan_from",
@@ -119,8 +129,9 @@ impl RadixIndex {
         }
         crate::failpoints::before("RadixIndex::plan_from")?;
         let path = CachedPath::of(&self.forest, path);
-        let draft = self.draft(seq, Some(&path), policy, options, Effort::ANY);
-        Ok(self.settle_on(seq, options, draft.unwrap_or_default()))
+        let grade = self.grade_of(policy);
+        let draft = self.draft(seq, Some(&path), (policy, &grade), options, Effort::ANY);
+        Ok(self.settle_on(seq, (policy, grade), options, draft.unwrap_or_default()))
     }
 
     /// As [`plan`](Self::plan). Returns `None`, and touches nothing, if following the prompt's own path or searching
@@ -137,12 +148,14 @@ impl RadixIndex {
         effort: Effort,
     ) -> Result<Option<ReusePlan>> {
         policy.check(self.config.min_run, "RadixIndex::plan_within")?;
+        options.check(seq.len(), "RadixIndex::plan_within")?;
         crate::failpoints::before("RadixIndex::plan_within")?;
         if effort != Effort::ANY && self.is_broken_path(seq, options, effort) {
             return Ok(None);
         }
-        let draft = self.draft(seq, None, policy, options, effort);
-        Ok(draft.map(|draft| self.settle_on(seq, options, draft)))
+        let grade = self.grade_of(policy);
+        let draft = self.draft(seq, None, (policy, &grade), options, effort);
+        Ok(draft.map(|draft| self.settle_on(seq, (policy, grade), options, draft)))
     }
 
     /// Whether the prompt's own path takes more than `effort`: holes and approximate blocks are checked one by one, and
@@ -184,10 +197,12 @@ impl RadixIndex {
     fn settle_on(
         &mut self,
         seq: &mut TokenSequence,
+        (policy, grade): (&ReusePolicy, Grade),
         options: PlanOptions,
         draft: Draft,
     ) -> ReusePlan {
         let time = self.next_time();
+        self.work.plans_without_scope += u64::from(draft.is_without_scope);
         if let Some(end) = draft.in_place {
             self.eviction.touch(&mut self.forest, end, time);
         }
@@ -195,13 +210,17 @@ impl RadixIndex {
             .touch_sources(&mut self.forest, &draft.sources, time);
         let lease = self.lease(seq, options.pin, &draft);
         let origin = Origin {
+            policy: policy.clone(),
+            grade,
             index: self.forest.uid(),
             lease,
             block_size: self.block_size(),
             num_blocks: self.config.num_blocks,
             pinned: options.pin,
             number: self.forest.blocks_mut().count_plan(),
+            moved_end: options.moved_end,
             edges: self.known_edges(seq),
+            repair: Repaired::by(policy, &draft, self.block_size()),
         };
         let plan = ReusePlan::new(origin, seq.snapshot(), draft);
         crate::failpoints::within("a lease whose plan is lost");
@@ -209,6 +228,55 @@ impl RadixIndex {
             self.pins.lower_first_approximate(lease.index, at);
         }
         plan
+    }
+
+    /// The plan, with the tokens in `ranges` to compute as well (P20). It has the pins of `plan` and takes its place:
+    /// `plan` is then as a released one. Ranges are positions of the prompt, ascending and disjoint; touching ranges
+    /// are one, empty ones are ignored.
+    ///
+    /// Sources stay pinned, also those that nothing is copied from any more. The first approximate token is the first
+    /// that remains, because tokens before it are computed from exact KV.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if a range is reversed, overlaps the one before, ends
+    /// beyond the prompt, or has a token that is not an approximate token to be copied; if the plan is of another
+    /// index, was the source of an insert, or had its tokens chosen by this call;
+    /// [`StaleHandle`](crate::ErrorKind::StaleHandle) if it was released. Nothing changes then.
+    ///
+    /// # Complexity
+    /// O(segments + ranges).
+    ///
+    /// # Examples
+    /// ```
+    /// # use std::sync::Arc;
+    /// # use kvtrie_core::*;
+    /// let ns = Arc::new(Namespace::new("m", "bfloat16", "default", None, Salt::Shared)?);
+    /// let mut index = RadixIndex::new(Config { num_blocks: 8, block_size: 8, moved_runs: true, ..Config::seeded(0) })?;
+    /// let mut seq = TokenSequence::new(ns.clone(), (0..16).collect(), vec![])?;
+    /// index.insert(&mut seq, &[BlockId(6), BlockId(0)], InsertOptions::new(16, Source::Computed))?;
+    /// let mut prompt = TokenSequence::new(ns, [99].into_iter().chain(0..16).chain([98]).collect(), vec![])?;
+    /// let policy = ReusePolicy { approximate: true, scope: Scope::Namespace, ..ReusePolicy::EXACT_ONLY };
+    /// let plan = index.plan(&mut prompt, &policy, PlanOptions::default())?;
+    /// assert_eq!(plan.num_tokens(Class::Approximate), 16);
+    /// let plan = index.recompute(&plan, &[(3, 5)])?;
+    /// let ranges: Vec<_> = plan.segments().iter().map(|segment| (segment.start, segment.end)).collect();
+    /// assert_eq!(ranges, [(0, 1), (1, 3), (3, 5), (5, 17), (17, 18)]);
+    /// index.release(&plan)?;
+    /// # Ok::<(), kvtrie_core::Error>(())
+    /// ```
+    pub fn recompute(&mut self, plan: &ReusePlan, ranges: &[(usize, usize)]) -> Result<ReusePlan> {
+        const CALL: &str = "RadixIndex::recompute";
+        let lease = plan.lease_index(self, CALL)?;
+        if self.pins.leases()[lease].is_used {
+            return Err(invalid!(
+                CALL,
+                "the plan was the source of an insert; its tokens to compute must be chosen before"
+            ));
+        }
+        let mut plan = plan.recomputed(ranges, CALL)?;
+        crate::failpoints::before(CALL)?;
+        plan.set_lease(self.pins.renew(lease, plan.first_approximate()));
+        Ok(plan)
     }
 
     /// Releases the plan and its pins. Condemned blocks that no other plan pins wait for
@@ -290,12 +358,13 @@ impl RadixIndex {
         self.bound_holes();
     }
 
-    /// Drafts a plan, from the blocks of `path` alone if one is given. Returns `None` if this takes more than `effort`.
+    /// Drafts a plan, from the blocks of `path` alone if one is given, with approximate blocks at least as strict as the
+    /// grade. Returns `None` if this takes more than `effort`.
     pub(crate) fn draft(
         &mut self,
         seq: &mut TokenSequence,
         path: Option<&CachedPath>,
-        policy: &ReusePolicy,
+        (policy, asked): (&ReusePolicy, &Grade),
         options: PlanOptions,
         effort: Effort,
     ) -> Option<Draft> {
@@ -309,14 +378,21 @@ impl RadixIndex {
         }
         let ids = self.forest.remembered_ids(seq, end);
         let len = seq.len().saturating_sub(options.keep_last);
+        let scope = if policy.approximate && path.is_none() {
+            InScope::of_policy(&self.forest, seq, options.session, policy, self.config.seed)
+        } else {
+            None
+        };
         let cached = Cached {
             forest: &self.forest,
             windows: self.moved.windows(),
             tagging: &self.tagging,
             config: &self.config,
             path,
+            scope: scope.as_deref(),
+            moved_end: options.moved_end.unwrap_or(usize::MAX),
         };
-        let draft = Draft::new(&cached, seq, policy, len, (end, &ids), effort);
+        let draft = Draft::new(&cached, seq, (policy, asked), len, (end, &ids), effort);
         self.work.search_looks += draft.as_ref().map_or(0, |draft| draft.looks);
         draft
     }

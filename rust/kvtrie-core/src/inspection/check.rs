@@ -36,6 +36,8 @@ struct Totals {
     indexed: u64,
     holes: u64,
     approximate: u64,
+    /// Number of approximate blocks of the tree by the number of their grade.
+    grades: BTreeMap<u8, u64>,
     protected: u64,
     dead: u64,
     queued: BTreeMap<(u64, Depth), NodeIndex>,
@@ -91,6 +93,15 @@ impl Checker<'_> {
             })?;
             let before = totals.dead;
             self.check_tree(tree, state.root, &pins, &mut totals)?;
+            let grades = std::mem::take(&mut totals.grades);
+            let known: BTreeMap<u8, u64> = state
+                .grades
+                .iter()
+                .map(|(number, _, blocks)| (number, blocks))
+                .collect();
+            must(grades == known, || {
+                format!("tree {tree} has blocks of the grades {grades:?}, not {known:?}")
+            })?;
             must(totals.dead - before == state.num_dead, || {
                 format!("tree {tree} has {} dead blocks", totals.dead - before)
             })?;
@@ -388,7 +399,10 @@ impl Checker<'_> {
                 holes += 1;
                 continue;
             }
-            approximate += u32::from(!payload.label.is_exact());
+            if !payload.label.is_exact() {
+                approximate += 1;
+                *totals.grades.entry(payload.label.grade()).or_default() += 1;
+            }
             let place = self.forest.blocks().state(payload.id);
             must(place == BlockState::Indexed { node: at, depth }, || {
                 format!(
@@ -439,10 +453,17 @@ impl Checker<'_> {
                 .filter(|&depth| !node.payload(depth, block_size).is_present())
             {
                 let tags = self.forest.tags_of_block(at, depth);
-                must(tags.is_empty(), || {
-                    format!("the hole at depth {depth} of edge {at} has tags")
+                must(tags.is_empty() && node.sessions(depth).is_empty(), || {
+                    format!("the hole at depth {depth} of edge {at} has tags or sessions")
                 })?;
             }
+            let sessions = extras.sessions.runs();
+            must(
+                sessions
+                    .iter()
+                    .all(|run| node.depth <= run.from && run.to <= node.end()),
+                || format!("edge {at} has sessions outside its blocks"),
+            )?;
             must(
                 extras
                     .source_uses

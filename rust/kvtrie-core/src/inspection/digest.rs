@@ -8,8 +8,8 @@ use crate::storage::blocks::BlockState;
 use crate::storage::forest::Forest;
 
 impl RadixIndex {
-    /// A digest of the logical state: every entry with its tokens, block, label, tags, mark and last use; pins;
-    /// condemned and waiting blocks (these in order); the clock and the kinds. It does not depend on seeds or on the
+    /// A digest of the logical state: every entry with its tokens, block, label, grade, tags, sessions, mark and last
+    /// use; pins; condemned and waiting blocks (these in order); the clock and the kinds. It does not depend on seeds or on the
     /// order of splits.
     #[must_use]
     pub fn digest(&self) -> u64 {
@@ -73,6 +73,9 @@ fn digest_tree(forest: &Forest, root: u32, namespace: u64, marks: &BTreeMap<u64,
                 payload.label.hops(),
             )
                 .hash(&mut entry);
+            if !payload.label.is_exact() {
+                forest.grade(node, payload.label).hash(&mut entry);
+            }
             if payload.is_present() {
                 edge.last_use(depth).max(latest_below[at]).hash(&mut entry);
                 let dead = edge.extras().and_then(|extras| extras.dead.as_ref());
@@ -82,6 +85,10 @@ fn digest_tree(forest: &Forest, root: u32, namespace: u64, marks: &BTreeMap<u64,
                 }
                 for run in forest.tags_of_block(node, depth) {
                     (run.start, run.end, run.mask).hash(&mut entry);
+                }
+                let sessions = edge.sessions(depth);
+                if !sessions.is_empty() {
+                    sessions.hash(&mut entry);
                 }
             }
             sum = sum.wrapping_add(entry.finish());

@@ -9,7 +9,8 @@ use crate::ids::{Depth, NO_NODE, NodeIndex, depth};
 use crate::index::RadixIndex;
 use crate::namespace::Namespace;
 use crate::plan::{Class, PlanOptions};
-use crate::policy::ReusePolicy;
+use crate::policy::{ReusePolicy, Scope};
+use crate::session::SessionId;
 use crate::storage::forest::Position;
 use crate::storage::gone::Note;
 use crate::storage::node::Node;
@@ -31,6 +32,9 @@ pub enum Reason {
     NotCached,
     /// The same tokens are cached there, but their KV is approximate.
     ApproximateOnly,
+    /// The same tokens are cached there, but their KV is approximate and was built under a policy that is not as strict
+    /// as the one asked about.
+    LaxerPolicy,
     /// More of the prompt is cached under another namespace of the same salt.
     OtherNamespace,
 }
@@ -45,6 +49,7 @@ impl Reason {
             Self::Evicted => "evicted",
             Self::NotCached => "not_cached",
             Self::ApproximateOnly => "approximate_only",
+            Self::LaxerPolicy => "laxer_policy",
             Self::OtherNamespace => "other_namespace",
         }
     }
@@ -59,6 +64,10 @@ pub struct ExplainOptions {
     pub context: usize,
     /// Tokens at the end that the plan always computes.
     pub keep_last: usize,
+    /// The conversation that the prompt belongs to, as in [`PlanOptions`].
+    pub session: Option<SessionId>,
+    /// Where the last message begins, as in [`PlanOptions`].
+    pub moved_end: Option<usize>,
 }
 
 impl Default for ExplainOptions {
@@ -70,6 +79,8 @@ impl Default for ExplainOptions {
             },
             context: 8,
             keep_last: 1,
+            session: None,
+            moved_end: None,
         }
     }
 }
@@ -103,6 +114,8 @@ pub struct WouldSave {
     pub approximate: usize,
     /// To be computed.
     pub compute: usize,
+    /// Tokens to be computed that are out of scope: a plan with [`Scope::Namespace`] would reuse them approximately.
+    pub out_of_scope: usize,
 }
 
 /// Why an exact match ended where it did. `to_string` gives it in English.
@@ -127,6 +140,9 @@ pub struct Explanation {
     pub kinds_before: Vec<String>,
     /// Another namespace with more of the prompt.
     pub other_namespace: Option<NamespaceDifference>,
+    /// Fields in which the policy that the KV was built under is laxer. Empty unless the reason is
+    /// [`Reason::LaxerPolicy`].
+    pub laxer_in: Vec<&'static str>,
     /// What a plan would find.
     pub would_save: WouldSave,
 }
@@ -177,7 +193,14 @@ impl RadixIndex {
         options
             .policy
             .check(self.config().min_run, "RadixIndex::explain")?;
-        let would_save = self.would_save(seq, options);
+        let plan = PlanOptions {
+            keep_last: options.keep_last,
+            pin: false,
+            session: options.session,
+            moved_end: options.moved_end,
+        };
+        plan.check(seq.len(), "RadixIndex::explain")?;
+        let would_save = self.would_save(seq, &options.policy, plan);
         let at = self.exact_prefix(seq, 0, Effort::ANY);
         let at = at.filter(|at| at.node != NO_NODE);
         let block_size = self.forest().block_size();
@@ -201,6 +224,19 @@ impl RadixIndex {
         } else {
             Reason::NotCached
         };
+        let laxer_in = neighbour
+            .filter(|_| reason == Reason::ApproximateOnly && options.policy.approximate)
+            .map_or(Vec::new(), |neighbour| {
+                let node = self.forest().node(neighbour.node);
+                let label = node.payload(reached, block_size).label;
+                let built = self.forest().grade(neighbour.node, label);
+                built.laxer_in(&self.grade_of(&options.policy))
+            });
+        let reason = if laxer_in.is_empty() {
+            reason
+        } else {
+            Reason::LaxerPolicy
+        };
         let shared = neighbour.filter(|_| reason == Reason::Diverged);
         let position = num_exact + shared.map_or(0, |neighbour| neighbour.shared);
         let kinds = |token: usize| {
@@ -223,16 +259,37 @@ impl RadixIndex {
             kinds: neighbour.map_or(Vec::new(), |_| kinds(position)),
             kinds_before: position.checked_sub(1).map_or(Vec::new(), kinds),
             other_namespace,
+            laxer_in,
             would_save,
         })
     }
 
-    fn would_save(&mut self, seq: &mut TokenSequence, options: &ExplainOptions) -> WouldSave {
-        let plan = PlanOptions {
-            keep_last: options.keep_last,
-            pin: false,
-        };
-        let draft = self.draft(seq, None, &options.policy, plan, Effort::ANY);
+    fn would_save(
+        &mut self,
+        seq: &mut TokenSequence,
+        policy: &ReusePolicy,
+        plan: PlanOptions,
+    ) -> WouldSave {
+        let mut save = self.would_save_in(seq, policy, plan);
+        if policy.approximate && policy.scope == Scope::Conversation {
+            let everywhere = ReusePolicy {
+                scope: Scope::Namespace,
+                ..policy.clone()
+            };
+            let more = self.would_save_in(seq, &everywhere, plan);
+            save.out_of_scope = save.compute.saturating_sub(more.compute);
+        }
+        save
+    }
+
+    fn would_save_in(
+        &mut self,
+        seq: &mut TokenSequence,
+        policy: &ReusePolicy,
+        plan: PlanOptions,
+    ) -> WouldSave {
+        let asked = (policy, &self.grade_of(policy));
+        let draft = self.draft(seq, None, asked, plan, Effort::ANY);
         let segments = draft.unwrap_or_default().segments;
         let tokens = |class| {
             let of_class = segments.iter().filter(|segment| segment.class == class);
@@ -242,6 +299,7 @@ impl RadixIndex {
             exact: tokens(Class::Exact),
             approximate: tokens(Class::Approximate),
             compute: tokens(Class::Compute),
+            out_of_scope: 0,
         }
     }
 
@@ -432,6 +490,13 @@ impl fmt::Display for Explanation {
                 "From position {position} on the same tokens are cached, {:?}, but their KV is approximate.",
                 &self.context.theirs[split..]
             )?,
+            Reason::LaxerPolicy => write!(
+                f,
+                "From position {position} on the same tokens are cached, {:?}, but their KV was built under a policy \
+                 that is laxer in {}.",
+                &self.context.theirs[split..],
+                listed(&self.laxer_in)
+            )?,
             Reason::OtherNamespace => {
                 write!(f, "It goes on in another namespace of the same salt.")?;
             }
@@ -460,10 +525,18 @@ impl fmt::Display for Explanation {
             exact,
             approximate,
             compute,
+            out_of_scope,
         } = self.would_save;
         write!(
             f,
             " A plan would take {exact} tokens exactly and {approximate} approximately, and leave {compute} to compute."
-        )
+        )?;
+        if out_of_scope > 0 {
+            write!(
+                f,
+                " Of these, {out_of_scope} are cached, but out of scope: neither in a block of the session, nor after the same first blocks."
+            )?;
+        }
+        Ok(())
     }
 }

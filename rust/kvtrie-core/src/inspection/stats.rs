@@ -42,6 +42,9 @@ pub struct Stats {
     pub bytes_compared: u64,
     /// Looks of the searches for moved runs since the index was made or restored. Rule P16 bounds them per plan.
     pub search_looks: u64,
+    /// Plans since the index was made or restored for which no moved run was looked for, because they had no session,
+    /// and no cached path begins as their prompt does (rule P18).
+    pub plans_without_scope: u64,
     /// Heap bytes, by capacity, without the allocator's overhead.
     pub bytes: u64,
 }
@@ -77,6 +80,7 @@ impl RadixIndex {
             nodes_visited: work.nodes_visited,
             bytes_compared: work.bytes_compared,
             search_looks: work.search_looks,
+            plans_without_scope: work.plans_without_scope,
             bytes: self.heap_bytes() as u64,
         }
     }

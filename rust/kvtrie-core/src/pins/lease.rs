@@ -29,6 +29,8 @@ pub(crate) struct Lease {
     pub(crate) pinned: bool,
     /// Set when the namespace is dropped or the index reset: inserts with this plan take nothing.
     pub(crate) over: bool,
+    /// Whether an insert has used the plan.
+    pub(crate) is_used: bool,
     /// Usually one whole path. There are several after a fork, or after blocks have left.
     pub(crate) paths: SmallVec<[Stretch; 2]>,
     pub(crate) sources: SmallVec<[Stretch; 2]>,
@@ -43,6 +45,7 @@ impl Lease {
             namespace,
             pinned,
             over: false,
+            is_used: false,
             paths: SmallVec::new(),
             sources: SmallVec::new(),
             kept: None,

@@ -69,6 +69,16 @@ impl Pins {
         *known = Some(known.map_or(at, |known| known.min(at)));
     }
 
+    /// Renews the handle of a lease, for a plan that has another first approximate token.
+    pub(crate) fn renew(&mut self, lease: u32, first_approximate: Option<usize>) -> Handle {
+        self.leases[lease].first_approximate = first_approximate;
+        self.leases.renew(lease)
+    }
+
+    pub(crate) fn note_use(&mut self, lease: u32) {
+        self.leases[lease].is_used = true;
+    }
+
     /// Ends the right to insert of some leases: from now on their inserts take nothing.
     pub(crate) fn finish(&mut self, which: impl Fn(&Lease) -> bool) {
         for (_, lease) in self.leases.iter_mut() {

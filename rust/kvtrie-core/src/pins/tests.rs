@@ -95,7 +95,7 @@ impl Bench {
             Step::Plan { tokens } => {
                 let options = PlanOptions {
                     keep_last: 0,
-                    pin: true,
+                    ..PlanOptions::default()
                 };
                 let policy = ReusePolicy {
                     partial_blocks: false,
@@ -348,7 +348,7 @@ fn a_dead_block_above_a_pinned_source_may_go_and_no_other() {
     index.insert(&mut seq, &ids, options).unwrap();
     let options = PlanOptions {
         keep_last: 0,
-        pin: true,
+        ..PlanOptions::default()
     };
     let plan = index
         .plan(&mut sequence(&[9]), &ReusePolicy::EXACT_ONLY, options)

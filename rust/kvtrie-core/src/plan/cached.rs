@@ -3,6 +3,7 @@
 use crate::config::Config;
 use crate::moved::Windows;
 use crate::plan::path::CachedPath;
+use crate::plan::scope::InScope;
 use crate::storage::forest::Forest;
 use crate::tagging::Tagging;
 
@@ -15,4 +16,8 @@ pub(crate) struct Cached<'a> {
     pub(crate) config: &'a Config,
     /// If set, only blocks of this path may be used.
     pub(crate) path: Option<&'a CachedPath>,
+    /// If set, moved runs come only from blocks in this scope.
+    pub(crate) scope: Option<&'a InScope<'a>>,
+    /// Moved runs supply no token of the prompt at or after this position.
+    pub(crate) moved_end: usize,
 }

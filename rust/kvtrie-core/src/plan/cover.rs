@@ -1,4 +1,5 @@
-//! Chooses the cached runs that cover the rest of a prompt: from left to right, always the run that reaches furthest.
+//! Chooses the cached runs that cover the rest of a prompt, from left to right (rule P5 in `docs/design.md`): first a run
+//! that continues in order, then the one that reaches furthest.
 
 use std::cell::OnceCell;
 use std::cmp::Reverse;
@@ -13,6 +14,7 @@ use crate::ids::{Depth, NodeIndex};
 use crate::moved::WINDOW;
 use crate::plan::budget::Budget;
 use crate::plan::reach::{Follower, Piece, Pieces};
+use crate::plan::scope::InScope;
 use crate::plan::search::{Candidate, Hit, Search};
 use crate::plan::usable::{Kinship, Usable};
 use crate::storage::forest::Position;
@@ -31,6 +33,9 @@ pub(super) struct Run {
     pub(super) kinship: Kinship,
     pub(super) path: Pieces,
     hops: u16,
+    /// Whether it continues in order where it may be chosen: at its start, or at the first uncovered token if that is
+    /// later.
+    in_order: bool,
 }
 
 impl Run {
@@ -61,6 +66,7 @@ impl Run {
             kinship: Kinship::Own,
             path,
             hops: 0,
+            in_order: true,
         }
     }
 
@@ -68,7 +74,14 @@ impl Run {
     fn outdoes(&self, other: &Self) -> bool {
         let is_nearer =
             self.hops <= 1 && other.kinship == Kinship::Moved && self.distance() < other.distance();
-        self.start <= other.start && (self.end > other.end || self.end == other.end && is_nearer)
+        (self.in_order || !other.in_order)
+            && self.start <= other.start
+            && (self.end > other.end || self.end == other.end && is_nearer)
+    }
+
+    /// The edge of the last token, and one past its position.
+    fn last_slot(&self) -> Option<(NodeIndex, usize)> {
+        self.path.last().map(|piece| (piece.node, piece.end))
     }
 
     fn tail(mut self, from: usize) -> Self {
@@ -95,6 +108,11 @@ pub(super) struct Cover<'a> {
     pub(super) own: OwnPath,
     /// Edges of the own path, as (node, first depth, end). Computed on first use.
     own_edges: OnceCell<Vec<(NodeIndex, Depth, Depth)>>,
+    /// The slot that the previous piece, or what is in place, ended at: its edge, and one past its position. A run
+    /// continues in order if its path has this slot and its own slot is after it.
+    previous: (NodeIndex, usize),
+    /// Whether `previous` changed since the later runs were compared with it.
+    moved_on: bool,
     pub(super) search: Option<Search<'a>>,
     pub(super) min_run: usize,
     /// The best known run that contains the first uncovered token.
@@ -123,7 +141,11 @@ impl<'a> Cover<'a> {
         min_run: usize,
         seed: u64,
     ) -> Self {
+        let in_place = own.in_place;
+        let block_size = follower.forest.block_size();
         Self {
+            previous: (in_place.node, in_place.depth as usize * block_size),
+            moved_on: false,
             follower,
             own,
             own_edges: OnceCell::new(),
@@ -169,9 +191,13 @@ impl<'a> Cover<'a> {
             if let Some(run) = self.best.take() {
                 let end = run.end;
                 let start = run.start.max(self.floor);
-                if run.kinship == Kinship::Moved {
-                    self.budget.earn(end - start);
+                match run.kinship {
+                    Kinship::Moved => self.budget.earn(end - start),
+                    // It may be shorter than a stride, so that windows after it have been tried.
+                    Kinship::Own => self.tried = self.tried.min(end),
                 }
+                self.previous = run.last_slot().unwrap_or(self.previous);
+                self.moved_on = true;
                 runs.push(run.tail(start));
                 at = end;
                 self.floor = end;
@@ -187,10 +213,18 @@ impl<'a> Cover<'a> {
 
     /// Chooses the best known run that contains the token `at`, and drops known runs that end before it.
     fn settle(&mut self, at: usize) {
-        for run in std::mem::take(&mut self.later) {
+        let moved_on = std::mem::take(&mut self.moved_on);
+        for mut run in std::mem::take(&mut self.later) {
+            let start = run.start.max(self.floor);
+            if run.end < start + self.min_run {
+                continue;
+            }
+            if moved_on {
+                run.in_order = self.is_in_order(&run, start, at);
+            }
             if run.start > at {
                 self.later.push(run);
-            } else if run.end > at {
+            } else {
                 self.improve(run, at);
             }
         }
@@ -235,20 +269,9 @@ impl<'a> Cover<'a> {
             self.pass_over(at, resumes, stride);
             return;
         }
-        // A run of min_run tokens has a kept window in any stride of its tokens. If it continues for a stride from
-        // `at`, it has one here.
+        // A run with min_run tokens from `at` on has a kept window in any stride of them.
         let until = at.saturating_add(stride);
         self.try_windows(search, at.max(self.tried)..until, at);
-        // Otherwise it has one before `at`, but then it reaches less far than a run that continues.
-        let min_run = search.min_run();
-        if self
-            .best
-            .as_ref()
-            .is_none_or(|best| best.end - at < min_run)
-        {
-            let from = self.tried.max((at + 1).saturating_sub(min_run));
-            self.try_windows(search, from..at, at);
-        }
         self.tried = self.tried.max(until);
     }
 
@@ -264,7 +287,7 @@ impl<'a> Cover<'a> {
             resumes
         };
         let from = self.tried.max(at);
-        let until = until.min(self.follower.prompt.tokens.len()).max(from);
+        let until = until.min(self.follower.moved_len).max(from);
         self.skipped += (until - from) as u64;
         self.tried = until;
     }
@@ -308,6 +331,7 @@ impl<'a> Cover<'a> {
         let before = search.num_places();
         let places = search.places(hit);
         self.budget.spend(search.num_places() - before);
+        self.spend_on_scope();
         Some((hit.start + WINDOW - 1, places))
     }
 
@@ -325,8 +349,10 @@ impl<'a> Cover<'a> {
         for (last, places) in tried.drain(..) {
             for place in places.filter(|&place| Some((last, place)) != first) {
                 let place = search.place(place);
-                let end = self.best.as_ref().map_or(at + 1, |best| best.end);
-                if place.room() < end.saturating_sub(last) {
+                if let Some(best) = &self.best
+                    && best.in_order
+                    && place.room() < best.end.saturating_sub(last)
+                {
                     // The other places of this window have no room to reach as far.
                     break;
                 }
@@ -345,7 +371,7 @@ impl<'a> Cover<'a> {
         search: &Search<'_>,
         tried: &[(usize, Range<usize>)],
     ) -> Option<(usize, usize)> {
-        let len = self.follower.prompt.tokens.len();
+        let len = self.follower.moved_len;
         let mut found = None;
         let mut best = (0, Reverse(usize::MAX));
         for (last, places) in tried {
@@ -367,9 +393,13 @@ impl<'a> Cover<'a> {
 
     /// Follows a place that may have the prompt's token `last`, if it may improve the cover at the token `at` or later.
     fn try_place(&mut self, search: &Search<'a>, place: Candidate<'_>, last: usize, at: usize) {
-        let prompt = self.follower.prompt.tokens;
+        let prompt = self.follower.wanted(Kinship::Moved).tokens;
         self.budget.spend(1);
-        if !self.may_be_of_use(&place, last, at)
+        let rival = self.rival(&place, last);
+        let same = self.best.is_some().then_some(at);
+        let is_better = rival.is_none_or(|rival| self.may_be_better(rival, &place, last, same));
+        let rival = rival.map(|rival| (rival.start.max(at), rival.end, rival.in_order));
+        if !is_better && rival.is_some_and(|(.., is_in_order)| is_in_order)
             || self.is_too_short(&place, last)
             || !place.may_be_run(prompt, last, at, self.min_run)
         {
@@ -379,15 +409,17 @@ impl<'a> Cover<'a> {
         if known.any(|run| run.meets(last, &place)) || last == place.last && self.is_own(&place) {
             return;
         }
+        let Some(covered) = self.least(&place, last, at, rival, is_better) else {
+            return;
+        };
         let mut path = Pieces::new();
-        let covered = self.best.as_ref().map_or(at + 1, |best| best.end);
-        let min_run = self.min_run.min(search.min_run());
+        let (min_run, floor) = (self.min_run.min(search.min_run()), self.floor);
         let follower = &self.follower;
         let least = || {
-            // The run must have min_run tokens, and it starts here at the earliest ...
-            let first = (last + 1).saturating_sub(min_run);
+            // The run must have min_run tokens that are not covered, and it starts here at the earliest ...
+            let first = (last + 1).saturating_sub(min_run).max(floor);
             let start = follower.up(place.node, place.last, last, first, &mut Pieces::new());
-            // ... and it must reach further than the best known run.
+            // ... and it must reach further than the best known run that it has to outdo.
             covered.max(start + min_run)
         };
         let done = follower.down(
@@ -402,16 +434,21 @@ impl<'a> Cover<'a> {
         self.budget.spend(done.looks);
         let end = done.end;
         if path.is_empty() || end < covered {
+            self.spend_on_scope();
             return;
         }
-        let enough = self.floor.min(end.saturating_sub(self.min_run));
-        let follower = &self.follower;
-        let start = follower.up(place.node, place.last, last, enough, &mut path);
+        let start = follower.up(place.node, place.last, last, floor, &mut path);
+        self.spend_on_scope();
         if end - start >= self.min_run {
             self.add(start, Kinship::Moved, path, at);
         } else if end - start >= search.min_run() {
             self.remember_short(start, &path);
         }
+    }
+
+    fn spend_on_scope(&mut self) {
+        let looks = self.follower.scope.map_or(0, InScope::take_looks);
+        self.budget.spend(looks);
     }
 
     /// Whether the run through this place is known to be shorter than the policy's `min_run`.
@@ -444,6 +481,9 @@ impl<'a> Cover<'a> {
             ..Run::own(start, path)
         };
         run.hops = self.hops(&run, start);
+        if kinship == Kinship::Moved {
+            run.in_order = self.is_in_order(&run, start.max(at), at);
+        }
         if start <= at {
             self.improve(run, at);
         } else if kinship == Kinship::Own {
@@ -463,23 +503,75 @@ impl<'a> Cover<'a> {
         known.any(|known| known.outdoes(run))
     }
 
-    /// Whether a run through `place` and the prompt's token `last` may be better than the known ones.
-    fn may_be_of_use(&self, place: &Candidate<'_>, last: usize, at: usize) -> bool {
-        if let Some(best) = &self.best {
-            return self.may_be_better(best, place, last, Some(at));
-        }
+    /// The run that one through `place` and the prompt's token `last` is compared with: the best known one, or else the
+    /// first later one if this one cannot begin before it.
+    fn rival(&self, place: &Candidate<'_>, last: usize) -> Option<&Run> {
         let prompt = self.follower.prompt.tokens;
-        self.first_later().is_none_or(|first| {
-            let token = first.start.checked_sub(1).map(|before| prompt[before]);
-            let begins_within = last.checked_sub(first.start);
-            let begins_within =
-                begins_within.is_some_and(|back| place.begins_within(back + 1, token));
-            !begins_within || self.may_be_better(first, place, last, None)
+        self.best.as_ref().or_else(|| {
+            self.first_later().filter(|first| {
+                let token = first.start.checked_sub(1).map(|before| prompt[before]);
+                let begins_within = last.checked_sub(first.start);
+                begins_within.is_some_and(|back| place.begins_within(back + 1, token))
+            })
         })
     }
 
-    /// Whether such a run may be better than `known`: at the token `at`, which both contain, or at any token. It
-    /// examines one edge only.
+    /// The end that a run through `place` must reach to be better than its rival, which is given as the token at which
+    /// they are compared, its end, and whether it continues in order. `is_better` says whether the run may be better if
+    /// both continue in order, or neither. `None` if it cannot be better.
+    fn least(
+        &mut self,
+        place: &Candidate<'_>,
+        last: usize,
+        at: usize,
+        rival: Option<(usize, usize, bool)>,
+        is_better: bool,
+    ) -> Option<usize> {
+        let is_later = self.best.is_none();
+        let (start, end, rival_goes_on) = rival.unwrap_or((at, at, false));
+        if is_later && is_better && !rival_goes_on {
+            return Some(at + 1);
+        }
+        let source = (place.last + start).checked_sub(last)?;
+        match (self.goes_on(place.node, source, at), rival_goes_on) {
+            (false, true) => None,
+            (true, false) => Some(at + 1),
+            _ => is_better.then_some(if is_later { at + 1 } else { end }),
+        }
+    }
+
+    /// Whether the token `from` of a run continues in order.
+    fn is_in_order(&mut self, run: &Run, from: usize, at: usize) -> bool {
+        let source = run.source(from);
+        let piece = run.path.iter().find(|piece| piece.end > source);
+        piece.is_some_and(|piece| self.goes_on(piece.node, source, at))
+    }
+
+    /// Whether the slot `source` of an edge is after the previous one on a path that has both. Each edge between them is
+    /// a look. If none is left, this counts as a place that was not tried.
+    fn goes_on(&mut self, mut node: NodeIndex, source: usize, at: usize) -> bool {
+        let (previous, end) = self.previous;
+        if source < end {
+            return false;
+        }
+        let forest = self.follower.forest;
+        while end > 0 && node != previous {
+            let edge = forest.node(node);
+            if (edge.depth as usize * forest.block_size()) < end {
+                return false;
+            }
+            if self.budget.is_spent(at, self.found(at)) {
+                self.skipped += 1;
+                return false;
+            }
+            self.budget.spend(1);
+            node = edge.parent;
+        }
+        true
+    }
+
+    /// Whether a run through `place` and the prompt's token `last` may be better than `known`, if both continue in order
+    /// or neither: at the token `at`, which both contain, or at any token. It examines one edge only.
     fn may_be_better(
         &self,
         known: &Run,
@@ -487,7 +579,11 @@ impl<'a> Cover<'a> {
         last: usize,
         at: Option<usize>,
     ) -> bool {
-        let prompt = self.follower.prompt.tokens;
+        let prompt = self.follower.wanted(Kinship::Moved).tokens;
+        if known.end > prompt.len() {
+            // A moved run does not reach as far.
+            return false;
+        }
         let Some(ahead) = known.end.checked_sub(last) else {
             return true;
         };
@@ -572,13 +668,14 @@ impl<'a> Cover<'a> {
         edges.max().unwrap_or(base)
     }
 
-    /// Whether the first of two runs that contain the token `at` is better. The order is: further end, fewer hops from
-    /// `at` on, smaller distance, lower source slot of `at`. Runs that share that slot end equally far in siblings:
+    /// Whether the first of two runs that contain the token `at` is better. The order is: in order, further end, fewer
+    /// hops from `at` on, smaller distance, lower source slot of `at`. Runs that share that slot end equally far in siblings:
     /// then fewer hops in the sibling win, then its lower slot.
     fn is_better(&self, first: &Run, second: &Run, at: usize) -> bool {
         let order = second
-            .end
-            .cmp(&first.end)
+            .in_order
+            .cmp(&first.in_order)
+            .then_with(|| second.end.cmp(&first.end))
             .then_with(|| self.hops(first, at).cmp(&self.hops(second, at)))
             .then_with(|| first.distance().cmp(&second.distance()))
             .then_with(|| self.first_slot(first, at).cmp(&self.first_slot(second, at)))

@@ -3,14 +3,17 @@
 use std::sync::Arc;
 
 use crate::effort::Effort;
+use crate::grade::Grade;
 use crate::ids::{BlockId, Depth};
 use crate::plan::cached::Cached;
+use crate::plan::context::{Contexts, MovedRun};
 use crate::plan::cover::{Cover, OwnPath, Run};
 use crate::plan::reach::{Follower, Piece};
+use crate::plan::scope::InScope;
 use crate::plan::search::Search;
 use crate::plan::usable::{Kinship, Usable};
 use crate::plan::{Class, Copied, Segment};
-use crate::policy::ReusePolicy;
+use crate::policy::{Repair, ReusePolicy};
 use crate::storage::forest::{Forest, Position, SourceRun};
 use crate::storage::node::Node;
 use crate::storage::payload::Label;
@@ -25,8 +28,11 @@ pub(crate) struct Draft {
     pub(crate) copies: Vec<Copied>,
     pub(crate) source_ids: Vec<BlockId>,
     pub(crate) sources: Vec<SourceRun>,
+    pub(crate) moved_runs: Vec<MovedRun>,
     pub(crate) candidates_dropped: u64,
     pub(crate) looks: u64,
+    /// Moved runs were wanted, but no block was in scope.
+    pub(crate) is_without_scope: bool,
 }
 
 pub(crate) fn num_tokens(segments: &[Segment], class: Class) -> usize {
@@ -42,24 +48,27 @@ impl Draft {
     }
 
     /// Drafts the plan of a prompt of which at most `len` tokens may be matched, given the end and the ids of its exact
-    /// prefix. Returns `None` if searching for moved runs takes more than `effort`.
+    /// prefix. Approximate blocks must be at least as strict as `asked`. Returns `None` if searching for moved runs takes more than `effort`.
     #[inline]
     pub(crate) fn new(
         cached: &Cached<'_>,
         seq: &TokenSequence,
-        policy: &ReusePolicy,
+        (policy, asked): (&ReusePolicy, &Grade),
         len: usize,
         (end, ids): (Position, &Arc<Vec<BlockId>>),
         effort: Effort,
     ) -> Option<Self> {
-        let usable = Usable::new(cached, policy);
+        let usable = Usable::new(cached, policy, asked, cached.forest.node(end.node).tree);
         let drafting = |usable| Drafting {
             cached,
             forest: cached.forest,
             seq,
             policy,
             usable,
+            moves_after: None,
+            contexts: None,
             len,
+            front: policy.recompute_first,
             draft: Self::default(),
         };
         let draft = drafting(usable).draft(end, ids, effort);
@@ -80,6 +89,7 @@ impl Draft {
             // The share might differ if all places had been tried, so the dropped ones still count.
             candidates_dropped: draft.candidates_dropped.max(exact.candidates_dropped),
             looks: draft.looks,
+            is_without_scope: draft.is_without_scope,
             ..exact
         })
     }
@@ -91,11 +101,17 @@ struct Drafting<'a> {
     seq: &'a TokenSequence,
     policy: &'a ReusePolicy,
     usable: Usable,
+    /// The end of what is in place; `None` if no run may be moved.
+    moves_after: Option<Position>,
+    /// Made with the first copy, if runs may be moved.
+    contexts: Option<Contexts<'a>>,
     len: usize,
+    /// Approximate tokens at the start of each run that are computed (P7).
+    front: usize,
     draft: Draft,
 }
 
-impl Drafting<'_> {
+impl<'a> Drafting<'a> {
     fn draft(
         mut self,
         exact: Position,
@@ -106,6 +122,7 @@ impl Drafting<'_> {
         let own_end = self.own_end(exact);
         let in_place = self.in_place(exact, own_end);
         self.use_in_place(exact, in_place, exact_ids);
+        self.moves_after = self.usable.moves().then_some(in_place);
         let mut at = in_place.depth as usize * block_size;
         if self.policy.partial_blocks
             && let Some(partial) = self.nearest_block(in_place)
@@ -125,6 +142,7 @@ impl Drafting<'_> {
         // Sorted like this, each run is appended to the runs of its node.
         let order = |run: &SourceRun| (run.node, run.to, run.from);
         self.draft.sources.sort_unstable_by_key(order);
+        self.draft.moved_runs = self.contexts.map_or_else(Vec::new, Contexts::into_runs);
         self.draft.in_place = (in_place.depth > 0).then_some(in_place);
         Some(self.draft)
     }
@@ -247,13 +265,21 @@ impl Drafting<'_> {
     ) -> Option<()> {
         let (forest, cached) = (self.forest, self.cached);
         let prompt = self.seq.view().slice(0, self.len);
-        let windows = cached.windows.filter(|_| self.usable.moves());
+        let moves = self.usable.moves() && at < cached.moved_end;
+        let in_scope = !cached.scope.is_some_and(InScope::is_empty);
+        let windows = cached.windows.filter(|_| moves);
+        self.draft.is_without_scope = windows.is_some() && !in_scope;
+        let windows = windows.filter(|_| in_scope);
         let tree = forest.node(in_place.node).tree;
         let max_candidates = cached.config.max_candidates;
-        let search = windows.map(|windows| Search::new(cached, windows, tree, prompt.tokens));
+        let moved_len = self.len.min(cached.moved_end);
+        let movable = &prompt.tokens[..moved_len];
+        let search = windows.map(|windows| Search::new(cached, windows, tree, movable));
         let follower = Follower {
             forest,
             prompt,
+            moved_len,
+            scope: cached.scope,
             path: cached.path,
             usable: self.usable,
             max_children: max_candidates,
@@ -264,19 +290,103 @@ impl Drafting<'_> {
         };
         let min_run = self.policy.min_run.unwrap_or(cached.config.min_run);
         let mut cover = Cover::new(follower, own, search, min_run, cached.config.seed);
-        for run in cover.runs(at, effort)? {
-            self.copy(&run);
+        let mut runs = cover.runs(at, effort)?;
+        if self.policy.repair == Repair::Fronts && self.policy.recompute_share > 0.0 {
+            self.copy_with_fronts(&mut runs);
+        } else {
+            for run in &runs {
+                self.copy_if_allowed(run);
+            }
         }
         self.draft.candidates_dropped = cover.dropped();
         self.draft.looks = cover.budget.looks();
         Some(())
     }
 
+    fn contexts(&mut self) -> Option<&mut Contexts<'a>> {
+        let (forest, in_place) = (self.forest, self.moves_after?);
+        let contexts = &mut self.contexts;
+        Some(contexts.get_or_insert_with(|| Contexts::new(forest, in_place)))
+    }
+
+    /// Whether the policy allows the context of a moved run, which then is one of the plan's, and has tokens that are
+    /// not computed anyway.
+    fn may_move(&mut self, run: &Run) -> bool {
+        let policy = self.policy;
+        let start = run.start.saturating_add(policy.recompute_first);
+        let end = run.end.saturating_sub(policy.recompute_last);
+        if start >= end {
+            return false;
+        }
+        let source = run.source(start);
+        let piece = run.path.iter().find(|piece| piece.end > source);
+        let Some((contexts, piece)) = self.contexts().zip(piece) else {
+            return false;
+        };
+        let moved = contexts.of(start, end, piece.node, source);
+        let is_allowed = moved.is_within(policy);
+        if is_allowed {
+            contexts.add(moved);
+        }
+        is_allowed
+    }
+
+    /// Copies runs without the tokens at their fronts that the policy's share asks for. Contexts are those before these
+    /// are computed, so the runs are judged first, and then copied again.
+    fn copy_with_fronts(&mut self, runs: &mut Vec<Run>) {
+        let draft = &self.draft;
+        let lens = (
+            draft.segments.len(),
+            draft.copies.len(),
+            draft.sources.len(),
+            draft.source_ids.len(),
+        );
+        runs.retain(|run| self.copy_if_allowed(run));
+        let front = self
+            .policy
+            .front(runs.iter().map(|run| self.num_approximate(run)));
+        if front == self.front {
+            return;
+        }
+        let draft = &mut self.draft;
+        draft.segments.truncate(lens.0);
+        draft.copies.truncate(lens.1);
+        draft.sources.truncate(lens.2);
+        draft.source_ids.truncate(lens.3);
+        self.front = front;
+        let moves_after = self.moves_after.take();
+        for run in runs.iter() {
+            self.copy(run);
+        }
+        self.moves_after = moves_after;
+    }
+
+    fn num_approximate(&self, run: &Run) -> usize {
+        if run.kinship == Kinship::Moved {
+            return run.end - run.start;
+        }
+        let parts = run.path.iter().flat_map(|piece| {
+            let node = self.forest.node(piece.node);
+            equal_labels(node, piece, run.kinship, self.forest.block_size())
+        });
+        let approximate = parts.filter(|part| part.2 == Class::Approximate);
+        approximate.map(|(from, to, ..)| to - from).sum()
+    }
+
+    /// Copies a run, unless the policy's limits on its context exclude it. Returns whether they allow it.
+    fn copy_if_allowed(&mut self, run: &Run) -> bool {
+        let is_allowed = run.kinship == Kinship::Own || self.may_move(run);
+        if is_allowed {
+            self.copy(run);
+        }
+        is_allowed
+    }
+
     /// Adds the segments and copies of a run: one segment for each part of equal class and hops.
     fn copy(&mut self, run: &Run) {
         let forest = self.forest;
         let is_plain = |piece: &Piece| forest.node(piece.node).num_approximate() == 0;
-        let recomputed = (self.policy.recompute_first, self.policy.recompute_last);
+        let recomputed = (self.front, self.policy.recompute_last);
         if recomputed == (0, 0) && run.path.iter().all(is_plain) {
             let (class, hops) = Usable::becomes(run.kinship, Label::EXACT);
             return self.copy_part(run.start, run.end, class, hops, &run.path);
@@ -310,7 +420,7 @@ impl Drafting<'_> {
             }
         }
         let approximate = |part: &&mut RunPart| part.class == Class::Approximate;
-        let mut first = self.policy.recompute_first;
+        let mut first = self.front;
         for part in parts.iter_mut().filter(approximate) {
             first -= part.cut_front(first);
         }
@@ -325,6 +435,9 @@ impl Drafting<'_> {
 
     fn copy_part(&mut self, start: usize, end: usize, class: Class, hops: u16, path: &[Piece]) {
         let (forest, block_size) = (self.forest, self.forest.block_size());
+        if let Some(contexts) = self.contexts() {
+            contexts.keep(start, path);
+        }
         let first = self.draft.source_ids.len();
         let mut kinds = 0;
         for piece in path {

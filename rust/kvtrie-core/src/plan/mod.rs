@@ -1,22 +1,25 @@
 //! Plans: how to build the KV of a prompt, and the lease that keeps a plan valid (D7, D13, D19).
 //!
 //! A plan is made in one pass from left to right, as a function of the prompt, the policy and the cache. It has blocks
-//! in place, the partial block after them, and *runs* that cover the rest (rules P1 to P16 in `docs/design.md`).
+//! in place, the partial block after them, and *runs* that cover the rest (rules P1 to P20 in `docs/design.md`).
 //!
 //! `draft` assembles the parts, `cover` covers one token at a time, `search` looks up windows, `reach` follows the
-//! prompt along a source by comparing memory, and `usable` says what a policy allows. A run that contains a token has a
-//! kept window of eight tokens within `2 · min_run` tokens around it, so about two dozen windows are looked up per run,
-//! whatever its length. Of several places, only those that may reach further than the best so far are followed. So a
-//! plan costs the lookup, one comparison of each run, a few cache misses per run, and one window lookup per token that
+//! prompt along a source by comparing memory, `usable` says what a policy allows, and `context` what a moved run was
+//! computed after. A run with `min_run` tokens from a token on has a kept window of eight tokens within `min_run` tokens
+//! after it, so about a dozen windows are looked up per run, whatever its length. Of several places, only those that may
+//! continue in order, or reach further than the best so far, are followed. So a plan costs the lookup, one comparison of each run, a few cache misses per run, and one window lookup per token that
 //! no run covers.
 
 mod budget;
 mod cached;
+mod context;
 mod cover;
 mod draft;
 mod moves;
 mod path;
 mod reach;
+mod recompute;
+mod scope;
 mod search;
 #[cfg(test)]
 mod tests;
@@ -26,15 +29,21 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
+use crate::error::{Result, invalid};
+use crate::grade::Grade;
 use crate::ids::BlockId;
 use crate::pins::Lease;
+use crate::policy::{Repair, ReusePolicy};
+use crate::session::SessionId;
 use crate::storage::slab::Handle;
 use crate::tokens::{Snapshot, TokenSequence};
 
 pub(crate) use cached::Cached;
 pub(crate) use draft::Draft;
 pub(crate) use path::CachedPath;
+pub(crate) use scope::InScope;
 
+pub use context::MovedRun;
 pub use moves::Move;
 
 /// How exact the KV of a segment is.
@@ -104,6 +113,22 @@ pub struct PlanOptions {
     pub keep_last: usize,
     /// Whether the plan pins what it uses.
     pub pin: bool,
+    /// The conversation that the prompt belongs to (rule P18).
+    pub session: Option<SessionId>,
+    /// Moved runs supply no token at or after this position: where the last message begins. `None` sets no limit.
+    pub moved_end: Option<usize>,
+}
+
+impl PlanOptions {
+    pub(crate) fn check(&self, len: usize, call: &'static str) -> Result<()> {
+        match self.moved_end {
+            Some(end) if end > len => Err(invalid!(
+                call,
+                "moved_end is {end}; it must be in [0, {len}], the tokens of the prompt"
+            )),
+            _ => Ok(()),
+        }
+    }
 }
 
 impl Default for PlanOptions {
@@ -111,6 +136,8 @@ impl Default for PlanOptions {
         Self {
             keep_last: 1,
             pin: true,
+            session: None,
+            moved_end: None,
         }
     }
 }
@@ -127,6 +154,7 @@ pub struct ReusePlan {
     snapshot: Snapshot,
     /// Number of the plan, by which later departures are detected.
     number: u64,
+    moved_end: Option<usize>,
     /// The ids in place, possibly followed by more that the sequence knows.
     ids: Arc<Vec<BlockId>>,
     num_blocks_in_place: usize,
@@ -134,18 +162,38 @@ pub struct ReusePlan {
     segments: Vec<Segment>,
     copies: Vec<Copied>,
     source_ids: Vec<BlockId>,
+    moved_runs: Vec<MovedRun>,
     candidates_dropped: u64,
+    policy: ReusePolicy,
+    /// The grade of the policy when the plan was made, with the kinds that were known then.
+    grade: Grade,
+    repair: Repaired,
 }
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct Origin {
+    pub(crate) policy: ReusePolicy,
+    pub(crate) grade: Grade,
     pub(crate) index: u64,
     pub(crate) lease: Handle,
     pub(crate) block_size: usize,
     pub(crate) num_blocks: u64,
     pub(crate) pinned: bool,
     pub(crate) number: u64,
+    pub(crate) moved_end: Option<usize>,
     pub(crate) edges: u64,
+    pub(crate) repair: Repaired,
+}
+
+/// Whether the tokens that a policy has computed within moved runs are chosen (P20).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Repaired {
+    /// Nothing has to be chosen.
+    May,
+    /// The engine has to choose.
+    Must(Repair),
+    /// The engine has chosen.
+    Done,
 }
 
 impl ReusePlan {
@@ -159,14 +207,29 @@ impl ReusePlan {
             pinned: origin.pinned,
             snapshot,
             number: origin.number,
+            moved_end: origin.moved_end,
             ids: draft.ids,
             num_blocks_in_place: draft.in_place.map_or(0, |end| end.depth as usize),
             edges: origin.edges,
             segments: draft.segments,
             copies: draft.copies,
             source_ids: draft.source_ids,
+            moved_runs: draft.moved_runs,
             candidates_dropped: draft.candidates_dropped,
+            policy: origin.policy,
+            grade: origin.grade,
+            repair: origin.repair,
         }
+    }
+
+    /// The policy that the plan was made under.
+    #[must_use]
+    pub fn policy(&self) -> &ReusePolicy {
+        &self.policy
+    }
+
+    pub(crate) fn grade(&self) -> Grade {
+        self.grade
     }
 
     /// Ids used in place, for the first whole blocks of the prompt.
@@ -185,6 +248,13 @@ impl ReusePlan {
     #[must_use]
     pub fn segments(&self) -> &[Segment] {
         &self.segments
+    }
+
+    /// The moved runs and their contexts, ascending: one per piece of the cover that is moved, without the tokens that
+    /// the policy has computed at its ends.
+    #[must_use]
+    pub fn moved_runs(&self) -> &[MovedRun] {
+        &self.moved_runs
     }
 
     /// Number of tokens of one class.
@@ -208,6 +278,12 @@ impl ReusePlan {
     #[must_use]
     pub fn candidates_dropped(&self) -> u64 {
         self.candidates_dropped
+    }
+
+    /// The position from which on no moved run supplies a token, if the caller gave one.
+    #[must_use]
+    pub fn moved_end(&self) -> Option<usize> {
+        self.moved_end
     }
 
     /// Number of edges of the path in place. A release takes one step per edge that no other plan pins.

@@ -5,6 +5,7 @@ use smallvec::SmallVec;
 use crate::ids::{Depth, NodeIndex};
 use crate::plan::budget::{CHOICE, TOKENS_PER_LOOK};
 use crate::plan::path::CachedPath;
+use crate::plan::scope::InScope;
 use crate::plan::usable::{Kinship, Usable};
 use crate::storage::forest::Forest;
 use crate::storage::node::Node;
@@ -37,6 +38,10 @@ pub(super) struct Follower<'a> {
     pub(super) forest: &'a Forest,
     /// The prompt without the tokens that are always computed.
     pub(super) prompt: View<'a>,
+    /// Number of the prompt's tokens that moved runs may supply.
+    pub(super) moved_len: usize,
+    /// If set, moved runs come only from blocks in this scope.
+    pub(super) scope: Option<&'a InScope<'a>>,
     /// If set, only this path may be followed.
     pub(super) path: Option<&'a CachedPath>,
     pub(super) usable: Usable,
@@ -44,10 +49,34 @@ pub(super) struct Follower<'a> {
     pub(super) max_children: usize,
 }
 
-impl Follower<'_> {
+impl<'a> Follower<'a> {
     fn end_of(&self, node: NodeIndex, edge: &Node) -> Depth {
         let restricted = self.path.and_then(|path| path.end_in(node, edge.depth));
         restricted.unwrap_or(edge.end())
+    }
+
+    /// The tokens of the prompt that runs of this kind may supply.
+    pub(super) fn wanted(&self, kinship: Kinship) -> View<'a> {
+        match kinship {
+            Kinship::Own => self.prompt,
+            Kinship::Moved => self.prompt.slice(0, self.moved_len),
+        }
+    }
+
+    /// The first position in `at..limit` of an edge whose token may not be used.
+    fn end(
+        &self,
+        kinship: Kinship,
+        node: NodeIndex,
+        edge: &Node,
+        at: usize,
+        limit: usize,
+    ) -> usize {
+        let limit = match (kinship, self.scope) {
+            (Kinship::Moved, Some(scope)) => scope.end(node, at, limit),
+            _ => limit,
+        };
+        self.usable.end(kinship, edge, at, limit)
     }
 
     /// Follows the prompt from token `at` and position `from` of an edge downwards. A run that ends before `least` is
@@ -62,7 +91,8 @@ impl Follower<'_> {
         path: &mut Pieces,
     ) -> Followed {
         let block_size = self.forest.block_size();
-        let len = self.prompt.tokens.len();
+        let prompt = self.wanted(kinship);
+        let len = prompt.tokens.len();
         let begin = at;
         let mut done = Followed::default();
         loop {
@@ -72,9 +102,9 @@ impl Follower<'_> {
             let mut ahead = FEW;
             while from < end && at < len {
                 let wanted = ahead.min(end - from).min(len - at);
-                let until = self.usable.end(kinship, edge, from, from + wanted);
+                let until = self.end(kinship, node, edge, from, from + wanted);
                 let known = edge.view(block_size).slice(from, until);
-                let same = known.common(self.prompt.slice(at, at + until - from));
+                let same = known.common(prompt.slice(at, at + until - from));
                 (from, at) = (from + same, at + same);
                 if same < wanted {
                     break;
@@ -128,13 +158,12 @@ impl Follower<'_> {
         }
         done.looks += CHOICE;
         let base = forest.node(parent).end() as usize * block_size;
-        let until = self.prompt.tokens.len().min(at + block_size);
-        let wanted = self.prompt.slice(at, until);
+        let prompt = self.wanted(kinship);
+        let until = prompt.tokens.len().min(at + block_size);
+        let wanted = prompt.slice(at, until);
         if until == at + block_size
             && let Some(child) = forest.child(parent, wanted)
-            && self
-                .usable
-                .end(kinship, forest.node(child), base, base + block_size)
+            && self.end(kinship, child, forest.node(child), base, base + block_size)
                 == base + block_size
         {
             return Some(child);
@@ -154,7 +183,7 @@ impl Follower<'_> {
                     break;
                 }
                 let edge = forest.node(child);
-                let shared = self.usable.end(kinship, edge, base, base + shared) - base;
+                let shared = self.end(kinship, child, edge, base, base + shared) - base;
                 let (id, hops) = (
                     edge.id(edge.depth, block_size),
                     Usable::becomes(kinship, edge.payload(edge.depth, block_size).label).1,
@@ -194,6 +223,9 @@ impl Follower<'_> {
                 continue;
             }
             let limit = start.max(from.saturating_sub(at - enough));
+            let limit = self
+                .scope
+                .map_or(limit, |scope| scope.start(node, from, limit));
             let usable = self.usable.start(edge, from, limit);
             let known = edge.view(block_size).slice(usable, from);
             let same = known.common_end(self.prompt.slice(enough, at));

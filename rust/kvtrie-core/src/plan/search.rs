@@ -9,6 +9,7 @@ use crate::ids::NodeIndex;
 use crate::moved::{WINDOW, Windows};
 use crate::plan::cached::Cached;
 use crate::plan::path::CachedPath;
+use crate::plan::scope::InScope;
 use crate::storage::blocks::BlockState;
 use crate::storage::forest::Forest;
 
@@ -22,7 +23,8 @@ const MOST_PLACES: usize = 1 << 14;
 /// The most tokens compared to decide whether to follow a place.
 const MOST_TOKENS: usize = 64;
 
-/// In a plan restricted to a path, the number of places on other paths that may be skipped per place that may be tried.
+/// In a plan restricted to a path or a scope, the number of other places that may be skipped per place that may be
+/// tried.
 const PASSED_OVER: usize = 16;
 
 /// Number of places of a window that are examined to see whether one is on the path.
@@ -113,6 +115,7 @@ pub(super) struct Search<'a> {
     windows: &'a Windows,
     tree: u32,
     path: Option<&'a CachedPath>,
+    scope: Option<&'a InScope<'a>>,
     tokens: &'a [u32],
     max_candidates: usize,
     /// The range of windows looked up last, and those of them that may be cached.
@@ -142,6 +145,7 @@ impl<'a> Search<'a> {
             windows,
             tree,
             path: cached.path,
+            scope: cached.scope,
             tokens,
             max_candidates: cached.config.max_candidates,
             screened: 0..0,
@@ -278,13 +282,23 @@ impl<'a> Search<'a> {
 
     /// Whether the window has more places than are tried.
     pub(super) fn is_crowded(&mut self, hit: Hit) -> bool {
-        self.path.is_none() && self.known(hit).count > self.max_candidates
+        let most = self.most_looked_at();
+        self.path.is_none() && self.known(hit).count > most
     }
 
     /// Counts of places are exact above this number. For a path it is 0, because its places are known only when they
     /// are tried.
     fn enough(&self) -> usize {
         self.path.map_or(self.max_candidates, |_| 0)
+    }
+
+    /// The most places of a window that are looked at. More than `max_candidates` are, where some may be skipped.
+    fn most_looked_at(&self) -> usize {
+        if self.path.is_some() || self.scope.is_some() {
+            self.max_candidates.saturating_mul(PASSED_OVER)
+        } else {
+            self.max_candidates
+        }
     }
 
     fn known(&mut self, hit: Hit) -> &mut Known {
@@ -321,9 +335,7 @@ impl<'a> Search<'a> {
         let places = windows
             .places(hit.hash, tree)
             .filter(|&(id, _)| forest.tree_of_block(id) == Some(tree));
-        let most = self
-            .max_candidates
-            .saturating_mul(self.path.map_or(1, |_| PASSED_OVER));
+        let most = self.most_looked_at();
         let mut num_looked_at = 0;
         for (id, which) in places.take(most) {
             if self.places.len() - first == self.max_candidates {
@@ -356,6 +368,9 @@ impl<'a> Search<'a> {
             let end = path.end_after(forest, node, depth)?;
             tokens = tokens.get(..(end - edge.depth) as usize * block_size)?;
             is_last = path.edge_at(end).is_none();
+        }
+        if self.scope.is_some_and(|scope| !scope.has(node, depth)) {
+            return None;
         }
         let (before, after) = tokens.split_at_checked(last - edge.depth as usize * block_size)?;
         Some(Candidate {

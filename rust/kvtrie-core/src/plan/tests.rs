@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use crate::moved::{WINDOW, WindowHasher};
 use crate::{
     BlockId, Class, Config, InsertOptions, Namespace, PlanOptions, RadixIndex, ReusePolicy, Salt,
-    Source, TokenSequence,
+    Scope, Source, TokenSequence,
 };
 
 const BLOCK_SIZE: usize = 16;
@@ -51,6 +51,7 @@ impl Cache {
     fn plan(&mut self, tenant: &Arc<Namespace>, text: &[u32]) -> (usize, u64, u64) {
         let policy = ReusePolicy {
             approximate: true,
+            scope: Scope::Namespace,
             ..ReusePolicy::EXACT_ONLY
         };
         let mut seq = TokenSequence::new(Arc::clone(tenant), text.to_vec(), Vec::new()).unwrap();

@@ -1,5 +1,6 @@
 //! What a policy allows a plan to use: which blocks, which tokens, and with how many hops.
 
+use crate::grade::Grade;
 use crate::ids::Depth;
 use crate::plan::Class;
 use crate::plan::cached::Cached;
@@ -20,14 +21,18 @@ pub(super) enum Kinship {
 pub(super) struct Usable {
     pub(super) approximate: bool,
     max_hops: u16,
+    /// Numbers of the grades that are strict enough, as a bit set.
+    grades: u128,
     /// Kinds that may not be reused approximately, as a bit set.
     forbidden: u64,
     block_size: usize,
 }
 
 impl Usable {
-    pub(super) fn new(cached: &Cached<'_>, policy: &ReusePolicy) -> Self {
+    /// What a policy allows in a tree, of approximate blocks at least as strict as `asked`.
+    pub(super) fn new(cached: &Cached<'_>, policy: &ReusePolicy, asked: &Grade, tree: u32) -> Self {
         Self {
+            grades: cached.forest.trees()[tree].grades.usable(asked),
             approximate: policy.approximate,
             max_hops: policy.max_hops,
             forbidden: cached.tagging.kinds().mask(&policy.forbid_kinds),
@@ -56,7 +61,9 @@ impl Usable {
 
     /// Whether a block may be used, as far as its label decides. Its kinds are not checked.
     fn block(&self, kinship: Kinship, payload: Payload) -> bool {
+        let is_strict = payload.label.is_exact() || self.grades >> payload.label.grade() & 1 == 1;
         payload.is_present()
+            && is_strict
             && match Self::becomes(kinship, payload.label) {
                 (Class::Approximate, hops) => self.approximate && hops <= self.max_hops,
                 _ => true,

@@ -7,10 +7,12 @@ use smallvec::SmallVec;
 use super::bytes::{Reader, Writer};
 use super::checks::{new_id, read_time};
 use crate::error::{Error, Result};
+use crate::grade::{Grade, Grades};
 use crate::ids::{ABSENT, Depth, NO_NODE, NodeIndex};
 use crate::index::{PartsMut, RadixIndex};
 use crate::namespace::{Namespace, Salt};
 use crate::ranges::{Range, Ranges};
+use crate::session::{Members, SessionId, SessionRun, Sessions};
 use crate::span::{TagRun, Tags};
 use crate::storage::extras::{Dead, Extras, InnerUses};
 use crate::storage::node::Node;
@@ -24,11 +26,15 @@ const TAGS: u8 = 1 << 2;
 const USES: u8 = 1 << 3;
 const SOURCES: u8 = 1 << 4;
 const DEAD: u8 = 1 << 5;
+const SESSIONS: u8 = 1 << 6;
+
+/// The fewest bytes of a run of sessions.
+const SESSION_RUN: usize = 9 + SessionId::BYTES;
 
 /// The fewest bytes of an edge without its blocks.
 const EDGE: usize = 17;
-/// The fewest bytes of a tree without its edges: three one-letter fields, two flags and a count.
-const TREE: usize = 3 * 9 + 2 + 8;
+/// The fewest bytes of a tree without its edges: three one-letter fields, two flags and two counts.
+const TREE: usize = 3 * 9 + 2 + 1 + 8;
 /// The most edges that are read with shortened hashes. Children collide then, so finding one is O(edges).
 const MOST_CUT: usize = 1 << 14;
 const WHOLE_HASH: u32 = 32;
@@ -67,6 +73,7 @@ pub(super) fn write(index: &RadixIndex, out: &mut Writer) {
     let mut numbers = Vec::new();
     for (_, tree) in index.forest().trees().iter() {
         write_namespace(&tree.namespace, out);
+        write_grades(&tree.grades, out);
         let nodes = nodes_of(index, tree.root);
         for (number, &node) in (0_u32..).zip(&nodes) {
             let node = node as usize;
@@ -117,6 +124,34 @@ fn read_namespace(from: &mut Reader<'_>) -> Result<Namespace> {
     Namespace::new(model, kv_dtype, rope, adapter, salt).map_err(Error::snapshot)
 }
 
+/// Writes the grades that have a number of their own.
+fn write_grades(grades: &Grades, out: &mut Writer) {
+    let own = grades.iter().filter(|&(number, ..)| number > 0);
+    out.u8(u8::try_from(own.clone().count()).unwrap_or(u8::MAX));
+    for (number, grade, _) in own {
+        out.u8(number);
+        for bound in grade.to_numbers() {
+            out.u64(bound);
+        }
+    }
+}
+
+fn read_grades(index: &mut RadixIndex, from: &mut Reader<'_>, tree: u32) -> Result<()> {
+    for _ in 0..from.u8()? {
+        let number = from.u8()?;
+        let mut numbers = [0; Grade::NUMBERS];
+        for bound in &mut numbers {
+            *bound = from.u64()?;
+        }
+        let grades = index.parts_mut().forest.trees_mut().grades_mut(tree);
+        let is_new = grades.restore(number, Grade::from_numbers(&numbers));
+        from.must(is_new, || {
+            format!("grade {number} is out of order, or is named twice")
+        })?;
+    }
+    Ok(())
+}
+
 fn write_edge(node: &Node, block_size: usize, out: &mut Writer) {
     out.u32(node.blocks.num_blocks());
     let none = Extras::default();
@@ -129,6 +164,7 @@ fn write_edge(node: &Node, block_size: usize, out: &mut Writer) {
         (USES, !extras.uses.pairs().is_empty()),
         (SOURCES, !extras.source_uses.is_empty()),
         (DEAD, extras.dead.is_some()),
+        (SESSIONS, !extras.sessions.is_empty()),
     ] {
         has |= if is_there { bit } else { 0 };
     }
@@ -170,6 +206,21 @@ fn write_edge(node: &Node, block_size: usize, out: &mut Writer) {
     }
     if let Some(dead) = &extras.dead {
         write_ranges(&dead.marks, out);
+    }
+    if has & SESSIONS != 0 {
+        write_sessions(&extras.sessions, out);
+    }
+}
+
+fn write_sessions(sessions: &Sessions, out: &mut Writer) {
+    out.len(sessions.runs().len());
+    for run in sessions.runs() {
+        out.u32(run.from);
+        out.u32(run.to);
+        out.u8(u8::try_from(run.members.len()).unwrap_or(u8::MAX));
+        for session in &run.members {
+            out.raw(session.digest());
+        }
     }
 }
 
@@ -228,6 +279,7 @@ fn read_tree(index: &mut RadixIndex, from: &mut Reader<'_>, tree: u32) -> Result
     let namespace = Arc::new(read_namespace(from)?);
     let (root, is_new) = index.parts_mut().forest.restore_tree(tree, &namespace);
     from.must(is_new, || "a namespace comes twice")?;
+    read_grades(index, from, tree)?;
     let block = size_of::<u32>() * (index.config().block_size + 1);
     let count = from.count(EDGE + block)?;
     let all = index.forest().num_nodes() + count;
@@ -244,6 +296,8 @@ fn read_tree(index: &mut RadixIndex, from: &mut Reader<'_>, tree: u32) -> Result
         })?;
         read_edge(index, from, tree, root + parent)?;
     }
+    let all_used = index.forest().trees()[tree].grades.are_all_used();
+    from.must(all_used, || "a grade without a block")?;
     Ok(())
 }
 
@@ -261,7 +315,7 @@ fn read_edge(
         return Err(from.wrong(format_args!("an edge of {blocks} blocks at depth {depth}")));
     };
     let has = from.u8()?;
-    let known = LABELS | ITEMS | TAGS | USES | SOURCES | DEAD;
+    let known = LABELS | ITEMS | TAGS | USES | SOURCES | DEAD | SESSIONS;
     from.must(has & !known == 0, || format!("an edge has {has:#x}"))?;
     let time = read_time(index, from)?;
     let count = (blocks as usize).saturating_mul(block_size);
@@ -269,7 +323,7 @@ fn read_edge(
     let ids = from.u32s(blocks as usize)?;
     let mut extras = Extras::default();
     if has & LABELS != 0 {
-        extras.labels = read_labels(from, &ids)?;
+        extras.labels = read_labels(index, from, tree, &ids)?;
     }
     if has & ITEMS != 0 {
         extras.items = read_items(index, from, parent, end)?;
@@ -289,6 +343,9 @@ fn read_edge(
         let parts = index.parts_mut();
         parts.eviction.dead_mut().restore(parts.forest, tree, count);
         extras.dead = Some(Box::new(Dead { marks, loose: 0 }));
+    }
+    if has & SESSIONS != 0 {
+        extras.sessions = read_sessions(from, &ids, depth)?;
     }
     if has & TAGS != 0 {
         index.parts_mut().tagging.restore_tags();
@@ -319,7 +376,13 @@ fn read_edge(
     Ok(())
 }
 
-fn read_labels(from: &mut Reader<'_>, ids: &[u32]) -> Result<Vec<Label>> {
+fn read_labels(
+    index: &RadixIndex,
+    from: &mut Reader<'_>,
+    tree: u32,
+    ids: &[u32],
+) -> Result<Vec<Label>> {
+    let grades = &index.forest().trees()[tree].grades;
     let left = from.left();
     from.must(ids.len() <= left / 2, || {
         format!("{} labels announced, {left} bytes left", ids.len())
@@ -327,7 +390,9 @@ fn read_labels(from: &mut Reader<'_>, ids: &[u32]) -> Result<Vec<Label>> {
     let mut labels = Vec::with_capacity(ids.len());
     for &id in ids {
         let bits = from.u16()?;
-        let label = Label::from_bits(bits).filter(|&label| id != ABSENT || label == Label::EXACT);
+        let label = Label::from_bits(bits)
+            .filter(|&label| id != ABSENT || label == Label::EXACT)
+            .filter(|&label| grades.knows(label));
         labels
             .push(label.ok_or_else(|| from.wrong(format_args!("label {bits:#x} of block {id}")))?);
     }
@@ -460,4 +525,39 @@ fn read_ranges(from: &mut Reader<'_>, ids: &[u32], start: Depth, most: u64) -> R
         )?;
     }
     Ok(ranges)
+}
+
+fn read_sessions(from: &mut Reader<'_>, ids: &[u32], start: Depth) -> Result<Sessions> {
+    let count = from.count(SESSION_RUN)?;
+    let mut runs = Vec::with_capacity(count);
+    for _ in 0..count {
+        let (first, end, len) = (from.u32()?, from.u32()?, from.u8()?);
+        let at = |depth: Depth| depth.checked_sub(start).map(|at| at as usize);
+        let blocks = at(first).zip(at(end));
+        let blocks = blocks.and_then(|(first, end)| ids.get(first..end));
+        from.must(
+            blocks.is_some_and(|blocks| !blocks.contains(&ABSENT)),
+            || {
+                format!(
+                    "sessions of the depths [{first}, {end}) of {} blocks from {start} on",
+                    ids.len()
+                )
+            },
+        )?;
+        let mut members = Members::new();
+        for _ in 0..len {
+            let mut digest = [0; SessionId::BYTES];
+            digest.copy_from_slice(from.raw(SessionId::BYTES)?);
+            members.push(SessionId::from_digest(digest));
+        }
+        runs.push(SessionRun {
+            from: first,
+            to: end,
+            members,
+        });
+    }
+    let sessions = Sessions::from_runs(runs).filter(|sessions| !sessions.is_empty());
+    sessions.ok_or_else(|| {
+        from.wrong("runs of sessions that are out of order, empty, repeated or too many")
+    })
 }

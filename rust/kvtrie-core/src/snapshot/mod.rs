@@ -8,7 +8,7 @@
 //!
 //! The checksum detects damage. It is not a signature: whoever can write the file decides what blocks are said to hold.
 //!
-//! # Format, version 2
+//! # Format, version 3
 //!
 //! Little-endian numbers. A header of 24 bytes: `KVTRIE\x1a\n`, the version (4), a checksum of all other bytes (CRC-32,
 //! 4), the total length (8). Then sections, each once and in this order; a section is its name (4), its length (8) and
@@ -19,7 +19,7 @@
 //! | `CONF` | the configuration, the name of the pool last |
 //! | `COUN` | clock, last dead mark, unknown discards, nodes visited, bytes compared |
 //! | `KIND` | names of the kinds |
-//! | `TREE` | indices of the trees; for each its namespace and its edges with all their data, parents first |
+//! | `TREE` | indices of the trees; for each its namespace, its grades with their numbers, and its edges with all their data, parents first |
 //! | `WAIT` | waiting blocks, oldest release first |
 //! | `QUAR` | quarantined blocks, ascending |
 //! | `WIND` | windows whose order matters, oldest first, for each table of windows |
@@ -52,7 +52,7 @@ use bytes::{Reader, Writer};
 use sections::SECTIONS;
 
 const MAGIC: [u8; 8] = *b"KVTRIE\x1a\n";
-const VERSION: u32 = 2;
+const VERSION: u32 = 3;
 const CHECKSUM: std::ops::Range<usize> = 12..16;
 const HEADER: usize = 24;
 const WHOLE: &str = "header";

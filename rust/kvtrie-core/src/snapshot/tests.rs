@@ -32,7 +32,7 @@ fn add(index: &mut RadixIndex, seq: &mut TokenSequence, ids: &[u32], source: Sou
 }
 
 fn imported(exact_until: usize, hops: u16) -> Source<'static> {
-    Source::Imported(Imported { exact_until, hops })
+    Source::Imported(Imported::new(exact_until, hops))
 }
 
 fn empty(num_blocks: u64, block_size: usize) -> RadixIndex {
@@ -63,7 +63,7 @@ fn full() -> RadixIndex {
         &mut index,
         &mut first,
         &(0..12).collect::<Vec<u32>>(),
-        computed,
+        computed.clone(),
     );
     // Adds a branch inside the item, partly approximate, another sequence, and one that leaves again.
     let mut branch = long.clone();
@@ -72,7 +72,7 @@ fn full() -> RadixIndex {
     let ids: Vec<u32> = (0..3).chain(20..29).collect();
     add(&mut index, &mut branch, &ids, imported(10, 3));
     let mut other = sequence("y", &[1, 2, 3, 4, 5, 6], Vec::new());
-    add(&mut index, &mut other, &[40, 41, 42], computed);
+    add(&mut index, &mut other, &[40, 41, 42], computed.clone());
     let mut lost = sequence("z", &[1, 2], Vec::new());
     add(&mut index, &mut lost, &[50], computed);
     index.discard(&[BlockId(50), BlockId(63)]).unwrap();
@@ -455,8 +455,8 @@ fn sections_are_refused_in_another_order_or_number() {
 #[test]
 fn another_version_is_named() {
     let mut bytes = full().snapshot();
-    bytes[8] = 1;
-    assert!(refused(&sealed(bytes)).contains("version 1; this build reads version 2"));
+    bytes[8] = 2;
+    assert!(refused(&sealed(bytes)).contains("version 2; this build reads version 3"));
     assert!(refused(b"KVTRIE").contains("no snapshot") || refused(b"").contains("bytes"));
 }
 
@@ -484,7 +484,7 @@ fn the_size_is_what_the_docs_say() {
     let ids: Vec<u32> = (0..512).collect();
     add(&mut index, &mut seq, &ids, Source::Computed);
     let namespace = "m".len() + "bfloat16".len() + "default".len() + "a".len() + "x".len();
-    let expected = 512 * 4 * 17 + 17 + 50 + namespace;
+    let expected = 512 * 4 * 17 + 17 + 51 + namespace;
     assert_eq!(index.snapshot().len() - empty, expected);
 }
 

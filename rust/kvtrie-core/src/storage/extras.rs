@@ -1,9 +1,10 @@
-//! The data that only few edges have: holes, labels, tags, items, dead marks, and uses that end inside the edge.
+//! The data that only few edges have: holes, labels, tags, sessions, items, dead marks, and uses that end inside the edge.
 
 use smallvec::SmallVec;
 
 use crate::ids::Depth;
 use crate::ranges::Ranges;
+use crate::session::Sessions;
 use crate::span::Tags;
 use crate::storage::payload::Label;
 use crate::tokens::Item;
@@ -96,6 +97,7 @@ pub(crate) struct Extras {
     /// Items that overlap the edge, at absolute positions.
     pub(crate) items: Vec<Item>,
     pub(crate) tags: Tags,
+    pub(crate) sessions: Sessions,
     pub(crate) uses: InnerUses,
     /// Last uses of blocks as a copy source, where newer than the uses by paths.
     pub(crate) source_uses: Ranges,
@@ -108,6 +110,7 @@ impl Extras {
             && self.num_approximate == 0
             && self.items.is_empty()
             && self.tags.runs().is_empty()
+            && self.sessions.is_empty()
             && self.uses.paths.is_empty()
             && self.source_uses.is_empty()
             && self.dead.is_none()
@@ -118,6 +121,7 @@ impl Extras {
             + self.labels.capacity() * size_of::<Label>()
             + self.items.capacity() * size_of::<Item>()
             + self.tags.heap_bytes()
+            + self.sessions.heap_bytes()
             + if self.uses.paths.spilled() {
                 self.uses.paths.capacity()
             } else {

@@ -3,6 +3,7 @@
 
 use crate::ids::{ABSENT, BlockId, Depth, NO_NODE, NodeIndex};
 use crate::ranges::{Range, Ranges};
+use crate::session::SessionId;
 use crate::span::TagRun;
 use crate::storage::edge_blocks::EdgeBlocks;
 use crate::storage::extras::{Dead, Extras};
@@ -202,6 +203,16 @@ impl Node {
         labels.get(at).copied().unwrap_or(Label::EXACT)
     }
 
+    /// The labels of a range of depths; nothing if all blocks of the edge are exact.
+    pub(crate) fn labels(&self, from: Depth, to: Depth) -> &[Label] {
+        let labels = self
+            .extras
+            .as_ref()
+            .map_or(&[][..], |extras| &extras.labels);
+        let range = (from - self.depth) as usize..(to - self.depth) as usize;
+        labels.get(range).unwrap_or_default()
+    }
+
     pub(crate) fn num_holes(&self) -> u32 {
         self.extras.as_ref().map_or(0, |extras| extras.num_holes)
     }
@@ -249,6 +260,7 @@ impl Node {
             labels.fill(Label::EXACT);
         }
         extras.tags.clear(tokens_from, tokens_to);
+        extras.sessions.clear(from, to);
         extras.source_uses.clear(from, to);
     }
 
@@ -295,6 +307,7 @@ impl Node {
             self.time = self.time.max(extras.uses.truncate(end));
             Item::cut(&mut extras.items, end as usize * block_size);
             extras.tags.clear(end as usize * block_size, usize::MAX);
+            extras.sessions.clear(end, Depth::MAX);
             extras.source_uses.clear(end, Depth::MAX);
             self.prune();
         }
@@ -330,6 +343,7 @@ impl Node {
             own.items = Item::within(&extras.items, 0, cut).collect();
             extras.items = Item::within(&extras.items, cut, usize::MAX).collect();
             own.tags = extras.tags.split_front(cut);
+            own.sessions = extras.sessions.split_front(at);
             own.source_uses = extras.source_uses.split_front(at);
             if let Some(dead) = &mut extras.dead {
                 let marks = dead.marks.split_front(at);
@@ -453,8 +467,8 @@ impl Node {
         self.time
     }
 
-    /// Whether the edge has no extras: all blocks are present, exact, not dead, without tags or items, and have one
-    /// last use.
+    /// Whether the edge has no extras: all blocks are present, exact, not dead, without tags, sessions or items, and
+    /// have one last use.
     pub(crate) fn is_plain(&self) -> bool {
         self.extras.is_none()
     }
@@ -467,6 +481,11 @@ impl Node {
 
     pub(crate) fn tags(&self) -> &[TagRun] {
         self.extras().map_or(&[], |extras| extras.tags.runs())
+    }
+
+    pub(crate) fn sessions(&self, depth: Depth) -> &[SessionId] {
+        self.extras()
+            .map_or(&[], |extras| extras.sessions.of(depth))
     }
 
     pub(crate) fn dead_marks(&self) -> &[Range] {
@@ -568,7 +587,7 @@ mod tests {
             for (at, kind) in changes {
                 let new = match kind {
                     0 => Payload::HOLE,
-                    1 => Payload { id: at + 50, label: Label::approximate(3) },
+                    1 => Payload { id: at + 50, label: Label::approximate(3, 1) },
                     _ => Payload { id: at + 90, label: Label::EXACT },
                 };
                 node.set_payload(at, new, BLOCK_SIZE);

@@ -2,16 +2,19 @@
 
 use crate::ids::ABSENT;
 
-/// The class and the hops of an entry, in one bit and fifteen.
+/// The class, the grade and the hops of an entry, in one bit, seven and eight. The grade is a number in the table of the
+/// entry's tree (rule P19).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Label(u16);
 
 impl Label {
     pub(crate) const EXACT: Self = Self(0);
-    pub(crate) const MAX_HOPS: u16 = (1 << 15) - 1;
+    pub(crate) const MAX_HOPS: u16 = (1 << 8) - 1;
+    pub(crate) const MAX_GRADE: u8 = (1 << 7) - 1;
 
-    pub(crate) fn approximate(hops: u16) -> Self {
-        Self(1 << 15 | hops.min(Self::MAX_HOPS))
+    pub(crate) fn approximate(hops: u16, grade: u8) -> Self {
+        let grade = u16::from(grade.min(Self::MAX_GRADE));
+        Self(1 << 15 | grade << 8 | hops.min(Self::MAX_HOPS))
     }
 
     pub(crate) fn from_bits(bits: u16) -> Option<Self> {
@@ -28,6 +31,11 @@ impl Label {
 
     pub(crate) fn hops(self) -> u16 {
         self.0 & Self::MAX_HOPS
+    }
+
+    /// The number of the grade; 0 if the entry is exact.
+    pub(crate) fn grade(self) -> u8 {
+        self.0.to_le_bytes()[1] & Self::MAX_GRADE
     }
 }
 
@@ -58,9 +66,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn label_keeps_class_and_hops() {
+    fn a_label_keeps_class_grade_and_hops() {
         assert!(Label::EXACT.is_exact());
-        let label = Label::approximate(7);
-        assert_eq!((label.is_exact(), label.hops()), (false, 7));
+        for (hops, grade) in [(0, 0), (7, 3), (255, 0), (0, 127), (255, 127)] {
+            let label = Label::approximate(hops, grade);
+            assert_eq!(
+                (label.is_exact(), label.hops(), label.grade()),
+                (false, hops, grade)
+            );
+            assert_eq!(Label::from_bits(label.bits()), Some(label));
+        }
     }
 }

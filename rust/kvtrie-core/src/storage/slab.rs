@@ -56,6 +56,13 @@ impl<T> Slab<T> {
         }
     }
 
+    /// A new handle of an entry; those before it become stale.
+    pub(crate) fn renew(&mut self, index: u32) -> Handle {
+        let slot = &mut self.slots[index as usize];
+        slot.generation = slot.generation.wrapping_add(1);
+        self.handle(index)
+    }
+
     pub(crate) fn get(&self, handle: Handle) -> Option<&T> {
         let slot = self.slots.get(handle.index as usize)?;
         if slot.generation == handle.generation {

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use foldhash::quality::FixedState;
 use hashbrown::HashMap;
 
+use crate::grade::Grades;
 use crate::ids::{NO_NODE, NodeIndex};
 use crate::namespace::Namespace;
 use crate::storage::salts::Salts;
@@ -19,6 +20,8 @@ pub(crate) struct Tree {
     pub(crate) version: u64,
     /// Number of dead blocks; only `eviction` changes it.
     pub(crate) num_dead: u64,
+    /// The grades of approximate blocks; only `entries` changes the counts.
+    pub(crate) grades: Grades,
 }
 
 #[derive(Debug)]
@@ -63,6 +66,7 @@ impl Trees {
             root,
             version: self.last_version,
             num_dead: 0,
+            grades: Grades::default(),
         }
     }
 
@@ -88,6 +92,10 @@ impl Trees {
 
     pub(crate) fn num_dead_mut(&mut self, tree: u32) -> &mut u64 {
         &mut self.all[tree].num_dead
+    }
+
+    pub(crate) fn grades_mut(&mut self, tree: u32) -> &mut Grades {
+        &mut self.all[tree].grades
     }
 
     pub(crate) fn near<'a>(
@@ -126,7 +134,11 @@ impl Trees {
     }
 
     pub(crate) fn heap_bytes(&self) -> usize {
-        self.all.heap_bytes() + self.by_namespace.allocation_size() + self.by_salt.heap_bytes()
+        let grades = self.all.iter().map(|(_, tree)| tree.grades.heap_bytes());
+        grades.sum::<usize>()
+            + self.all.heap_bytes()
+            + self.by_namespace.allocation_size()
+            + self.by_salt.heap_bytes()
     }
 
     #[cfg(test)]

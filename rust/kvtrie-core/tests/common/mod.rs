@@ -10,14 +10,16 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use kvtrie_core::{
-    BlockId, Class, Imported, InsertOptions, Namespace, PlanOptions, RadixIndex, ReusePlan,
-    ReusePolicy, Salt, Source, Span, TokenSequence,
+    BUILT_IN_KINDS, BlockId, Class, Imported, InsertOptions, Namespace, PlanOptions, RadixIndex,
+    ReusePlan, ReusePolicy, Salt, Scope, Source, Span, TokenSequence,
 };
 
 /// Options for a plan that covers every token and pins its blocks.
 pub(crate) const WHOLE: PlanOptions = PlanOptions {
     keep_last: 0,
     pin: true,
+    session: None,
+    moved_end: None,
 };
 
 /// The namespace that all tests share.
@@ -40,8 +42,27 @@ pub(crate) fn span(start: usize, end: usize, kind: &str) -> Span {
     Span { start, end, kind }
 }
 
+/// KV from elsewhere that was built under a policy so strict that all may use it.
 pub(crate) fn imported(exact_until: usize, hops: u16) -> Source<'static> {
-    Source::Imported(Imported { exact_until, hops })
+    let strict = ReusePolicy {
+        min_run: Some(usize::MAX),
+        max_hops: 0,
+        max_approximate_share: 0.0,
+        recompute_first: usize::MAX,
+        recompute_last: usize::MAX,
+        max_cuts: Some(0),
+        max_lost_context: 0.0,
+        max_new_context: 0.0,
+        scope: Scope::Conversation,
+        shared_prefix: usize::MAX,
+        recompute_share: 1.0,
+        forbid_kinds: BUILT_IN_KINDS.map(String::from).to_vec(),
+        ..ReusePolicy::LAXEST
+    };
+    Source::Imported(Imported {
+        policy: Some(Arc::new(strict)),
+        ..Imported::new(exact_until, hops)
+    })
 }
 
 /// Options for the insert of these tokens, after those that are cached.
@@ -62,10 +83,11 @@ pub(crate) fn put(
     index.insert(seq, &ids(raw), options).unwrap();
 }
 
-/// The exact policy, except that it allows approximate KV.
+/// The exact policy, except that it allows approximate KV of the whole namespace.
 pub(crate) fn approximate() -> ReusePolicy {
     ReusePolicy {
         approximate: true,
+        scope: Scope::Namespace,
         ..ReusePolicy::EXACT_ONLY
     }
 }

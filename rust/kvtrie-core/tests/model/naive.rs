@@ -2,6 +2,9 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use kvtrie_core::MovedRun;
+
+use crate::grades::Grade;
 use crate::plans::Planned;
 
 /// The number of a namespace, and all tokens up to the end of a block.
@@ -12,12 +15,17 @@ pub(crate) struct Entry {
     pub(crate) id: u32,
     pub(crate) exact: bool,
     pub(crate) hops: u16,
+    /// Of no meaning if it is exact.
+    pub(crate) grade: Grade,
     pub(crate) last_use: u64,
     pub(crate) tags: Vec<u64>,
+    /// The sessions that the block belongs to, the one that came first at the front.
+    pub(crate) sessions: Vec<u8>,
     /// Number of the call that marked the block dead, if one did.
     pub(crate) mark: Option<u64>,
 }
 
+#[expect(clippy::struct_excessive_bools, reason = "each is a fact of its own")]
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Lease {
     pub(crate) namespace: usize,
@@ -27,8 +35,15 @@ pub(crate) struct Lease {
     pub(crate) held: BTreeSet<u32>,
     pub(crate) sources: BTreeSet<u32>,
     pub(crate) first_approximate: usize,
+    /// `None` if the policy allows exact KV only.
+    pub(crate) grade: Option<Grade>,
     pub(crate) blocks: Vec<u32>,
     pub(crate) segments: Vec<Planned>,
+    pub(crate) moved_runs: Vec<MovedRun>,
+    /// Whether an insert has used the plan, tokens to compute were chosen for it, and have to be before an insert.
+    pub(crate) used: bool,
+    pub(crate) chosen: bool,
+    pub(crate) awaits: bool,
     /// Blocks of the plan that left after it was made.
     pub(crate) gone: BTreeSet<u32>,
 }
@@ -36,7 +51,11 @@ pub(crate) struct Lease {
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum From {
     Computed,
-    Imported { exact_until: usize, hops: u16 },
+    Imported {
+        exact_until: usize,
+        hops: u16,
+        grade: Grade,
+    },
     Lease(usize),
 }
 
@@ -62,6 +81,7 @@ pub(crate) struct Naive {
     pub(crate) clock: u64,
     /// Number of calls that marked a block.
     pub(crate) marks: u64,
+    pub(crate) plans_without_scope: u64,
 }
 
 impl Naive {
@@ -167,6 +187,7 @@ impl Naive {
     }
 
     /// Inserts blocks; `None` if the index must refuse the call.
+    #[expect(clippy::too_many_arguments, reason = "the fields of one step")]
     pub(crate) fn insert(
         &mut self,
         namespace: usize,
@@ -175,6 +196,7 @@ impl Naive {
         num_computed: usize,
         start: usize,
         from: From,
+        session: Option<u8>,
     ) -> Option<Inserted> {
         let first = start / self.block_size;
         let need = (num_computed / self.block_size).saturating_sub(first);
@@ -195,6 +217,12 @@ impl Naive {
             if lease.namespace != namespace || !tokens.starts_with(&lease.tokens) {
                 return None;
             }
+            if lease.awaits && !lease.chosen {
+                return None;
+            }
+        }
+        if let From::Lease(lease) = from {
+            self.leases.get_mut(&lease).unwrap().used = true;
         }
         self.clock += 1;
         let mut done = Inserted::default();
@@ -211,6 +239,10 @@ impl Naive {
             return Some(done);
         }
         let mut approximate_before = before.iter().flatten().any(|entry| !entry.exact);
+        let mut grade_before = Grade::STRICTEST;
+        for entry in before.iter().flatten().filter(|entry| !entry.exact) {
+            grade_before = grade_before.meet(&entry.grade);
+        }
         let exact_before = before
             .iter()
             .flatten()
@@ -222,7 +254,9 @@ impl Naive {
             let end = (block + 1) * self.block_size;
             let said = match from {
                 From::Computed => (true, 0),
-                From::Imported { exact_until, hops } => (end <= exact_until, hops),
+                From::Imported {
+                    exact_until, hops, ..
+                } => (end <= exact_until, hops),
                 From::Lease(lease) => {
                     let lease = &self.leases[&lease];
                     let start = end - self.block_size;
@@ -238,21 +272,31 @@ impl Naive {
                 (true, _) => (!approximate_before, 0),
                 (false, hops) => (false, hops),
             };
+            let grade = match from {
+                From::Computed => grade_before,
+                From::Imported { grade, .. } => grade.meet(&grade_before),
+                From::Lease(lease) => self.leases[&lease].grade.unwrap_or(grade_before),
+            };
             let prefix = self.prefix(namespace, tokens, block);
             let held = self.is_held(id);
             let new = Entry {
                 id,
                 exact: is_exact,
                 hops,
+                grade,
                 last_use: 0,
                 tags: vec![0; self.block_size],
+                sessions: Vec::new(),
                 mark: None,
             };
             match self.entries.get(&prefix).cloned() {
                 Some(now) if now.id == id => {}
                 Some(now) => {
-                    let better = !now.exact && (is_exact || hops < now.hops);
-                    if held && better {
+                    let no_worse = now.exact
+                        || !is_exact
+                            && now.hops <= hops
+                            && now.grade.is_at_least_as_strict_as(&grade);
+                    if held && !no_worse {
                         self.remove(&prefix);
                         if self.pins(now.id) > 0 {
                             self.condemned.insert(now.id);
@@ -263,11 +307,14 @@ impl Naive {
                             prefix.clone(),
                             Entry {
                                 tags: now.tags,
+                                sessions: now.sessions,
                                 ..new
                             },
                         );
                     } else if held {
                         done.duplicates.push(id);
+                    } else if !no_worse {
+                        break;
                     }
                 }
                 None if held => {
@@ -276,7 +323,10 @@ impl Naive {
                 None => break,
             }
             let now = &self.entries[&prefix];
-            approximate_before |= !now.exact;
+            if !now.exact {
+                approximate_before = true;
+                grade_before = grade_before.meet(&now.grade);
+            }
             exact += usize::from(!approximate_before);
             done.blocks.push(now.id);
         }
@@ -288,6 +338,9 @@ impl Naive {
         exact = exact.min(end);
         done.num_exact = exact * self.block_size;
         self.touch_path(namespace, tokens, end);
+        if let Some(session) = session {
+            self.add_session(namespace, tokens, first, end, session);
+        }
         if let From::Lease(lease) = from {
             let backing: Vec<u32> = (0..end)
                 .map(|block| self.entries[&self.prefix(namespace, tokens, block)].id)
@@ -306,6 +359,29 @@ impl Naive {
             .filter(|&id| self.is_held(id))
             .collect();
         Some(done)
+    }
+
+    /// Adds a session to the blocks from `first` on, and to those above, up to the first that has it.
+    fn add_session(
+        &mut self,
+        namespace: usize,
+        tokens: &[u32],
+        first: usize,
+        end: usize,
+        session: u8,
+    ) {
+        for block in (0..end).rev() {
+            let prefix = self.prefix(namespace, tokens, block);
+            let sessions = &mut self.entries.get_mut(&prefix).unwrap().sessions;
+            if !sessions.contains(&session) {
+                sessions.push(session);
+                if sessions.len() > 8 {
+                    sessions.remove(0);
+                }
+            } else if block < first {
+                break;
+            }
+        }
     }
 
     /// Removes an entry, and records in the leases that its block left.

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvtrie_core::{BlockId, Class, Error, Result, ReusePlan, TokenSequence, failpoints};
+use kvtrie_core::{BlockId, Class, Error, Result, ReusePlan, SessionId, TokenSequence, failpoints};
 
 use super::cached::{CachedRanges, check_ranges};
 use super::labels::{LedgerSource, RequestLabels};
@@ -26,6 +26,8 @@ pub struct Begin<'a> {
     /// A plan whose blocks in place are the first of the table, only for a source that is not a plan. These blocks
     /// count as committed; the source describes the KV after them.
     pub in_place: Option<Arc<ReusePlan>>,
+    /// The conversation that the sequence belongs to: every commit inserts with it.
+    pub session: Option<SessionId>,
 }
 
 impl Default for Begin<'_> {
@@ -35,6 +37,7 @@ impl Default for Begin<'_> {
             num_computed: 0,
             missing: None,
             in_place: None,
+            session: None,
         }
     }
 }
@@ -159,6 +162,7 @@ impl SequenceLedger {
             in_place: begin.in_place,
             pins: Vec::new(),
             spans: Vec::new(),
+            session: begin.session,
         }))
     }
 

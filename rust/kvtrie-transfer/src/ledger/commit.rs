@@ -147,6 +147,7 @@ impl Request {
             start: self.committed,
             source: self.source.as_source(),
             spans,
+            session: self.session,
         };
         index.insert(seq, &self.blocks[offered], options)
     }

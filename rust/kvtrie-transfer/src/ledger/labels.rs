@@ -2,9 +2,7 @@
 
 use std::sync::Arc;
 
-use kvtrie_core::{Class, Imported, Result, ReusePlan, ReusePolicy, Source};
-
-use crate::error::invalid;
+use kvtrie_core::{Class, Imported, Result, ReusePlan, Source};
 
 /// The source of a request's KV, as [`Source`] for an insert. A plan is shared with the caller that made it.
 #[derive(Clone, Debug)]
@@ -24,7 +22,7 @@ impl LedgerSource {
         match self {
             Self::Plan(plan) => Source::Plan(plan),
             Self::Computed => Source::Computed,
-            Self::Imported(imported) => Source::Imported(*imported),
+            Self::Imported(imported) => Source::Imported(imported.clone()),
         }
     }
 
@@ -39,12 +37,7 @@ impl LedgerSource {
 
     pub(super) fn check(&self, call: &'static str) -> Result<()> {
         match self {
-            Self::Imported(imported) if imported.hops > ReusePolicy::MAX_HOPS => Err(invalid!(
-                call,
-                "Imported.hops is {}; the limit is {}",
-                imported.hops,
-                ReusePolicy::MAX_HOPS
-            )),
+            Self::Imported(imported) => imported.check(call),
             _ => Ok(()),
         }
     }

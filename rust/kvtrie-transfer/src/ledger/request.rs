@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
-use kvtrie_core::{BlockId, Error, Result, ReusePlan, SequenceOwner, Span, TokenSequence};
+use kvtrie_core::{
+    BlockId, Error, Result, ReusePlan, SequenceOwner, SessionId, Span, TokenSequence,
+};
 
 use super::labels::{LedgerSource, RequestLabels};
 use super::positions::{Contradiction, Positions};
@@ -22,6 +24,8 @@ pub(super) struct Request {
     pub(super) pins: Vec<Arc<ReusePlan>>,
     pub(super) labels: RequestLabels,
     pub(super) spans: Vec<Tagged>,
+    /// The conversation that its commits name.
+    pub(super) session: Option<SessionId>,
 }
 
 #[derive(Clone, Debug)]

@@ -13,6 +13,7 @@ use kvtrie_core::{Class, ReusePolicy};
 
 use crate::transfer::digests::{Digest, Tokens, TransferKey};
 use crate::transfer::manifest::BlockRun;
+use crate::transfer::own::bounds_nothing;
 use crate::transfer::pairs::{Piece, distance};
 use crate::transfer::wire::short;
 
@@ -79,9 +80,11 @@ impl<'a> MoveSearch<'a> {
             windows: [Vec::new(), Vec::new()],
             known: HashMap::default(),
         };
+        let takes_any = bounds_nothing(policy);
         for (at, run) in runs.iter().enumerate() {
             let hops = run.hops() + 1;
-            if run.is_lookahead() || hops > policy.max_hops {
+            let is_usable = run.class() == Class::Exact || takes_any;
+            if run.is_lookahead() || !is_usable || hops > policy.max_hops {
                 continue;
             }
             for (place, digest) in run.digests().iter().enumerate() {
@@ -116,7 +119,7 @@ impl<'a> MoveSearch<'a> {
     }
 
     pub(super) fn cover(&mut self, gaps: &[Range<usize>], policy: &ReusePolicy) -> Vec<Piece> {
-        let mut pieces = Vec::new();
+        let (mut pieces, mut runs) = (Vec::new(), Vec::new());
         if self.blocks.is_empty() {
             return pieces;
         }
@@ -130,12 +133,17 @@ impl<'a> MoveSearch<'a> {
                     from = at;
                     continue;
                 };
-                let start = (at + policy.recompute_first).min(end);
-                let stop = end.saturating_sub(policy.recompute_last).max(start);
-                self.emit(&found, start..stop, &mut pieces);
+                runs.push((found, at..end));
                 at = end;
                 from = (at + 1).saturating_sub(self.block_size + self.lengths[0]);
             }
+        }
+        // Nobody chooses tokens of a transfer, so a policy's share is that of fronts.
+        let front = policy.front(runs.iter().map(|(_, range)| range.len()));
+        for (found, range) in runs {
+            let start = (range.start + front).min(range.end);
+            let stop = range.end.saturating_sub(policy.recompute_last).max(start);
+            self.emit(&found, start..stop, &mut pieces);
         }
         pieces
     }

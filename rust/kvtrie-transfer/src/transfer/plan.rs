@@ -72,13 +72,14 @@ impl Default for TransferOptions<'_> {
 /// assert_eq!(plan.compute(), [(2, 5)]);
 /// # Ok::<(), TransferError>(())
 /// ```
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct TransferPlan {
     len: usize,
     pairs: Vec<BlockPair>,
     compute: Vec<(usize, usize)>,
     first_approximate: Option<usize>,
     hops: u16,
+    policy: ReusePolicy,
     num_exact: usize,
     num_approximate: usize,
 }
@@ -184,6 +185,7 @@ impl TransferPlan {
                 .map(|pair| pair.start)
                 .min(),
             hops: pairs.iter().map(|pair| pair.hops).max().unwrap_or(0),
+            policy: policy.clone(),
             num_exact: loaded - num_approximate,
             num_approximate,
             pairs,
@@ -212,6 +214,12 @@ impl TransferPlan {
     #[must_use]
     pub fn hops(&self) -> u16 {
         self.hops
+    }
+
+    /// The policy that the plan was made under, and so the loaded approximate KV built.
+    #[must_use]
+    pub fn policy(&self) -> &ReusePolicy {
+        &self.policy
     }
 
     /// Number of tokens of the prompt.

@@ -192,16 +192,28 @@ fn labels() -> impl Strategy<Value = Vec<Option<(Class, u16)>>> {
 }
 
 fn policy() -> impl Strategy<Value = ReusePolicy> {
-    (any::<bool>(), 8usize..20, 0u16..3, 0usize..3, 0usize..3).prop_map(
-        |(approximate, min_run, max_hops, recompute_first, recompute_last)| ReusePolicy {
-            approximate,
-            min_run: Some(min_run),
-            max_hops,
-            recompute_first,
-            recompute_last,
-            ..ReusePolicy::EXACT_ONLY
-        },
+    let share = prop_oneof![2 => Just(0.0), 1 => 0.0f64..=1.0];
+    (
+        any::<bool>(),
+        8usize..20,
+        0u16..3,
+        0usize..3,
+        0usize..3,
+        share,
     )
+        .prop_map(
+            |(approximate, min_run, max_hops, recompute_first, recompute_last, recompute_share)| {
+                ReusePolicy {
+                    approximate,
+                    min_run: Some(min_run),
+                    max_hops,
+                    recompute_first,
+                    recompute_last,
+                    recompute_share,
+                    ..ReusePolicy::EXACT_ONLY
+                }
+            },
+        )
 }
 
 proptest! {
@@ -364,7 +376,7 @@ fn forbidden_kinds_leave_nothing_approximate() {
     let plan = |forbid_kinds| {
         let policy = ReusePolicy {
             forbid_kinds,
-            ..approximate()
+            ..ReusePolicy::LAXEST
         };
         let options = options(&policy);
         TransferPlan::new(&manifest, &sequence(&mine), &local, &key(), &options).unwrap()
@@ -413,13 +425,11 @@ fn a_live_request_offers_what_it_has() {
     let mut seq = sequence(&(0..18).collect::<Vec<_>>());
     let table = ids(6, 0);
     let begin = Begin {
-        source: LedgerSource::Imported(Imported {
-            exact_until: 9,
-            hops: 2,
-        }),
+        source: LedgerSource::Imported(Imported::new(9, 2)),
         missing: Some(&[(2, 5), (12, 13), (17, 18)]),
         num_computed: 0,
         in_place: None,
+        session: None,
     };
     let id = ledger.begin(&mut seq, &table, begin).unwrap();
     let offer = Offer::of(&ledger, id, &seq).unwrap();
@@ -472,7 +482,7 @@ fn a_pair_is_as_long_as_both_blocks_allow() {
         block_size: None,
         blocks: Some(&table),
     });
-    let policy = approximate();
+    let policy = ReusePolicy::LAXEST;
     let plan = TransferPlan::new(&manifest, &seq, &local, &key(), &options(&policy)).unwrap();
     let pairs: Vec<_> = plan
         .pairs()

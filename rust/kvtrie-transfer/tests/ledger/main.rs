@@ -485,10 +485,7 @@ impl Test {
                 LedgerSource::Plan(plan_of(&mut self.twin, &mut twin)),
             ),
             3 => {
-                let imported = LedgerSource::Imported(Imported {
-                    exact_until: part,
-                    hops: 2,
-                });
+                let imported = LedgerSource::Imported(Imported::new(part, 2));
                 (imported.clone(), imported)
             }
             _ => (LedgerSource::Computed, LedgerSource::Computed),
@@ -542,6 +539,7 @@ impl Test {
             num_computed,
             missing: missing.as_deref(),
             in_place: None,
+            session: None,
         };
         let Ok(id) = self.ledger.begin(&mut seq, &table, begin) else {
             assert!(!fits, "{table:?} for {tokens:?} was refused");
@@ -843,18 +841,7 @@ impl LiveRequest {
 
     /// Pins the blocks in place with a plan, then releases the previous plan.
     fn hold(&mut self, num_exact: usize, index: &mut RadixIndex) {
-        let policy = ReusePolicy {
-            approximate: num_exact < self.naive.committed,
-            max_hops: ReusePolicy::MAX_HOPS,
-            min_run: Some(1_000),
-            partial_blocks: false,
-            ..ReusePolicy::EXACT_ONLY
-        };
-        let options = PlanOptions {
-            keep_last: 0,
-            pin: true,
-        };
-        let plan = index.plan(&mut self.twin, &policy, options).unwrap();
+        let plan = index.pin_in_place(&mut self.twin, num_exact < self.naive.committed);
         let committed = &self.naive.table[..self.naive.committed / SIZE];
         if plain(plan.blocks()).starts_with(committed) {
             for before in self.pins.drain(..) {
@@ -912,13 +899,14 @@ impl LiveRequest {
         let source = match &self.source {
             LedgerSource::Plan(plan) => Source::Plan(plan),
             LedgerSource::Computed => Source::Computed,
-            LedgerSource::Imported(imported) => Source::Imported(*imported),
+            LedgerSource::Imported(imported) => Source::Imported(imported.clone()),
         };
         let options = InsertOptions {
             num_computed,
             start: self.naive.committed,
             source,
             spans,
+            session: None,
         };
         index.insert(&mut self.twin, &ids, options).unwrap()
     }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use kvtrie_core::{
     BlockId, Class, Config, Error, Imported, InsertOptions, Namespace, PlanOptions, RadixIndex,
-    ReusePlan, ReusePolicy, Salt, Source, Span, TokenSequence,
+    ReusePlan, ReusePolicy, Salt, SessionId, Source, Span, TokenSequence,
 };
 use kvtrie_transfer::{Begin, LabelRun, LedgerSource, RequestId, SequenceLedger, Step, StepIds};
 
@@ -68,7 +68,10 @@ pub(super) fn planned(
     seq: &mut TokenSequence,
     pin: bool,
 ) -> Arc<ReusePlan> {
-    let options = PlanOptions { keep_last: 1, pin };
+    let options = PlanOptions {
+        pin,
+        ..PlanOptions::default()
+    };
     Arc::new(index.plan(seq, &ReusePolicy::EXACT_ONLY, options).unwrap())
 }
 
@@ -80,7 +83,7 @@ fn labels(ledger: &SequenceLedger, id: RequestId, end: usize) -> Vec<(usize, usi
 }
 
 fn imported(exact_until: usize, hops: u16) -> Imported {
-    Imported { exact_until, hops }
+    Imported::new(exact_until, hops)
 }
 
 /// A request with imported KV that is exact up to `exact_until`.
@@ -395,6 +398,38 @@ fn pins_hold_only_blocks_in_place_and_stay_when_a_block_is_replaced() {
 }
 
 #[test]
+fn every_commit_gives_the_session_of_its_request() {
+    let mut index = index_of_moved_runs();
+    let session = Some(SessionId::new("a").unwrap());
+    let mut ledger = SequenceLedger::new(SIZE).unwrap();
+    let mut seq = sequence(0..16);
+    let begin = Begin {
+        num_computed: 8,
+        session,
+        ..Begin::default()
+    };
+    let id = ledger.begin(&mut seq, &ids(0..5), begin).unwrap();
+    ledger.commit(id, &mut seq, &mut index).unwrap();
+    ledger.schedule(id, 8, 0).unwrap();
+    ledger.confirm(id, 16).unwrap();
+    ledger.finish(id, &mut seq, &mut index).unwrap();
+    let policy = ReusePolicy {
+        approximate: true,
+        ..ReusePolicy::EXACT_ONLY
+    };
+    for (session, count) in [(session, 16), (None, 0)] {
+        let options = PlanOptions {
+            session,
+            ..PlanOptions::default()
+        };
+        let prompt = &mut sequence([90].into_iter().chain(0..16).chain([91]));
+        let plan = index.plan(prompt, &policy, options).unwrap();
+        assert_eq!(plan.num_tokens(Class::Approximate), count);
+        index.release(&plan).unwrap();
+    }
+}
+
+#[test]
 fn what_is_in_place_has_the_hops_that_the_index_has() {
     let mut index = index();
     for (end, from) in [(16, imported(8, 1)), (20, imported(8, 3))] {
@@ -403,11 +438,7 @@ fn what_is_in_place_has_the_hops_that_the_index_has() {
         index.insert(&mut known, &ids(8..13), options).unwrap();
     }
     let mut seq = sequence(0..32);
-    let policy = ReusePolicy {
-        approximate: true,
-        max_hops: 4,
-        ..ReusePolicy::EXACT_ONLY
-    };
+    let policy = ReusePolicy::LAXEST;
     let plan = index.plan(&mut seq, &policy, PlanOptions::default());
     let plan = Arc::new(plan.unwrap());
     assert_eq!(plan.blocks(), ids(8..13));
@@ -416,6 +447,7 @@ fn what_is_in_place_has_the_hops_that_the_index_has() {
         num_computed: 32,
         missing: None,
         in_place: Some(Arc::clone(&plan)),
+        session: None,
     };
     let table = [8, 9, 10, 11, 12, 0, 1, 2].map(BlockId);
     let mut ledger = SequenceLedger::new(SIZE).unwrap();

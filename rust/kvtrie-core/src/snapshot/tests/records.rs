@@ -10,6 +10,7 @@ const TAGS: u8 = 1 << 2;
 const USES: u8 = 1 << 3;
 const SOURCES: u8 = 1 << 4;
 const DEAD: u8 = 1 << 5;
+const SESSIONS: u8 = 1 << 6;
 
 /// The optional parts of an edge's record, valid or not.
 #[derive(Default)]
@@ -48,6 +49,21 @@ impl Edge {
         })
     }
 
+    /// Runs of sessions, each as (from, to, the bytes that its digests consist of).
+    fn sessions(runs: &[(u32, u32, &[u8])]) -> Self {
+        Self::with(SESSIONS, |out| {
+            out.len(runs.len());
+            for &(from, to, members) in runs {
+                out.u32(from);
+                out.u32(to);
+                out.u8(u8::try_from(members.len()).unwrap());
+                for &member in members {
+                    out.raw(&[member; 16]);
+                }
+            }
+        })
+    }
+
     fn uses(uses: &[(u32, u64)]) -> Self {
         Self::with(USES, |out| {
             out.len(uses.len());
@@ -78,6 +94,8 @@ fn two_edges(middle: u32, above: &Edge, below: &Edge) -> Vec<u8> {
         out.u8(1);
         out.text(name);
     }
+    // No grade has a number.
+    out.u8(0);
     out.len(2);
     for (parent, blocks, ids, edge) in [
         (0, 2, &[0, 1][..], above),
@@ -116,6 +134,7 @@ fn what_an_edge_is_said_to_have_it_has() {
         (USES, "uses that are out of order, or none"),
         (SOURCES, "ranges that are out of order, or none"),
         (DEAD, "ranges that are out of order, or none"),
+        (SESSIONS, "runs of sessions that are out of order, empty"),
     ] {
         says(what, &refused_below(&Edge::with(has, |out| out.len(0))));
     }
@@ -126,9 +145,39 @@ fn what_an_edge_is_said_to_have_it_has() {
         &refused_below(&labels(5)),
     );
     says(
-        "an edge has 0x40",
-        &refused_below(&Edge::with(1 << 6, |_| ())),
+        "an edge has 0x80",
+        &refused_below(&Edge::with(1 << 7, |_| ())),
     );
+}
+
+#[test]
+fn runs_of_sessions_are_of_present_blocks_and_in_order() {
+    let eight = [1, 2, 3, 4, 5, 6, 7, 8];
+    for runs in [
+        &[(2, 5, &[1][..])][..],
+        &[(2, 3, &[1]), (3, 5, &[2, 1])],
+        &[(4, 5, &eight)],
+    ] {
+        read_below(&Edge::sessions(runs));
+    }
+    for (runs, what) in [
+        (
+            &[(1, 3, &[1][..])][..],
+            "sessions of the depths [1, 3) of 3 blocks from 2 on",
+        ),
+        (&[(4, 6, &[1])], "sessions of the depths [4, 6)"),
+        (&[(4, 3, &[1])], "sessions of the depths [4, 3)"),
+        (&[(3, 3, &[1])], "out of order, empty"),
+        (&[(3, 4, &[1]), (2, 3, &[2])], "out of order"),
+        (&[(2, 3, &[1]), (3, 4, &[1])], "out of order"),
+        (&[(2, 3, &[1, 2, 1])], "repeated or too many"),
+        (&[(2, 3, &[1, 2, 3, 4, 5, 6, 7, 8, 9])], "too many"),
+    ] {
+        let refusal = refused_below(&Edge::sessions(runs));
+        says(what, &refusal);
+    }
+    let hole = two_edges(ABSENT, &Edge::default(), &Edge::sessions(&[(2, 4, &[1])]));
+    says("sessions of the depths [2, 4)", &refused(&hole));
 }
 
 #[test]
@@ -219,8 +268,8 @@ fn labels_of_blocks_that_left_are_not_written() {
 fn an_edge_ends_above_the_greatest_number_of_a_depth() {
     let bytes = two_edges(3, &Edge::default(), &Edge::default());
     let tree = bytes.windows(4).position(|name| name == b"TREE").unwrap();
-    // The name and length of the section, two counts, the namespace and the number of edges precede the first edge.
-    let first = tree + 12 + 16 + (9 + 16 + 15) + 2 * 10 + 8;
+    // The name and length of the section, two counts, the namespace and the numbers of grades and edges precede the first edge.
+    let first = tree + 12 + 16 + (9 + 16 + 15) + 2 * 10 + 1 + 8;
     // Each edge has 17 bytes, plus 20 per block.
     let second = first + 17 + 2 * 20;
     let with = |edge: usize, blocks: u32| {
@@ -299,7 +348,7 @@ fn contradictions_of_one_edge_are_refused() {
         let depth = edge.depth + 2;
         let hole = Payload {
             id: ABSENT,
-            label: Label::approximate(1),
+            label: Label::approximate(1, 0),
         };
         edge.set_payload(depth, hole, 2);
     });
@@ -373,8 +422,8 @@ fn counts_are_checked_against_the_bytes_that_are_left() {
         other[at..at + len].copy_from_slice(&(number as u64).to_le_bytes()[..len]);
         refused(&sealed(other))
     };
-    // A tree takes at least three one-letter names, two flags and the number of edges.
-    let most = left / 37 + 1;
+    // A tree takes at least three one-letter names, two flags and the numbers of grades and edges.
+    let most = left / 38 + 1;
     let announced = format!("{} trees announced, 1 of them vacant", most + 1);
     says(&announced, &with(trees, most + 1, 8));
     let message = with(trees, most, 8);
@@ -382,7 +431,7 @@ fn counts_are_checked_against_the_bytes_that_are_left() {
     let few = with(trees, 0, 8);
     says("0 trees announced, 1 of them vacant", &few);
     // The namespace has names of 1, 8 and 7 letters, an adapter of one letter and a salt of one.
-    let edges = trees + 20 + (8 + 1) + (8 + 8) + (8 + 7) + (1 + 8 + 1) + (1 + 8 + 1);
+    let edges = trees + 20 + (8 + 1) + (8 + 8) + (8 + 7) + (1 + 8 + 1) + (1 + 8 + 1) + 1;
     let left = trees + number(trees - 8) - edges - 8;
     let most = left / (17 + 4 * 3);
     let message = with(edges, most + 1, 8);

@@ -1,8 +1,9 @@
 //! Entries and their counters. Blocks enter only by [`Forest::place`], [`Forest::fill`] and a restore. They leave only
 //! by [`Forest::vacate`], [`Forest::vacate_end`] and with their node.
 
+use crate::grade::{Grade, Grades};
 use crate::ids::{ABSENT, BlockId, Depth, NodeIndex};
-use crate::storage::forest::Forest;
+use crate::storage::forest::{Forest, Position};
 use crate::storage::node::Node;
 use crate::storage::payload::{Label, Payload};
 use crate::storage::siblings;
@@ -61,6 +62,8 @@ impl Forest {
             }
             items.push(item);
         }
+        let tree = edge.tree;
+        self.count_grades(tree, new.labels, Grades::add);
         crate::failpoints::within("blocks that are not indexed");
         self.blocks.enter_run(new.ids, node, from);
     }
@@ -80,6 +83,8 @@ impl Forest {
         crate::failpoints::within("insert: a hole was filled");
         self.counts.holes -= 1;
         self.counts.approximate += u64::from(!new.label.is_exact());
+        let tree = self.nodes[node].tree;
+        self.count_grades(tree, &[new.label], Grades::add);
         // The canary of the fuzz target `engine`: a filled hole counts as evictable even if it is pinned.
         if !cfg!(feature = "canary") {
             let is_protected = place < self.protected_end(node);
@@ -108,10 +113,14 @@ impl Forest {
         crate::failpoints::within("blocks that left and have no hole");
         let protected = self.protected_end(node).min(to).saturating_sub(from);
         let edge = &self.nodes[node];
-        let approximate = edge.num_approximate();
+        let (tree, approximate) = (edge.tree, edge.num_approximate());
         let sorts = from == edge.depth && edge.starts_exact(block_size);
         if sorts {
             siblings::remove(&mut self.nodes, node);
+        }
+        if approximate > 0 {
+            let labels: Vec<Label> = self.nodes[node].labels(from, to).to_vec();
+            self.count_grades(tree, &labels, Grades::remove);
         }
         let edge = &mut self.nodes[node];
         edge.vacate(from, to, block_size);
@@ -160,15 +169,47 @@ impl Forest {
 
     pub(super) fn remove_node(&mut self, at: NodeIndex) -> Node {
         let node = self.nodes.remove(at);
+        let labels = node.labels(node.depth, node.end());
+        self.count_grades(node.tree, labels, Grades::remove);
         self.counts.holes -= u64::from(node.num_holes());
         self.counts.approximate -= u64::from(node.num_approximate());
         node
     }
 
     pub(crate) fn restore_node(&mut self, node: Node) -> NodeIndex {
+        let labels = node.labels(node.depth, node.end());
+        self.count_grades(node.tree, labels, Grades::add);
         self.counts.holes += u64::from(node.num_holes());
         self.counts.approximate += u64::from(node.num_approximate());
         self.nodes.insert(node)
+    }
+
+    fn count_grades(&mut self, tree: u32, labels: &[Label], count: fn(&mut Grades, Label)) {
+        for &label in labels.iter().filter(|label| !label.is_exact()) {
+            count(self.trees.grades_mut(tree), label);
+        }
+    }
+
+    /// The label of an approximate block that is about to enter the tree of `node`.
+    pub(crate) fn approximate_label(&mut self, node: NodeIndex, hops: u16, grade: Grade) -> Label {
+        let tree = self.nodes[node].tree;
+        Label::approximate(hops, self.trees.grades_mut(tree).number(grade))
+    }
+
+    /// The grade of an approximate block in the tree of `node`.
+    pub(crate) fn grade(&self, node: NodeIndex, label: Label) -> Grade {
+        self.trees[self.nodes[node].tree].grades.get(label.grade())
+    }
+
+    /// The meet of the grades of approximate blocks in a range of depths on the path to `end`, which starts at `from`.
+    pub(crate) fn grade_of_path(&self, end: Position, from: Depth) -> Grade {
+        let mut numbers = 0_u128;
+        for (node, from, to) in self.edges_to(end, from) {
+            let labels = self.nodes[node].labels(from, to).iter();
+            let approximate = labels.filter(|label| !label.is_exact());
+            numbers = approximate.fold(numbers, |set, label| set | 1 << label.grade());
+        }
+        self.trees[self.nodes[end.node].tree].grades.meet(numbers)
     }
 
     pub(crate) fn restore_block(&mut self, id: u32, node: NodeIndex, place: Depth) {

@@ -5,6 +5,7 @@ mod entries;
 mod links;
 mod places;
 mod protection;
+mod sessions;
 mod tags;
 mod uses;
 mod walk;

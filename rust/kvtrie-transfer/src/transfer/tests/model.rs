@@ -42,6 +42,8 @@ struct Model<'a> {
     sender: &'a Sender,
     mine: &'a [u32],
     policy: &'a ReusePolicy,
+    /// Whether the policy bounds nothing, so that approximate blocks may be loaded.
+    takes_any: bool,
     wanted: Vec<bool>,
 }
 
@@ -96,7 +98,7 @@ impl Model<'_> {
             if (if follows { is_next } else { begins }) && is_same(start..end) {
                 goes_on = Some((end, block.class, block.hops));
                 let is_allowed = block.class == Class::Exact
-                    || approximate && block.hops <= self.policy.max_hops;
+                    || self.takes_any && block.hops <= self.policy.max_hops;
                 for at in block
                     .range
                     .clone()
@@ -117,6 +119,7 @@ impl Model<'_> {
     fn moved(&self, blocks: &[Named], origins: &mut [Option<Origin>]) {
         let blocks: Vec<&Named> = blocks
             .iter()
+            .filter(|block| block.class == Class::Exact || self.takes_any)
             .filter(|block| block.hops < self.policy.max_hops)
             .collect();
         // For each chain of blocks whose tokens the prompt has at one distance, its start in the prompt and its blocks.
@@ -148,15 +151,14 @@ impl Model<'_> {
         let free: Vec<bool> = (0..origins.len())
             .map(|at| self.wanted[at] && origins[at].is_none())
             .collect();
-        let mut at = 0;
+        let source = |start: usize, chain: &[&Named], at: usize| chain[0].range.start + at - start;
+        let block_of = |chain: &[&Named], source: usize| -> Named {
+            let holds = |block: &&&Named| block.range.contains(&source);
+            (**chain.iter().find(holds).unwrap()).clone()
+        };
+        let (mut at, mut pieces) = (0, Vec::new());
         while at < free.len() {
             let gap_end = (at..free.len()).find(|&at| !free[at]).unwrap_or(free.len());
-            let source =
-                |start: usize, chain: &[&Named], at: usize| chain[0].range.start + at - start;
-            let block_of = |chain: &[&Named], source: usize| -> Named {
-                let holds = |block: &&&Named| block.range.contains(&source);
-                (**chain.iter().find(holds).unwrap()).clone()
-            };
             let best = chains
                 .iter()
                 .filter(|(start, chain)| {
@@ -179,14 +181,33 @@ impl Model<'_> {
                 at += 1;
                 continue;
             };
-            let first = (at + self.policy.recompute_first).min(end);
+            pieces.push((at, end, start, chain));
+            at = end;
+        }
+        let computed = |first: usize| -> usize {
+            pieces
+                .iter()
+                .map(|piece| first.min(piece.1 - piece.0))
+                .sum()
+        };
+        let all = computed(usize::MAX);
+        #[expect(
+            clippy::cast_precision_loss,
+            clippy::cast_sign_loss,
+            clippy::cast_possible_truncation,
+            reason = "some tokens"
+        )]
+        let wanted = (self.policy.recompute_share * all as f64).ceil() as usize;
+        let front = (0..=all).find(|&first| computed(first) >= wanted);
+        let front = front.unwrap_or(0).max(self.policy.recompute_first);
+        for (at, end, start, chain) in pieces {
+            let first = (at + front).min(end);
             let until = end.saturating_sub(self.policy.recompute_last).max(first);
             for (token, origin) in (first..until).zip(&mut origins[first..until]) {
                 let here = source(start, chain, token);
                 let hops = block_of(chain, here).hops + 1;
                 *origin = Some((Class::Approximate, here, hops));
             }
-            at = end;
         }
     }
 }
@@ -216,6 +237,8 @@ proptest! {
             forbid_kinds: if forbids { vec!["kind".to_owned()] } else { vec![] },
             ..policy
         };
+        let bounds_nothing = approximate && !forbids && share >= 1.0 && keep_last < 3;
+        let policy = if bounds_nothing { ReusePolicy::LAXEST } else { policy };
         let mut labels = labels;
         labels.truncate(tokens.len());
         let senders: Vec<Sender> = sizes
@@ -259,7 +282,7 @@ proptest! {
             let of_group = |sender: &Sender| {
                 // The share counts what is finally loaded in all groups.
                 let policy = &ReusePolicy { max_approximate_share: 1.0, ..policy.clone() };
-                Model { sender, mine: &mine, policy, wanted: wanted.clone() }.origins()
+                Model { sender, mine: &mine, policy, takes_any: bounds_nothing, wanted: wanted.clone() }.origins()
             };
             let mut origins: Vec<_> = senders.iter().map(of_group).collect();
             for at in 0..mine.len() {

@@ -1,0 +1,9 @@
+"""The fidelity suite on real models: what reuse of KV costs them on real text.
+
+    make fidelity            # all kinds of edit, resumes where it stopped
+    make fidelity-quick      # one conversation of each hard kind, three minutes
+
+`texts` has the text, `conversations` the edits, `plans` the KV that kvtrie finds, `policies` which
+of its tokens are computed again, `measure` the rows, `summary` the tables. Only `texts` fetches
+anything.
+"""

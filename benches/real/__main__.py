@@ -1,0 +1,209 @@
+"""Measures a real model's replies after each kind of edit, under every policy; see `real`.
+
+    python -m real                       # from the repository, with PYTHONPATH=benches:.
+    python -m real --quick               # one conversation of each hard kind, a few policies
+    python -m real --summary             # no measuring: the tables again, from the rows
+
+Rows go to target/fidelity/rows.jsonl as they are measured; the same command goes on from there. One
+core takes about 40 s for a conversation of 1k tokens, and 10 minutes for one of 7k.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from real import chains, conversations, measure, policies, recorded, summary, texts
+from real.rows import Rows
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from real.cases import Tokens
+    from real.reader import Reader
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+MODEL: Final = ROOT / "target" / "models" / "smollm2-135m-instruct"
+ROWS: Final = ROOT / "target" / "fidelity" / "rows.jsonl"
+FOREIGN_TOKENS: Final = 1024
+
+QUICK: Final = ("exact", "rotated", "foreign", "fronts20", "question+probe20")
+LONG: Final = (
+    *("exact", "rotated", "foreign", "first16", "random20", "blend20", "question20", "fronts20"),
+    *("fronts30", "probe30", "question+probe20", "question+probe28", "oracle30"),
+)
+"""At 7k tokens, where a row takes most of a minute."""
+
+
+def by(name: str) -> tuple[str, ...]:
+    """A policy's name, and what chooses for it if that is the package."""
+    is_own = policies.OURS and name.rstrip("0123456789") in policies.OWN
+    return (name, policies.OURS) if is_own else (name,)
+
+
+class Suite:
+    """The model, the text and the rows of one run."""
+
+    def __init__(self, folder: Path, dtype: str, rows: Path) -> None:
+        import torch  # noqa: PLC0415 - slow
+        from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415 - slow
+        from transformers.utils import logging  # noqa: PLC0415 - slow
+
+        from kvtrie.models.fingerprint import checkpoint_digest  # noqa: PLC0415 - for order
+        from real.cases import Renderer  # noqa: PLC0415 - for order
+        from real.reader import Reader  # noqa: PLC0415 - torch
+
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        logging.disable_progress_bar()
+        logging.set_verbosity_error()
+        self.passages = recorded.load(texts.fetch())
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=getattr(torch, dtype), local_files_only=True
+        )
+        self.reader: Reader = Reader(model.eval())
+        self.renderer = Renderer(tokenizer)
+        self.model = f"{folder.name}@{checkpoint_digest(folder)}"
+        self.dtype = dtype
+        self.rows = Rows(rows)
+        text = " ".join(one.text for one in self.passages)
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"][-FOREIGN_TOKENS:]
+        self._foreign_ids = list(ids)
+        self._foreign: Any = None
+
+    def foreign(self) -> Any:  # noqa: ANN401 - ids and their KV
+        if self._foreign is None:
+            self._foreign = (self._foreign_ids, self.reader.full(self._foreign_ids)[0])
+        return self._foreign
+
+    def case(self, kind: str, size: str, wording: str, seed: int) -> Tokens:
+        writer = conversations.Writer(self.passages, wording, seed, conversations.SIZES[size])
+        return self.renderer.tokens(conversations.KINDS[kind](writer))
+
+    def key(self, *parts: str) -> str:
+        """Of a row: whatever its figures depend on."""
+        return measure.key([self.model, self.dtype, measure.versions(), *parts])
+
+    def measure(
+        self, kind: str, size: str, wording: str, seed: int, names: tuple[str, ...]
+    ) -> None:
+        """The rows of one case that are missing."""
+        case = self.case(kind, size, wording, seed)
+        plan = measure.plan_digest(self.reader, case)
+        keys = {name: self.key(case.digest, plan, *by(name)) for name in names}
+        missing = {
+            name: policies.POLICIES[name] for name, key in keys.items() if key not in self.rows
+        }
+        if not missing:
+            return
+        began = time.monotonic()
+        about = {
+            "kind": kind,
+            "size": size,
+            "set": wording,
+            "seed": seed,
+            "model": self.model,
+            "dtype": self.dtype,
+            "plan": f"{case.digest}.{plan}",
+        }
+        for name, row in measure.rows(self.reader, case, missing, self.foreign()):
+            self.rows.add({"key": keys[name], **about, "policy": name, **row})
+        print(
+            f"fidelity: {wording} {size} {kind}, seed {seed}: {len(missing)} policies, "
+            f"{time.monotonic() - began:.0f} s",
+            flush=True,
+        )
+
+    def chain(self, wording: str, seed: int, names: tuple[str, ...]) -> None:
+        """Ten edits in a row; the rows of each step."""
+        size = conversations.SIZES["1k"]
+        writer = conversations.Writer(self.passages, wording, seed, size)
+        steps = [self.renderer.tokens(one) for one in conversations.ten_edits(writer)]
+        digest = measure.key([one.digest for one in steps])
+        truths: list[Any] = []
+        for name in names:
+            keys = [self.key("chain", digest, *by(name), str(step)) for step in range(len(steps))]
+            if all(key in self.rows for key in keys):
+                continue
+            truths = truths or [measure.reference(self.reader, one) for one in steps]
+            found = chains.rows(self.reader, steps, truths, policies.POLICIES[name])
+            for step, (key, row) in enumerate(zip(keys, found, strict=True)):
+                about = {
+                    "kind": "ten",
+                    "step": step + 1,
+                    "size": "1k",
+                    "set": wording,
+                    "seed": seed,
+                }
+                about |= {"plan": digest}
+                self.rows.add(
+                    {
+                        "key": key,
+                        **about,
+                        "model": self.model,
+                        "dtype": self.dtype,
+                        "policy": name,
+                        **row,
+                    }
+                )
+            print(f"fidelity: ten edits, seed {seed}, {name}", flush=True)
+
+
+def work(options: argparse.Namespace) -> Iterator[tuple[str, str, int]]:
+    """Kind, size and number of each case, in an order in which a run that stops early says most."""
+    if options.quick:
+        yield from ((kind, "1k", 0) for kind in ("strip all", "prune", "reorder", "assembled"))
+        return
+    for number in range(options.cases):
+        kinds = (*conversations.HARD, *(conversations.EASY if number < options.easy else ()))
+        yield from ((kind, "1k", number) for kind in kinds)
+        if number < options.long:
+            yield from (
+                (kind, "7k", number) for kind in ("strip all", "reorder", "assembled", "prune")
+            )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="four conversations, five policies")
+    parser.add_argument("--summary", action="store_true", help="only write the tables again")
+    parser.add_argument("--set", choices=list(conversations.SETS), default="reporting")
+    parser.add_argument("--cases", type=int, default=6, help="of each hard kind at 1k tokens")
+    parser.add_argument("--easy", type=int, default=3, help="of each easy kind")
+    parser.add_argument("--long", type=int, default=1, help="of four hard kinds at 7k tokens")
+    parser.add_argument("--chains", type=int, default=3, help="of ten edits in a row")
+    parser.add_argument("--kinds", default="", help="only these, separated by commas")
+    parser.add_argument("--sizes", default="1k,7k", help="only these sizes")
+    parser.add_argument("--policies", default="", help="only these, separated by commas")
+    parser.add_argument("--model", type=Path, default=MODEL)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--rows", type=Path, default=ROWS)
+    options = parser.parse_args()
+    if not options.summary:
+        try:
+            suite = Suite(options.model, options.dtype, options.rows)
+        except texts.TextError as error:
+            print(f"fidelity: {error}", file=sys.stderr)
+            return 3
+        wanted = tuple(filter(None, options.policies.split(",")))
+        first = conversations.SETS[options.set]
+        for kind, size, number in work(options):
+            kinds = options.kinds.split(",") if options.kinds else [kind]
+            if size not in options.sizes.split(",") or kind not in kinds:
+                continue
+            names = QUICK if options.quick else LONG if size == "7k" else tuple(policies.POLICIES)
+            # Seeds 1 to 3: a third of the cases each.
+            suite.measure(kind, size, options.set, first + number + 1, wanted or names)
+        only = options.kinds.split(",") if options.kinds else ["ten"]
+        if not options.quick and "ten" in only and "1k" in options.sizes.split(","):
+            for number in range(options.chains):
+                suite.chain(options.set, first + 500 + number, wanted or chains.POLICIES)
+    return summary.main(options.rows, quick=options.quick, wording=options.set)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

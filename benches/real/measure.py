@@ -1,0 +1,239 @@
+"""One case under many policies, compared with full recomputation: a row for each."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from kvtrie import EXACT_ONLY
+from real import policies
+from real.plans import REUSE, Assembled, Shelf
+from real.policies import View
+from real.reader import Kept
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from real.cases import Tokens
+    from real.policies import Policy
+    from real.reader import Reader
+
+VERSION: Final = 1
+"""Raised when what a row says changes."""
+
+REPLY_TOKENS: Final = 20
+"""Of the model's own greedy reply, which is the reference."""
+
+
+def plan_digest(reader: Reader, case: Tokens) -> str:
+    """Names what kvtrie plans for a case, without any KV."""
+    shelf = Shelf(reader, room(case), records=False)
+    for one in case.contexts:
+        shelf.name(one)
+    total = hashlib.sha256()
+    for policy in (EXACT_ONLY, REUSE):
+        with shelf.index.plan(shelf.sequence(case.prompt), policy) as plan:
+            for field in ("start", "end", "old_start", "class"):
+                total.update(plan.segments[field].astype("<i8").tobytes())
+    return total.hexdigest()[:16]
+
+
+def room(case: Tokens) -> int:
+    """Tokens that a shelf needs for a case."""
+    return sum(len(one) for one in case.contexts) + 2 * len(case.prompt) + 256
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A case under full recomputation.
+
+    Attributes:
+        kept: The prompt's KV.
+        reply: The model's greedy reply.
+        logits: Rows that predict the reply, then those that predict the quotes.
+        seconds: Processor time of the prompt's pass.
+    """
+
+    kept: Kept
+    reply: tuple[int, ...]
+    logits: torch.Tensor
+    seconds: float
+
+
+def reference(reader: Reader, case: Tokens) -> Reference:
+    began = time.process_time()
+    kept, last = reader.full(case.prompt)
+    seconds = time.process_time() - began
+    reply = tuple(reader.greedy(kept, last[-1], REPLY_TOKENS))
+    end = len(case.prompt) - 1
+    chosen = torch.zeros(len(case.prompt), dtype=torch.bool)
+    chosen[end] = True
+    logits = replies(reader, case, reply, kept.k, kept.v, chosen)
+    return Reference(kept, reply, logits, seconds)
+
+
+class Bench:
+    """A case whose contexts are cached, ready for any policy."""
+
+    def __init__(self, reader: Reader, case: Tokens, foreign: tuple[Sequence[int], Kept]) -> None:
+        self._reader = reader
+        self._case = case
+        self._shelf = Shelf(reader, room(case) + len(foreign[0]))
+        for ids in case.contexts:
+            kept, _ = reader.full(ids)
+            self._shelf.add(ids, kept)
+            self._shelf.receive(ids, received(reader, kept))
+        self._foreign = self._shelf.park(*foreign)
+        self.reference = reference(reader, case)
+        self._view: View | None = None
+
+    def row(self, policy: Policy) -> dict[str, Any]:
+        """What the policy costs, and how far the replies are from full recomputation's."""
+        case, reader = self._case, self._reader
+        began = time.process_time()
+        if policy.reuse == "moved":
+            view = self.view()
+            began = time.process_time()
+            choice = policy.chooses(view, policy.share)
+            plan, chosen, extra = view.plan, view.plan.is_computed | choice.chosen, choice.extra
+        else:
+            plan = self._plan(policy.reuse)
+            chosen, extra = plan.is_computed, 0.0
+        logits = replies(reader, case, self.reference.reply, plan.k, plan.v, chosen)
+        seconds = time.process_time() - began
+        return {
+            "tokens": len(case.prompt),
+            "exact": int((plan.source == 0).sum()),
+            "moved": int(plan.is_moved.sum()),
+            "runs": len(plan.runs),
+            "computed": int(chosen.sum()),
+            "extra": round(extra, 2),
+            "seconds": round(seconds, 3),
+            "seconds_full": round(self.reference.seconds, 3),
+            **compared(case, self.reference, logits),
+        }
+
+    def view(self) -> View:
+        """The rotated plan, with its gaps computed once for all policies that look at them."""
+        if self._view is None:
+            plan = self._plan("moved")
+            gaps = filled(self._reader, plan, plan.is_computed)
+            self._view = View(
+                reader=self._reader,
+                plan=plan,
+                gaps=gaps,
+                truth=self.reference.kept,
+                received=self._shelf.received[plan.slots],
+                moved_end=self._case.moved_end,
+                seed=int(self._case.digest, 16) % 2**31,
+                contexts=self._case.contexts,
+            )
+        return self._view
+
+    def _plan(self, reuse: str) -> Assembled:
+        return self._shelf.assemble(
+            self._case.prompt,
+            EXACT_ONLY if reuse == "exact" else REUSE,
+            moved_end=self._case.moved_end,
+            rotates=reuse != "unrotated",
+            foreign=self._foreign if reuse == "foreign" else None,
+        )
+
+
+def filled(reader: Reader, plan: Assembled, chosen: torch.Tensor) -> Kept:
+    """KV and records of the prompt after some of its tokens were computed over the rest."""
+    at = torch.arange(len(plan.ids))
+    given = (plan.k[:, ~chosen], plan.v[:, ~chosen], at[~chosen])
+    new, _ = reader.mixed(plan.ids[chosen], at[chosen], given)
+    found = Kept(plan.k.clone(), plan.v.clone(), plan.inputs.clone(), plan.outputs.clone())
+    found.k[:, chosen], found.v[:, chosen] = new.k, new.v
+    found.inputs[chosen], found.outputs[chosen] = new.inputs, new.outputs
+    return found
+
+
+def received(reader: Reader, kept: Kept, chunk: int = 512) -> torch.Tensor:
+    """The mean attention that each token draws from those after it, at the middle layer."""
+    num = kept.k.shape[1]
+    at = torch.arange(num)
+    total = torch.zeros(num)
+    for start in range(0, num, chunk):
+        part = slice(start, start + chunk)
+        q = reader.queries(kept.inputs[part], at[part])
+        total += reader.attention(q, at[part], kept.k[reader.middle], at).mean(0).sum(0)
+    return total / (num - at)
+
+
+def replies(
+    reader: Reader,
+    case: Tokens,
+    reply: Sequence[int],
+    k: torch.Tensor,
+    v: torch.Tensor,
+    chosen: torch.Tensor,
+) -> torch.Tensor:
+    """Compute the chosen tokens and both replies; the rows that predict the replies' tokens."""
+    at = torch.arange(len(case.prompt))
+    ids = torch.tensor(case.prompt)
+    end = len(case.prompt)
+    parts = [torch.tensor(part[:-1], dtype=torch.long) for part in (reply, case.quotes)]
+    positions = [at[chosen], *(torch.arange(end, end + len(part)) for part in parts)]
+    branches = [torch.full_like(one, number) for number, one in enumerate(positions)]
+    _, logits = reader.mixed(
+        torch.cat([ids[chosen], *parts]),
+        torch.cat(positions),
+        (k[:, ~chosen], v[:, ~chosen], at[~chosen]),
+        branches=torch.cat(branches),
+        num_logits=1 + sum(len(part) for part in parts),
+    )
+    cut = 1 + len(parts[0])
+    return torch.cat([logits[:cut], logits[:1], logits[cut:]])
+
+
+def compared(case: Tokens, truth: Reference, logits: torch.Tensor) -> dict[str, Any]:
+    """The figures of one policy in one case."""
+    reference, own = (one.float().log_softmax(-1) for one in (truth.logits, logits))
+    kl = (reference.exp() * (reference - own)).sum(-1).clamp_min(0)
+    best, own_best = reference.argmax(-1), own.argmax(-1)
+    cut = len(truth.reply)
+    gold = torch.tensor([*truth.reply, *case.quotes])
+    nll, own_nll = (-one.gather(1, gold[:, None])[:, 0] for one in (reference, own))
+    facts = []
+    for fact in case.facts:
+        some = slice(cut + fact.start, cut + fact.end)
+        facts.append(
+            {
+                "nll": [round(float(one[some].sum()), 5) for one in (nll, own_nll)],
+                "right": [bool((one[some] == gold[some]).all()) for one in (best, own_best)],
+            }
+        )
+    return {
+        "kl_reply": [round(float(one), 6) for one in kl[:cut]],
+        "kl_quotes": [round(float(one), 6) for one in kl[cut:]],
+        "top1": [int((best == own_best)[part].sum()) for part in (slice(cut), slice(cut, None))],
+        "greedy": bool((own_best[:cut] == gold[:cut]).all()),
+        "facts": facts,
+    }
+
+
+def key(parts: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:20]
+
+
+def rows(
+    reader: Reader,
+    case: Tokens,
+    wanted: dict[str, Policy],
+    foreign: tuple[Sequence[int], Kept],
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """A row for each policy, by the key that the caller gave it."""
+    bench = Bench(reader, case, foreign)
+    for name, policy in wanted.items():
+        yield name, bench.row(policy)
+
+
+def versions() -> str:
+    return f"{VERSION}.{policies.VERSION}"

@@ -1,0 +1,178 @@
+"""Forward passes of a model of Llama's form: in full, and over KV that is partly given.
+
+`Reader.mixed` computes any set of tokens in one pass: queries of those tokens, keys and values of
+the given tokens and of their own, a mask by position. A pass of n tokens over a prompt of m has the
+attention of n * m pairs, with the mask in memory (a byte per pair).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import DynamicCache
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """KV of tokens, and what choosers read: for each, at the middle layer, its input and output.
+
+    Attributes:
+        k: ``[layers, tokens, heads, dim]``.
+        v: Likewise.
+        inputs: The middle layer's input, ``[tokens, hidden]``.
+        outputs: What the layer's attention adds to it, ``[tokens, hidden]``.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    inputs: torch.Tensor
+    outputs: torch.Tensor
+
+
+class Reader:
+    """A loaded model in evaluation mode, one sequence at a time."""
+
+    def __init__(self, model: Any) -> None:  # noqa: ANN401 - transformers has no types for them
+        self.model = model
+        self.core = model.model
+        self.num_layers = int(model.config.num_hidden_layers)
+        self.middle = self.num_layers // 2
+        self._seen: dict[str, torch.Tensor] = {}
+        layer = self.core.layers[self.middle]
+        layer.register_forward_pre_hook(self._see_input, with_kwargs=True)
+        layer.self_attn.register_forward_hook(self._see_output)
+
+    def full(self, ids: Sequence[int], num_logits: int = 1) -> tuple[Kept, torch.Tensor]:
+        """All tokens from nothing; the logits of the last ``num_logits``."""
+        cache = DynamicCache()
+        with torch.inference_mode():
+            out = self.model(
+                input_ids=torch.tensor([list(ids)]),
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=num_logits,
+            )
+        return self._kept(cache, 0), out.logits[0]
+
+    def mixed(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        given: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        *,
+        branches: torch.Tensor | None = None,
+        num_logits: int = 1,
+    ) -> tuple[Kept, torch.Tensor]:
+        """Some tokens over the KV of others.
+
+        Args:
+            ids: The tokens to compute.
+            positions: Of each of them, ascending in each branch.
+            given: K and V of other tokens, as in `Kept`, and their positions.
+            branches: 0 for a token of the prompt, else the number of the reply that it belongs to.
+                A reply's tokens see the prompt and their own reply.
+            num_logits: How many of the last tokens' logits are returned.
+        """
+        k, v, at = given
+        cache = DynamicCache()
+        for layer in range(self.num_layers):
+            cache.update(_row(k[layer]), _row(v[layer]), layer)
+        own = torch.zeros_like(positions) if branches is None else branches
+        kv_at = torch.cat([at, positions])
+        kv_own = torch.cat([torch.zeros_like(at), own])
+        mask = (kv_at <= positions[:, None]) & ((kv_own == 0) | (kv_own == own[:, None]))
+        with torch.inference_mode():
+            out = self.model(
+                input_ids=ids[None],
+                position_ids=positions[None],
+                attention_mask=mask[None, None],
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=num_logits,
+            )
+        return self._kept(cache, len(at)), out.logits[0]
+
+    def greedy(self, kept: Kept, last: torch.Tensor, num_tokens: int) -> list[int]:
+        """The model's own reply after a prompt, of which ``last`` are the logits."""
+        cache = DynamicCache()
+        for layer in range(self.num_layers):
+            cache.update(_row(kept.k[layer]), _row(kept.v[layer]), layer)
+        end = self.model.config.eos_token_id
+        found = [int(last.argmax())]
+        while len(found) < num_tokens and found[-1] != end:
+            with torch.inference_mode():
+                out = self.model(
+                    input_ids=torch.tensor([found[-1:]]), past_key_values=cache, use_cache=True
+                )
+            found.append(int(out.logits[0, -1].argmax()))
+        return found
+
+    # --- what choosers ask ------------------------------------------------------------------------
+
+    def queries(self, inputs: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Rotated queries of the middle layer: ``[heads, tokens, dim]``."""
+        layer = self.core.layers[self.middle]
+        with torch.inference_mode():
+            q = layer.self_attn.q_proj(layer.input_layernorm(inputs))
+            q = q.view(len(inputs), -1, layer.self_attn.head_dim).transpose(0, 1)
+            cos, sin = self.core.rotary_emb(q, positions[None])
+            q, _ = apply_rotary_pos_emb(q[None], q[None], cos, sin)
+        rows: torch.Tensor = q[0]
+        return rows
+
+    def attention(
+        self, q: torch.Tensor, q_at: torch.Tensor, k: torch.Tensor, k_at: torch.Tensor
+    ) -> torch.Tensor:
+        """Weights of the middle layer: ``[heads, queries, keys]`` in float32."""
+        scale = self.core.layers[self.middle].self_attn.scaling
+        grouped = k.transpose(0, 1).repeat_interleave(len(q) // k.shape[1], dim=0)
+        scores = (q @ grouped.transpose(1, 2)).float() * scale
+        weights: torch.Tensor = scores.masked_fill(k_at > q_at[:, None], float("-inf")).softmax(-1)
+        return weights
+
+    def attended(
+        self,
+        inputs: torch.Tensor,
+        at: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_at: torch.Tensor,
+        chunk: int = 512,
+    ) -> torch.Tensor:
+        """What the middle layer's attention adds for tokens with these inputs, over this KV."""
+        layer = self.core.layers[self.middle].self_attn
+        found = []
+        for start in range(0, len(inputs), chunk):
+            part = slice(start, start + chunk)
+            q = self.queries(inputs[part], at[part])
+            weights = self.attention(q, at[part], k, k_at).to(v.dtype)
+            grouped = v.transpose(0, 1).repeat_interleave(len(q) // v.shape[1], dim=0)
+            rows = (weights @ grouped).transpose(0, 1).reshape(q.shape[1], -1)
+            with torch.inference_mode():
+                found.append(layer.o_proj(rows))
+        return torch.cat(found) if found else inputs
+
+    def _see_input(self, _layer: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        self._seen["inputs"] = hidden[0]
+
+    def _see_output(self, _layer: object, _args: object, output: tuple[torch.Tensor, ...]) -> None:
+        self._seen["outputs"] = output[0][0]
+
+    def _kept(self, cache: DynamicCache, start: int) -> Kept:
+        k, v = (
+            torch.stack([getattr(one, name)[0, :, start:].transpose(0, 1) for one in cache.layers])
+            for name in ("keys", "values")
+        )
+        return Kept(k, v, self._seen["inputs"], self._seen["outputs"])
+
+
+def _row(states: torch.Tensor) -> torch.Tensor:
+    """Tokens of one layer as a cache has them: ``[1, heads, tokens, dim]``."""
+    return states.transpose(0, 1).unsqueeze(0)

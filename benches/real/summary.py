@@ -1,0 +1,266 @@
+"""The tables: `benches/real/figures.json` and the part of docs/fidelity.md between two marks."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from kvtrie.gates import paired_interval
+from real import conversations, policies
+from real.rows import Row, Rows
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+FIGURES: Final = ROOT / "benches" / "real" / "figures.json"
+PAGE: Final = ROOT / "docs" / "fidelity.md"
+BEGIN: Final = "<!-- Written by `python -m real` from benches/real/figures.json. Edit neither. -->"
+END: Final = "<!-- End of the figures of real models. -->"
+
+SURE: Final = 0.1
+"""Nats: full recomputation is sure of an answer whose negative log-likelihood is below."""
+
+Figures = dict[str, Any]
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least this share of the values does not exceed."""
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+
+
+def figures(rows: Sequence[Row]) -> Figures:
+    """One policy over the rows of one or several kinds.
+
+    Shares and KL are means over cases, so that a long reply counts no more than a short one; the
+    tail and top 1 are over positions.
+    """
+    kl = [row["kl_reply"] + row["kl_quotes"] for row in rows]
+    positions = [one for some in kl for one in some]
+    pairs = [tuple(fact["right"]) for row in rows for fact in row["facts"]]
+    sure = [fact for row in rows for fact in row["facts"] if is_sure(fact)]
+    lost, gained = pairs.count((True, False)), pairs.count((False, True))
+    low, high = paired_interval(lost, gained, len(pairs))
+    nll = [fact["nll"][1] - fact["nll"][0] for row in rows for fact in row["facts"]]
+    return {
+        "cases": len(rows),
+        "positions": len(positions),
+        "computed": _mean([row["computed"] / row["tokens"] for row in rows]),
+        "cost": _mean([(row["computed"] + row["extra"]) / row["tokens"] for row in rows]),
+        "kl": _mean([_mean(one) for one in kl]),
+        "kl_reply": _mean([_mean(row["kl_reply"]) for row in rows]),
+        "kl_p99": quantile(positions, 0.99),
+        "top1": sum(sum(row["top1"]) for row in rows) / len(positions),
+        "greedy": sum(row["greedy"] for row in rows),
+        "questions": len(pairs),
+        "right_full": sum(full for full, _ in pairs),
+        "lost": lost,
+        "gained": gained,
+        "loss_low": low,
+        "loss_high": high,
+        "sure": len(sure),
+        "sure_lost": sum(not fact["right"][1] for fact in sure),
+        "nll_change": _mean(nll),
+    }
+
+
+def is_sure(fact: Row) -> bool:
+    return bool(fact["right"][0]) and fact["nll"][0] < SURE
+
+
+def collected(rows: Sequence[Row]) -> Figures:
+    """The figures of a set by size, kind and policy, over cases that have all policies."""
+    found: Figures = {}
+    for size in conversations.SIZES:
+        some = [row for row in rows if row["size"] == size and row["kind"] != "ten"]
+        kinds: Figures = {}
+        for kind in conversations.KINDS:
+            complete = whole([row for row in some if row["kind"] == kind])
+            if complete:
+                kinds[kind] = {name: figures(one) for name, one in complete.items()}
+        groups = {}
+        for group, members in (("hard", conversations.HARD), ("easy", conversations.EASY)):
+            complete = whole([row for row in some if row["kind"] in members])
+            if complete:
+                groups[group] = {name: figures(one) for name, one in complete.items()}
+        if kinds:
+            found[size] = {"kinds": kinds, "groups": groups}
+    return found
+
+
+def whole(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Rows by policy, of the cases that have as many policies as any."""
+    by_case: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in rows:
+        by_case.setdefault((row["kind"], row["seed"]), {})[row["policy"]] = row
+    most = max((len(one) for one in by_case.values()), default=0)
+    found: dict[str, list[Row]] = {}
+    for case in by_case.values():
+        if len(case) == most:
+            for name, row in case.items():
+                found.setdefault(name, []).append(row)
+    return {name: found[name] for name in policies.POLICIES if name in found}
+
+
+def chained(rows: Sequence[Row]) -> Figures:
+    """KL of ten edits in a row by policy and step, over the chains that are complete."""
+    ten = [row for row in rows if row["kind"] == "ten"]
+    found: Figures = {}
+    for name in policies.POLICIES:
+        steps: dict[int, list[float]] = {}
+        for row in ten:
+            if row["policy"] == name:
+                steps.setdefault(row["step"], []).append(_mean(row["kl_reply"] + row["kl_quotes"]))
+        if len(steps) == 10:
+            found[name] = [_mean(steps[step]) for step in sorted(steps)]
+    return found
+
+
+def undetected(found: Figures) -> list[str]:
+    """Kinds that no control is bad in: what the suite says of them means nothing."""
+    names = []
+    for size, one in found.items():
+        for kind, by_policy in one["kinds"].items():
+            controls = [by_policy[name] for name in policies.CONTROLS if name in by_policy]
+            if controls and not any(
+                row["kl"] > 10 * max(by_policy["exact"]["kl"], 1e-4) and row["loss_low"] > 0
+                for row in controls
+            ):
+                names.append(f"{size} {kind}")
+    return names
+
+
+# --- the page -------------------------------------------------------------------------------------
+
+
+def render(document: Figures) -> str:
+    lines = [
+        (
+            f"`make fidelity`, set *{document['set']}*: `{document['model']}`, KV in "
+            f"{document['dtype']}, {document['machine']}. Passages of documentation "
+            "(`constraints/texts.txt`), conversations and wordings that nothing was tuned on; "
+            "blocks of 16 tokens, runs of at least 16."
+        ),
+    ]
+    for size, found in document["sizes"].items():
+        for group, title in (("hard", "Hard kinds"), ("easy", "Easy kinds")):
+            if group in found["groups"]:
+                lines += ["", f"### {title}, prompts of {size} tokens", ""]
+                lines += _table(found["groups"][group])
+        lines += ["", f"### KL by kind, prompts of {size} tokens", "", *_by_kind(found["kinds"])]
+    if document["chains"]:
+        lines += ["", "### Ten edits in a row", "", *_chains(document["chains"])]
+    if document["undetected"]:
+        lines += ["", f"No control is detected in: {', '.join(document['undetected'])}."]
+    return "\n".join(lines)
+
+
+COLUMNS: Final[tuple[tuple[str, Callable[[Figures], str]], ...]] = (
+    ("computed", lambda row: f"{row['cost']:.1%}"),
+    ("KL mean", lambda row: _small(row["kl"])),
+    ("KL 99 %", lambda row: _small(row["kl_p99"])),
+    ("top 1", lambda row: f"{row['top1']:.1%}"),
+    (
+        "answers",
+        lambda row: f"{row['right_full'] - row['lost'] + row['gained']}/{row['right_full']}",
+    ),
+    (
+        "points lost (95 %)",
+        lambda row: (
+            f"{100 * (row['lost'] - row['gained']) / row['questions'] + 0.0:.1f} "
+            f"[{100 * row['loss_low']:.1f}, {100 * row['loss_high']:.1f}]"
+        ),
+    ),
+    ("sure lost", lambda row: f"{row['sure_lost']}/{row['sure']}"),
+    ("same reply", lambda row: f"{row['greedy']}/{row['cases']}"),
+)
+
+
+def _table(by_policy: Figures) -> list[str]:
+    lines = [
+        "| policy | of | " + " | ".join(title for title, _ in COLUMNS) + " |",
+        "|---|---|" + "--:|" * len(COLUMNS),
+    ]
+    for name, row in by_policy.items():
+        cells = [show(row) for _, show in COLUMNS]
+        lines.append(f"| `{name}` | {policies.POLICIES[name].source} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def _by_kind(kinds: Figures) -> list[str]:
+    names = [name for name in policies.POLICIES if any(name in one for one in kinds.values())]
+    titles = [f"{kind} ({conversations.IDS[kind]})" for kind in kinds]
+    lines = ["| policy | " + " | ".join(titles) + " |", "|---|" + "--:|" * len(kinds)]
+    for name in names:
+        cells = []
+        for one in kinds.values():
+            row = one.get(name)
+            cells.append("" if row is None else f"{_small(row['kl'])} at {row['cost']:.0%}")
+        lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
+    lines.append(
+        "| *cases* | "
+        + " | ".join(str(next(iter(one.values()))["cases"]) for one in kinds.values())
+        + " |"
+    )
+    return lines
+
+
+def _chains(chains: Figures) -> list[str]:
+    steps = range(1, 11)
+    lines = ["| KL after edit | " + " | ".join(map(str, steps)) + " |", "|---|" + "--:|" * 10]
+    for name, values in chains.items():
+        lines.append(f"| `{name}` | " + " | ".join(map(_small, values)) + " |")
+    return lines
+
+
+def _small(value: float) -> str:
+    return "0" if value < 1e-9 else f"{value:.2g}" if value < 0.01 else f"{value:.3f}"
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def put(page: str, written: str) -> str:
+    """The page with its written part replaced."""
+    head, begin, rest = page.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not begin or not end:
+        msg = f"{PAGE.name}: the marks are missing around the figures of real models"
+        raise ValueError(msg)
+    return f"{head}{BEGIN}\n\n{written}\n\n{END}{tail}"
+
+
+def document(rows: Sequence[Row], wording: str) -> Figures:
+    """All figures of a set, from the rows of what was measured last of each case."""
+    mine = [row for row in rows if row["set"] == wording]
+    last = {(row["kind"], row["size"], row["seed"]): row["plan"] for row in mine}
+    some = [row for row in mine if last[row["kind"], row["size"], row["seed"]] == row["plan"]]
+    sizes = collected(some)
+    return {
+        "set": wording,
+        "model": some[-1]["model"],
+        "dtype": some[-1]["dtype"],
+        "machine": f"{platform.machine()}, one thread",
+        "sizes": sizes,
+        "chains": chained(some),
+        "undetected": undetected(sizes),
+    }
+
+
+def main(path: Path, *, quick: bool, wording: str) -> int:
+    """Write figures and page from the rows; a quick run only prints."""
+    rows = [row for row in Rows(path).by_key.values() if row["set"] == wording]
+    if not rows:
+        print("fidelity: nothing has been measured")
+        return 1
+    found = document(rows, wording)
+    text = render(found)
+    print(text)
+    if not quick and wording == "reporting":
+        FIGURES.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        PAGE.write_text(put(PAGE.read_text(encoding="utf-8"), text), encoding="utf-8")
+    return 1 if found["undetected"] else 0

@@ -1,0 +1,213 @@
+"""The shipped edits: what clients do to a history before they send it again, seeded.
+
+Each makes conversations whose last prompt is an edited one. Which kind a reply is of follows from
+its plan (`kvtrie.calibrate.kinds`), not from the edit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+from typing import TYPE_CHECKING, Any, Final
+
+from kvtrie.calibrate import texts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Messages = list[dict[str, Any]]
+
+SYSTEM: Final = "You reply to questions about the notes. Reply with what the notes say."
+STUB: Final = "[removed]"
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt of a case.
+
+    Attributes:
+        messages: The messages.
+        reply: The reply that is cached after it, or None.
+        conversation: Its conversation; those of other numbers are others'.
+        is_measured: Whether its reply is measured.
+    """
+
+    messages: Messages
+    reply: str | None = None
+    conversation: int = 0
+    is_measured: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One conversation of an edit.
+
+    Attributes:
+        prompts: In order of arrival.
+        is_chain: Whether a measured prompt follows on approximate KV, so that every policy needs
+            a cache of its own.
+    """
+
+    prompts: list[Prompt] = field(default_factory=list)
+    is_chain: bool = False
+
+
+def case(edit: str, seed: int) -> Case:
+    """One conversation of an edit, which depends on the arguments alone.
+
+    Args:
+        edit: One of ``EDITS``.
+        seed: The seed.
+    """
+    return EDITS[edit](Random(f"{edit} {seed}"))
+
+
+def _system(first: str = "") -> dict[str, Any]:
+    return {"role": "system", "content": f"{first} {SYSTEM}".strip()}
+
+
+def _user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def _assistant(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+def _notes(notes: list[str], question: str) -> dict[str, Any]:
+    return _user("\n\n".join([*notes, question]))
+
+
+def _nonce(rng: Random) -> Case:
+    """The first line changes with every request."""
+    found = texts.places(rng, 5)
+    before, after = texts.nonce(rng), texts.nonce(rng)
+    asked, again = rng.sample(found, 2)
+    history = [_notes([one.note for one in found], asked.question(rng))]
+    longer = [*history, _assistant(asked.answer), _user(again.question(rng))]
+    return Case(
+        [
+            Prompt([_system(before), *history], asked.answer),
+            Prompt([_system(after), *longer], is_measured=True),
+        ]
+    )
+
+
+def _exchanges(rng: Random, count: int, musings: int = 0) -> tuple[Messages, Messages]:
+    """Exchanges with a note each, as written and without reasoning."""
+    written: Messages = []
+    sent: Messages = []
+    for one in texts.places(rng, count):
+        asked = _notes([one.note], one.question(rng))
+        reasoning = texts.musing(rng, musings)
+        written += [asked, _assistant(f"{reasoning}\n\n{one.answer}".strip())]
+        sent += [asked, _assistant(one.answer)]
+    return written, sent
+
+
+def _last(rng: Random, sent: Messages) -> dict[str, Any]:
+    """A question about a note of one of the later exchanges."""
+    number = rng.randrange(2, len(sent), 2)
+    name = sent[number + 1]["content"].partition(" was opened")[0]
+    return _user(f"Once more: when was {name[0].lower()}{name[1:]} opened, and who planned it?")
+
+
+def _whole(history: Messages) -> Prompt:
+    """A history as it was cached: up to its last reply, with this reply."""
+    return Prompt([_system(), *history[:-1]], history[-1]["content"])
+
+
+def _window(rng: Random) -> Case:
+    """The oldest exchange leaves."""
+    history, _ = _exchanges(rng, 5)
+    kept = history[2:]
+    return Case(
+        [_whole(history), Prompt([_system(), *kept, _last(rng, kept)], is_measured=True)],
+    )
+
+
+def _reasoning(rng: Random) -> Case:
+    """The reasoning of the last reply leaves."""
+    history, _ = _exchanges(rng, 4)
+    written, sent = _exchanges(rng, 1, musings=6)
+    asked = _last(rng, [*history, *sent])
+    return Case(
+        [
+            _whole([*history, *written]),
+            Prompt([_system(), *history, *sent, asked], is_measured=True),
+        ]
+    )
+
+
+def _reasonings(rng: Random) -> Case:
+    """The reasoning of all replies leaves at once."""
+    written, sent = _exchanges(rng, rng.randint(3, 5), musings=5)
+    return Case([_whole(written), Prompt([_system(), *sent, _last(rng, sent)], is_measured=True)])
+
+
+def _prune(rng: Random) -> Case:
+    """The notes of early exchanges become stubs."""
+    history, _ = _exchanges(rng, 5)
+    pruned = [dict(one) for one in history]
+    for number in range(0, 2 * rng.randint(2, 3), 2):
+        question = pruned[number]["content"].rpartition("\n\n")[2]
+        pruned[number] = _notes([STUB], question)
+    asked = _last(rng, pruned[4:])
+    return Case([_whole(history), Prompt([_system(), *pruned, asked], is_measured=True)])
+
+
+def _reorder(rng: Random) -> Case:
+    """The same notes come in another order."""
+    found = texts.places(rng, 6)
+    asked, again = rng.sample(found, 2)
+    other = rng.sample(found, len(found))
+    return Case(
+        [
+            Prompt(
+                [_system(), _notes([one.note for one in found], asked.question(rng))], asked.answer
+            ),
+            Prompt(
+                [_system(), _notes([one.note for one in other], again.question(rng))],
+                is_measured=True,
+            ),
+        ]
+    )
+
+
+def _assembled(rng: Random) -> Case:
+    """Notes that other conversations have cached, in pairs."""
+    found = texts.places(rng, 6)
+    prompts = []
+    for number in range(0, len(found), 2):
+        pair = found[number : number + 2]
+        notes = _notes([one.note for one in pair], pair[0].question(rng))
+        prompts.append(Prompt([_system(), notes], pair[0].answer, conversation=number + 1))
+    asked = rng.choice(found)
+    order = rng.sample(found, len(found))
+    notes = _notes([one.note for one in order], asked.question(rng))
+    return Case([*prompts, Prompt([_system(), notes], is_measured=True)])
+
+
+def _afterwards(rng: Random) -> Case:
+    """The turn after the reasoning of the last reply has left."""
+    first = _reasoning(rng)
+    before = first.prompts[-1].messages
+    sent = [one for one in before[1:-1] if one["role"] != "system"]
+    reply = "That is in the notes above, as I said."
+    later = [*before, _assistant(reply), _last(rng, sent)]
+    return Case(
+        [first.prompts[0], Prompt(before, reply), Prompt(later, is_measured=True)], is_chain=True
+    )
+
+
+EDITS: Final[dict[str, Callable[[Random], Case]]] = {
+    "nonce": _nonce,
+    "window": _window,
+    "reasoning": _reasoning,
+    "reasonings": _reasonings,
+    "prune": _prune,
+    "reorder": _reorder,
+    "assembled": _assembled,
+    "afterwards": _afterwards,
+}
+"""The shipped edits."""

@@ -1,0 +1,213 @@
+"""Scores moved tokens by how much one layer's attention output changes in the assembled context.
+
+The layer is near the middle. Of each moved token its input h and its attention output o were kept
+when its KV was computed (``Records``). Attending from h again, at the new position, to the KV that
+is assembled for the prompt gives what the output would be there. The score is the change next to
+what the layer passes on: ``|o_new - o_old| / |h + o_old|``, o after the output projection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from transformers import DynamicCache
+
+from kvtrie._core import LayoutError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from transformers import PreTrainedModel
+
+# Queries whose scores are computed at once; their keys end with the last of them.
+_CHUNK: Final = 128
+_CHECKED: Final = 9
+_TOLERANCE: Final = {
+    torch.float64: 1e-5,
+    torch.float32: 1e-3,
+    torch.float16: 3e-2,
+    torch.bfloat16: 1e-1,
+}
+
+
+class _Stop(Exception):  # noqa: N818 - ends a pass, no error
+    pass
+
+
+class _Given:
+    """A cache that gives a layer's K and V, whatever the pass computes."""
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self._rows = keys, values
+
+    def update(self, *_args: object, **_kwargs: object) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._rows
+
+
+class PassView:
+    """What a pass showed of the layer, ``[tokens, hidden]``: its input and its attention output."""
+
+    def __init__(self) -> None:
+        self.h: torch.Tensor | None = None
+        self.out: torch.Tensor | None = None
+
+
+class LayerProbe:
+    """One layer of a model, as the transformers library builds it (``self_attn`` in ``layers``).
+
+    Args:
+        model: A causal LM in eval mode.
+        layer: The layer's number; None: the middle one.
+
+    Raises:
+        LayoutError: The model has no such layer, or attending from its kept input does not give its
+            own attention output.
+    """
+
+    def __init__(self, model: PreTrainedModel, layer: int | None = None) -> None:
+        decoder: Any = model.get_decoder()
+        layers: Any = getattr(decoder, "layers", None)
+        if layers is None or getattr(decoder, "rotary_emb", None) is None:
+            msg = f"{type(model).__name__} has no decoder layers with rotary embeddings to probe"
+            raise LayoutError(msg)
+        self.layer = len(layers) // 2 if layer is None else layer
+        if not 0 <= self.layer < len(layers):
+            msg = f"layer {layer} is not one of the model's {len(layers)} layers"
+            raise LayoutError(msg)
+        self._model = model
+        self._rotary = decoder.rotary_emb
+        self._block = layers[self.layer]
+        if not (hasattr(self._block, "self_attn") and hasattr(self._block, "input_layernorm")):
+            msg = f"layer {self.layer} of {type(model).__name__} has no self_attn to probe"
+            raise LayoutError(msg)
+        self._check()
+
+    @property
+    def hidden(self) -> int:
+        """Channels of the layer's input."""
+        embeddings: Any = self._model.get_input_embeddings()
+        return int(embeddings.weight.shape[1])
+
+    @contextlib.contextmanager
+    def seeing(self, *, stop: bool = False) -> Iterator[PassView]:
+        """Note what a pass of the model shows of the layer.
+
+        Args:
+            stop: End the pass after the layer's attention.
+        """
+        seen = PassView()
+
+        def before(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            seen.h = (args[0] if args else kwargs["hidden_states"])[0]
+
+        def after(_: object, _args: object, out: Any) -> None:  # noqa: ANN401 - a layer's own
+            seen.out = (out[0] if isinstance(out, tuple) else out)[0]
+            if stop:
+                raise _Stop
+
+        handles = [
+            self._block.register_forward_pre_hook(before, with_kwargs=True),
+            self._block.self_attn.register_forward_hook(after),
+        ]
+        try:
+            yield seen
+        except _Stop:
+            pass
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def scores(
+        self,
+        h: torch.Tensor,
+        out: torch.Tensor,
+        positions: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> torch.Tensor:
+        """The scores of tokens, float32 ``[tokens]``.
+
+        Costs the attention of one layer over these tokens, about a third of the layer.
+
+        Args:
+            h: The layer's kept input, ``[tokens, hidden]``.
+            out: Its kept attention output, as ``h``.
+            positions: New positions, ascending int64 ``[tokens]``.
+            keys: The assembled K of the layer, rotated, ``[end, kv_heads, head_dim]``.
+            values: The assembled V, as ``keys``.
+        """
+        scores = torch.empty(len(positions), dtype=torch.float32, device=h.device)
+        for start in range(0, len(positions), _CHUNK):
+            some = slice(start, start + _CHUNK)
+            new, _ = self._attend(h[some], positions[some], keys, values)
+            change = (new - out[some]).float().norm(dim=-1)
+            scores[some] = change / (h[some] + out[some]).float().norm(dim=-1).clamp_min(1e-12)
+        return scores
+
+    def attention(
+        self, h: torch.Tensor, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        """The mean attention that tokens pay to each position, float32 ``[end]``.
+
+        Args:
+            h: The layer's input of these tokens, ``[tokens, hidden]``.
+            positions: As for ``scores``.
+            keys: As for ``scores``.
+            values: As for ``scores``.
+        """
+        config: Any = self._block.self_attn.config
+        kind = config._attn_implementation  # noqa: SLF001 - eager attention returns its weights
+        config._attn_implementation = "eager"  # noqa: SLF001
+        try:
+            _, weights = self._attend(h, positions, keys, values)
+        finally:
+            config._attn_implementation = kind  # noqa: SLF001
+        paid = torch.zeros(len(keys), dtype=torch.float32, device=h.device)
+        if weights is not None:
+            paid[: weights.shape[-1]] = weights[0].float().mean(dim=(0, 1))
+        return paid
+
+    def _attend(
+        self, h: torch.Tensor, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        end = int(positions[-1]) + 1
+        rows = [part[:end].transpose(0, 1).unsqueeze(0) for part in (keys, values)]
+        seen = torch.arange(end, device=h.device) <= positions.unsqueeze(1)
+        attn: Any = self._block.self_attn
+        mask = seen[None, None]
+        if attn.config._attn_implementation == "eager":  # noqa: SLF001 - as transformers does
+            low = torch.finfo(h.dtype).min
+            mask = torch.zeros(mask.shape, dtype=h.dtype, device=h.device).masked_fill(~mask, low)
+        with torch.inference_mode():
+            states = self._block.input_layernorm(h.unsqueeze(0))
+            found = attn(
+                hidden_states=states,
+                position_embeddings=self._rotary(states, position_ids=positions.unsqueeze(0)),
+                attention_mask=mask,
+                past_key_values=_Given(rows[0], rows[1]),
+            )
+        return found[0][0], found[1]
+
+    def _check(self) -> None:
+        """Compare the attention of a tiny pass with what attending from its kept input gives."""
+        model: Any = self._model
+        cache: Any = DynamicCache(config=model.config)
+        ids = torch.arange(_CHECKED, device=model.device).unsqueeze(0)
+        try:
+            with torch.inference_mode(), self.seeing() as seen:
+                model(input_ids=ids, past_key_values=cache, use_cache=True)
+            rows = cache.layers[self.layer]
+            keys, values = rows.keys[0].transpose(0, 1), rows.values[0].transpose(0, 1)
+            h, out = torch.as_tensor(seen.h), torch.as_tensor(seen.out)
+            new, _ = self._attend(h, ids[0], keys, values)
+        except Exception as error:
+            msg = f"layer {self.layer} of {type(model).__name__} cannot be probed: {error}"
+            raise LayoutError(msg) from error
+        if not (new - out).abs().max() <= _TOLERANCE[new.dtype] * out.abs().max():
+            msg = (
+                f"layer {self.layer} of {type(model).__name__} cannot be probed: attending from "
+                "its kept input does not give its own attention output"
+            )
+            raise LayoutError(msg)

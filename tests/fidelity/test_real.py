@@ -1,0 +1,396 @@
+"""The fidelity suite's own code, on a tiny random model: what it computes, chooses and counts."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from real import chains, conversations, measure, policies, recorded, summary, texts
+from real.cases import Renderer
+from real.plans import BLOCK, REUSE, Shelf
+from real.reader import Reader
+from real.recorded import Passage
+from real.rows import Rows
+from tests.byte_tokenizer import byte_tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
+
+ROOT = Path(__file__).resolve().parents[2]
+TEMPLATE = (ROOT / "tools" / "smollm2_chat_template.jinja").read_text(encoding="utf-8")
+SIZE = conversations.Size("tiny", 5, 1, 7)
+PASSAGES = [
+    Passage(
+        f"Text {number} has a few words. It says what it says. It is short. Number {number} ends.",
+        f"It is text {number}.",
+        f"The user shows text {number}.",
+    )
+    for number in range(40)
+]
+
+
+@pytest.fixture(scope="module")
+def reader() -> Reader:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=259,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=8192,
+        eos_token_id=2,
+    )
+    model = LlamaForCausalLM(config).eval()
+    # Larger weights than a new model has, so that contexts change what it says.
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(4) if weight.dim() > 1 else None
+    return Reader(model)
+
+
+@pytest.fixture(scope="module")
+def renderer() -> Renderer:
+    return Renderer(byte_tokenizer(TEMPLATE))
+
+
+def written(kind: str, wording: str = "reporting", seed: int = 1) -> conversations.Case:
+    return conversations.KINDS[kind](conversations.Writer(PASSAGES, wording, seed, SIZE))
+
+
+@pytest.fixture(scope="module")
+def bench(reader: Reader, renderer: Renderer) -> measure.Bench:
+    case = renderer.tokens(written("reorder"))
+    ids = list(range(3, 131))
+    return measure.Bench(reader, case, (ids, reader.full(ids)[0]))
+
+
+# --- passes ---------------------------------------------------------------------------------------
+
+
+def test_mixed_pass_over_true_kv_equals_a_full_one(reader: Reader) -> None:
+    ids = torch.randint(3, 200, (80,), generator=torch.Generator().manual_seed(1))
+    kept, logits = reader.full(ids.tolist(), 80)
+    chosen = torch.rand(80, generator=torch.Generator().manual_seed(2)) < 0.4
+    chosen[-1] = True
+    at = torch.arange(80)
+    given = (kept.k[:, ~chosen], kept.v[:, ~chosen], at[~chosen])
+    new, rows = reader.mixed(ids[chosen], at[chosen], given, num_logits=int(chosen.sum()))
+    assert torch.allclose(rows, logits[chosen], atol=1e-4)
+    assert torch.allclose(new.k, kept.k[:, chosen], atol=1e-4)
+    assert torch.allclose(new.inputs, kept.inputs[chosen], atol=1e-4)
+
+
+def test_replies_of_one_pass_do_not_see_each_other(reader: Reader) -> None:
+    prompt, one, two = list(range(3, 40)), [50, 51, 52], [60, 61, 62, 63]
+    kept, _ = reader.full(prompt)
+    end = len(prompt)
+    _, rows = reader.mixed(
+        torch.tensor(one + two),
+        torch.tensor([end, end + 1, end + 2, end, end + 1, end + 2, end + 3]),
+        (kept.k, kept.v, torch.arange(end)),
+        branches=torch.tensor([1] * 3 + [2] * 4),
+        num_logits=7,
+    )
+    for part, reply in ((rows[:3], one), (rows[3:], two)):
+        _, alone = reader.full(prompt + reply, len(reply))
+        assert torch.allclose(part, alone, atol=1e-4)
+
+
+def test_probe_repeats_what_the_layer_said_in_an_unchanged_context(reader: Reader) -> None:
+    ids = list(range(3, 103))
+    kept, _ = reader.full(ids)
+    at = torch.arange(100)
+    again = reader.attended(
+        kept.inputs, at, kept.k[reader.middle], kept.v[reader.middle], at, chunk=33
+    )
+    assert torch.allclose(again, kept.outputs, atol=1e-4)
+
+
+# --- plans ----------------------------------------------------------------------------------------
+
+
+def test_moved_keys_of_the_first_layer_are_those_of_full_recomputation(
+    bench: measure.Bench,
+) -> None:
+    # The first layer's K and V depend on token and position alone: only the rotation can be wrong.
+    view = bench.view()
+    moved = view.plan.is_moved
+    assert int(moved.sum()) > 100
+    assert torch.allclose(view.plan.k[0][moved], view.truth.k[0][moved], atol=1e-4)
+    assert torch.allclose(view.plan.v[0][moved], view.truth.v[0][moved], atol=1e-4)
+    assert not torch.allclose(view.plan.k[1][moved], view.truth.k[1][moved], atol=1e-2)
+
+
+def test_moved_runs_supply_nothing_of_the_last_message(reader: Reader, renderer: Renderer) -> None:
+    case = renderer.tokens(written("nonce"))
+    shelf = Shelf(reader, measure.room(case))
+    # Another context, so that all but its head is found elsewhere.
+    other = (3, *case.prompt)
+    shelf.add(other, reader.full(other)[0])
+    plan = shelf.assemble(case.prompt, REUSE, moved_end=case.moved_end)
+    assert plan.is_moved[: case.moved_end].any()
+    assert not plan.is_moved[case.moved_end :].any()
+    assert all(end <= case.moved_end for _, end, _ in plan.runs)
+
+
+def test_plan_without_kv_has_the_same_name(reader: Reader, renderer: Renderer) -> None:
+    case = renderer.tokens(written("prune"))
+    other = renderer.tokens(written("prune", seed=2))
+    first = measure.plan_digest(reader, case)
+    assert first == measure.plan_digest(reader, case)
+    assert first != measure.plan_digest(reader, other)
+
+
+# --- edits ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", list(conversations.KINDS))
+def test_edit_moves_text_and_keeps_its_facts(kind: str, renderer: Renderer) -> None:
+    case = written(kind)
+    tokens = renderer.tokens(case)
+    assert len(case.facts) == len(tokens.facts) >= 3
+    text = " ".join(str(one["content"]) for one in case.prompt)
+    for stem, value in case.facts:
+        assert text.count(f"{stem}{value}") == 2
+    # No context is a prefix of the prompt: something moves.
+    assert not any(tokens.prompt[: len(one)] == one for one in tokens.contexts)
+    last = str(case.prompt[-1]["content"])
+    assert len(tokens.prompt) - tokens.moved_end > len(last)
+
+
+@pytest.mark.parametrize("kind", list(conversations.KINDS))
+def test_values_are_where_the_facts_say(kind: str, renderer: Renderer) -> None:
+    case = written(kind)
+    tokens = renderer.tokens(case)
+    tokenizer = byte_tokenizer(TEMPLATE)
+    for fact, (_, value) in zip(tokens.facts, case.facts, strict=True):
+        assert tokenizer.decode(list(tokens.quotes[fact.start : fact.end])) == value
+
+
+def test_sets_share_no_wording_and_no_seed() -> None:
+    tuning, reporting = (conversations.WORDINGS[one] for one in ("tuning", "reporting"))
+    assert not set(tuning.facts) & set(reporting.facts)
+    for name in ("fact", "section", "system", "question", "earlier", "notice"):
+        assert getattr(tuning, name) != getattr(reporting, name)
+    assert len({*conversations.SETS.values()}) == 2
+    assert conversations.KINDS["drop"](conversations.Writer(PASSAGES, "tuning", 1, SIZE)) != (
+        written("drop")
+    )
+
+
+def test_reasoning_is_in_the_context_and_not_in_the_prompt(renderer: Renderer) -> None:
+    case = written("strip all")
+    tokenizer = byte_tokenizer(TEMPLATE)
+    (context,), prompt = renderer.tokens(case).contexts, renderer.tokens(case).prompt
+    assert tokenizer.decode(list(context)).count("<think>") == SIZE.sections + 1
+    assert "<think>" not in tokenizer.decode(list(prompt))
+
+
+def test_ten_edits_share_contexts_with_the_steps_before(renderer: Renderer) -> None:
+    writer = conversations.Writer(PASSAGES, "reporting", 3, SIZE)
+    steps = conversations.ten_edits(writer)
+    assert len(steps) == 10
+    for before, after in pairwise(steps):
+        assert after.contexts[0][:-1] == before.prompt
+        assert after.contexts[0][-1]["reasoning_content"]
+        assert len(renderer.tokens(after).facts) == SIZE.sections
+
+
+# --- policies -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [one for one in policies.POLICIES if one[-1].isdigit()])
+def test_choice_is_moved_tokens_within_the_budget(name: str, bench: measure.Bench) -> None:
+    view, policy = bench.view(), policies.POLICIES[name]
+    choice = policy.chooses(view, policy.share)
+    assert choice.chosen.dtype == torch.bool
+    assert not (choice.chosen & ~view.plan.is_moved).any()
+    assert choice.extra >= 0
+    if policy.share:
+        number, budget = int(choice.chosen.sum()), view.budget(policy.share)
+        assert abs(number - budget) <= len(view.plan.runs)
+    assert torch.equal(choice.chosen, policy.chooses(view, policy.share).chosen)
+
+
+def test_fronts_are_the_largest_that_fit(bench: measure.Bench) -> None:
+    view = bench.view()
+    chosen = policies.fronts(view, 0.2).chosen  # the suite's own
+    numbers = {int(chosen[start:end].sum()) for start, end, _ in view.plan.runs if end - start > 60}
+    assert len(numbers) == 1
+    assert int(policies.first(view, numbers.pop() + 1).sum()) > view.budget(0.2)
+
+
+def test_computing_all_that_is_moved_is_full_recomputation(bench: measure.Bench) -> None:
+    row = bench.row(policies.Policy("all", lambda view, _: policies.Choice(view.plan.is_moved)))
+    kl = row["kl_reply"] + row["kl_quotes"]
+    assert max(kl) < 1e-5
+    assert row["greedy"]
+    assert sum(row["top1"]) == len(kl)
+    assert all(a == pytest.approx(b, abs=1e-3) for a, b in (fact["nll"] for fact in row["facts"]))
+
+
+def test_controls_are_further_off_than_what_they_control(bench: measure.Bench) -> None:
+    def kl(name: str) -> float:
+        row = bench.row(policies.POLICIES[name])
+        return float(sum(row["kl_reply"] + row["kl_quotes"]))
+
+    assert kl("exact") < 1e-4 < kl("rotated") < kl("foreign")
+
+
+def test_probe_finds_nothing_where_nothing_changed(reader: Reader) -> None:
+    ids = list(range(3, 83))
+    kept, _ = reader.full(ids)
+    shelf = Shelf(reader, 512)
+    shelf.add((9, *ids), reader.full((9, *ids))[0])
+    plan = shelf.assemble(ids, REUSE, moved_end=79)
+    view = policies.View(reader, plan, kept, kept, torch.zeros(80), 79, 0)
+    changed = policies.probed(view)[plan.is_moved].mean()
+    plan.inputs[:], plan.outputs[:] = kept.inputs, kept.outputs
+    assert policies.probed(view)[plan.is_moved].mean() < changed / 100
+
+
+def test_chain_over_exact_kv_stays_exact(reader: Reader, renderer: Renderer) -> None:
+    writer = conversations.Writer(PASSAGES, "reporting", 3, conversations.Size("tiny", 3, 1, 3))
+    steps = [renderer.tokens(one) for one in conversations.ten_edits(writer, steps=2)]
+    truths = [measure.reference(reader, one) for one in steps]
+    for row in chains.rows(reader, steps, truths, policies.POLICIES["exact"]):
+        assert max(row["kl_reply"] + row["kl_quotes"]) < 1e-4
+    approximate = list(chains.rows(reader, steps, truths, policies.POLICIES["rotated"]))
+    assert all(row["moved"] > BLOCK for row in approximate)
+    assert max(approximate[1]["kl_reply"]) > 1e-4
+
+
+# --- figures --------------------------------------------------------------------------------------
+
+
+def row(name: str, kind: str = "reorder", seed: int = 1, **changes: Any) -> dict[str, Any]:
+    return {
+        "kind": kind,
+        "size": "1k",
+        "set": "reporting",
+        "seed": seed,
+        "policy": name,
+        "model": "m",
+        "dtype": "float32",
+        "plan": "p",
+        "key": f"{kind}{seed}{name}",
+        "tokens": 100,
+        "computed": 20,
+        "extra": 5.0,
+        "exact": 10,
+        "moved": 70,
+        "runs": 3,
+        "kl_reply": [0.1, 0.3],
+        "kl_quotes": [0.0, 0.0],
+        "top1": [1, 2],
+        "greedy": False,
+        "facts": [
+            {"nll": [0.05, 3.0], "right": [True, False]},
+            {"nll": [0.5, 0.1], "right": [True, True]},
+        ],
+        **changes,
+    }
+
+
+def test_figures_count_what_rows_say() -> None:
+    found = summary.figures([row("rotated"), row("rotated", seed=2, kl_reply=[0.5, 0.5])])
+    assert found["kl"] == pytest.approx((0.1 + 0.25) / 2)
+    assert found["kl_p99"] == 0.5
+    assert found["computed"] == pytest.approx(0.2)
+    assert found["cost"] == pytest.approx(0.25)
+    assert found["top1"] == pytest.approx(6 / 8)
+    assert (found["questions"], found["lost"], found["gained"]) == (4, 2, 0)
+    assert (found["sure"], found["sure_lost"]) == (2, 2)
+    assert found["loss_low"] < 0.5 < found["loss_high"]
+
+
+def test_cases_that_lack_a_policy_are_left_out() -> None:
+    rows = [row("exact"), row("rotated"), row("exact", seed=2)]
+    assert {name: len(some) for name, some in summary.whole(rows).items()} == {
+        "exact": 1,
+        "rotated": 1,
+    }
+
+
+def test_rows_of_an_older_plan_are_left_out() -> None:
+    old, new = row("rotated", kl_reply=[9.0]), row("rotated", plan="q", key="other")
+    found = summary.document([old, new], "reporting")
+    assert found["sizes"]["1k"]["kinds"]["reorder"]["rotated"]["kl"] < 1
+
+
+def test_kind_whose_control_is_not_bad_is_named() -> None:
+    fine: dict[str, Any] = {"kl_reply": [0.0], "kl_quotes": [0.0], "facts": []}
+    rows = [row("exact", **fine), row("rotated"), row("foreign", **fine)]
+    assert summary.document(rows, "reporting")["undetected"] == ["1k reorder"]
+    lost = [{"nll": [0.05, 9.0], "right": [True, False]}] * 20
+    rows[2] = row("foreign", facts=lost)
+    assert summary.document(rows, "reporting")["undetected"] == []
+
+
+def test_rows_go_on_after_a_line_that_was_cut(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows = Rows(path)
+    rows.add({"key": "a", "kl": 1})
+    with path.open("a", encoding="utf-8") as file:
+        file.write('{"key": "b", "k')
+    again = Rows(path)
+    assert "a" in again
+    assert "b" not in again
+    again.add({"key": "b", "kl": 2})
+    again.add({"key": "c", "kl": 3})
+    assert list(Rows(path).by_key) == ["a", "b", "c"]
+
+
+def test_page_holds_what_the_figures_say() -> None:
+    found = json.loads(summary.FIGURES.read_text(encoding="utf-8"))
+    page = summary.PAGE.read_text(encoding="utf-8")
+    assert summary.put(page, summary.render(found)) == page
+
+
+def test_page_without_its_marks_is_refused() -> None:
+    with pytest.raises(ValueError, match="marks are missing"):
+        summary.put("# A page", "figures")
+
+
+# --- text -----------------------------------------------------------------------------------------
+
+
+README = """Name: thing
+License-Expression: MIT
+
+# Thing
+
+It reads [the words](https://example.org/words) of a file and says which of them are long ones.
+
+    >>> thing.read("a file that is not prose, however many words it may have in it")
+
+See https://example.org for more than this paragraph could tell you about anything at all.
+"""
+
+
+def test_prose_is_plain_paragraphs() -> None:
+    said = "It reads the words of a file and says which of them are long ones."
+    assert texts.prose(README) == [said]
+    assert texts.licence(README) == "MIT"
+    assert texts.licence("Classifier: License :: OSI Approved :: BSD License\n\n") == "BSD License"
+
+
+def test_every_text_is_recorded_and_every_record_is_of_a_text() -> None:
+    assert set(texts.recorded()) == {f"{name}.txt" for name in texts.names()}
+    lines = recorded.PATH.read_text(encoding="utf-8").splitlines()
+    assert len({json.loads(line)["passage"] for line in lines}) == len(lines) > 100
+
+
+def test_another_text_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def install(folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        for name in texts.names():
+            (folder / f"{name}.txt").write_text("another text", encoding="utf-8")
+
+    monkeypatch.setattr(texts, "install", install)
+    with pytest.raises(texts.TextError, match=r"has SHA-256 [0-9a-f]{64}, not"):
+        texts.fetch(tmp_path / "texts")
