@@ -46,6 +46,7 @@ def run(*args: str) -> subprocess.CompletedProcess[str]:
         ("explain", "--help"),
         ("demo", "--help"),
         ("calibrate", "--help"),
+        ("check-vllm", "--help"),
     ],
     ids=" ".join,
 )

@@ -166,7 +166,7 @@ class Watched:
 
         def finishing(request: Request, block_ids: Sequence[int]) -> None:
             live = planner._live[request.request_id]
-            self._used = [(start, end) for start, end, _ in live.used]
+            self._used = [(one.start, one.end) for one in live.account.reused]
             self._kv = self.pool.gather(block_ids, 0, request.num_tokens - 1)
             finish(request, block_ids)
 

@@ -128,7 +128,7 @@ class Inside:
             planner = self.connector.planner
             assert not planner._live
             assert not planner._pending
-            assert not planner._prefilling
+            assert not planner._offers
             assert not planner._loads
             assert not planner._moved
             assert not planner._requests

@@ -48,6 +48,8 @@ class Shadow:
         self._verified: dict[str, int] = {}
         self._fails = False
         self.num_moved = self.num_exact_copies = 0
+        self.reused: dict[str, int] = {}
+        self._reached: dict[str, int] = {}
         self._watch()
 
     def _watch(self) -> None:
@@ -98,6 +100,7 @@ class Shadow:
                 self._verified.pop(name, None)
         counts = output.num_scheduled_tokens
         for name, count in counts.items():
+            self._count_reuse(name, starts[name], starts[name] + count)
             request, table = requests[name], self._table(name)
             for position in range(starts[name], starts[name] + count):
                 content = Content(request, position, position, None)
@@ -107,6 +110,13 @@ class Shadow:
         for name, count in counts.items():
             self._verify(requests[name], starts[name], count)
         self._check_cached()
+
+    def _count_reuse(self, name: str, start: int, end: int) -> None:
+        """Count the tokens of a prompt that a request has without having computed them before."""
+        prompt = self._inside.scheduler.requests[name].num_prompt_tokens
+        reached = self._reached.get(name, 0)
+        self.reused[name] = self.reused.get(name, 0) + max(0, min(start, prompt) - reached)
+        self._reached[name] = max(reached, min(end, prompt))
 
     def _copy(self, load: Any) -> None:
         for source, dest, count, delta in load.moves.tolist():

@@ -33,7 +33,7 @@ def address(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[s
         "--kv-transfer-config",
         json.dumps(connector_config(gate="unchecked", policy={"scope": "namespace"})),
     ]
-    command += ["--scheduler-cls", SCHEDULER]
+    command += ["--scheduler-cls", SCHEDULER, "--enable-prompt-tokens-details"]
     environment = {
         **os.environ,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
@@ -127,3 +127,54 @@ def test_an_edited_history_is_streamed(address: str, llama: Path) -> None:
     assert said(stream(address, edited, model=model, **plain)) == exact
     # Blocks that have become exact are exact for all requests.
     assert said(stream(address, edited, model=model)) == exact
+
+
+def usage(events: list[dict[str, Any]]) -> dict[str, Any]:
+    (found,) = (event["usage"] for event in events if event.get("usage"))
+    return dict(found)
+
+
+def vllm_metric(address: str, name: str, label: str = "") -> float:
+    with urllib.request.urlopen(f"{address}/metrics", timeout=30) as response:  # noqa: S310
+        text = response.read().decode()
+    return sum(
+        float(line.rsplit(" ", 1)[1])
+        for line in text.splitlines()
+        if line.startswith((f"vllm:{name}{{", f"vllm:{name} ")) and label in line
+    )
+
+
+def test_usage_and_metrics_count_what_is_reused_after_gaps(address: str, llama: Path) -> None:
+    rng = random.Random(2)
+    parts = [rng.choices(range(3, 500), k=90) for _ in range(4)]
+    gapped = [token for part in parts for token in (*rng.choices(range(3, 500), k=20), *part)]
+    model = str(llama)
+    stream(address, [token for part in parts for token in part], model=model)
+
+    def measured() -> dict[str, float]:
+        sources = ("local_compute", "local_cache_hit", "external_kv_transfer")
+        return {
+            "moved": metric(address, "tokens_moved"),
+            "hits": vllm_metric(address, "external_prefix_cache_hits_total"),
+            "computed": vllm_metric(address, "request_prefill_kv_computed_tokens_sum"),
+            **{
+                source: vllm_metric(address, "prompt_tokens_by_source_total", f'"{source}"')
+                for source in sources
+            },
+        }
+
+    before = measured()
+    told = usage(stream(address, gapped, model=model))
+    after = measured()
+    grown = {name: after[name] - before[name] for name in after}
+    # What is in whole blocks of the first prompt.
+    moved = sum(len(part) for part in parts) // 32 * 32
+    assert told["prompt_tokens_details"]["cached_tokens"] == moved
+    assert grown == {
+        "moved": moved,
+        "hits": moved,
+        "external_kv_transfer": moved,
+        "local_cache_hit": 0,
+        "local_compute": len(gapped) - moved,
+        "computed": len(gapped) - moved,
+    }

@@ -15,7 +15,7 @@ from tests.vllm.inside import SCHEDULER
 
 import kvtrie
 from kvtrie import gates
-from kvtrie.integrations.vllm import KvtrieConnector, _planner, _settings, _support
+from kvtrie.integrations.vllm import KvtrieConnector, _planner, _settings, _support, _version
 from kvtrie.tags import Tagger
 
 if TYPE_CHECKING:
@@ -56,9 +56,11 @@ def test_settings_are_refused_before_a_weight_is_loaded(
         ask({"gates": "unchecked"})
     with pytest.raises(gates.GateError, match=r"No such file.*kvtrie calibrate"):
         ask({"gate": str(tmp_path / "gate.json")})
-    monkeypatch.setattr(_support, "vllm_version", "0.99.0")
+    monkeypatch.setattr(vllm, "__version__", "0.99.0")
     with pytest.raises(_support.UnsupportedError, match=r"install one of 0\.32\.x and 0\.33\.x"):
-        ask({})
+        ask({"gate": "unchecked"})
+    # What is the same to the probe serves exact reuse.
+    assert not ask({})
 
 
 def test_the_log_says_what_will_be_reused() -> None:
@@ -84,10 +86,11 @@ def test_a_gate_file_that_is_not_there(engines: Kept, llama: Path, tmp_path: Pat
 def test_a_vllm_that_was_not_tested(
     engines: Kept, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_support, "vllm_version", "0.99.0")
+    monkeypatch.setattr(vllm, "__version__", "0.99.0")
     said = refused(engines, llama, connector=APPROXIMATE)
     assert "vLLM 0.99.0 is not among the tested versions" in said
-    assert vllm.__version__.startswith(_support.TESTED)
+    monkeypatch.undo()
+    assert vllm.__version__.startswith(_version.TESTED)
 
 
 def test_a_vllm_without_what_is_imported_from_it() -> None:
@@ -95,7 +98,7 @@ def test_a_vllm_without_what_is_imported_from_it() -> None:
         "import sys, vllm\n"
         "vllm.__version__ = '0.99.0'\n"
         "sys.modules['vllm.v1.core.sched.async_scheduler'] = None\n"
-        "import kvtrie.integrations.vllm\n"
+        "from kvtrie.integrations.vllm import KvtrieConnector\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=False

@@ -13,6 +13,7 @@ from vllm.tokenizers.registry import cached_tokenizer_from_config
 
 import kvtrie
 from kvtrie.integrations.vllm import _tags
+from kvtrie.integrations.vllm._account import Reused
 from kvtrie.integrations.vllm._settings import Settings, SettingsError
 from kvtrie.integrations.vllm._stats import Counts, PromMetrics
 
@@ -102,8 +103,9 @@ def test_count_by_kind_takes_the_inner_span() -> None:
         kvtrie.Span(2, 8, "reasoning"),
         kvtrie.Span(8, 30, "answer"),
     ]
-    used = [(0, 3, False), (3, 3, True), (5, 9, True)]
-    assert _tags.count_by_kind(10, used, spans) == Counter(
+    ranges = [(0, 3, False), (3, 3, True), (5, 9, True)]
+    reused = [Reused(*one, is_copied=False) for one in ranges]
+    assert _tags.count_by_kind(10, reused, spans) == Counter(
         {
             ("exact", "other"): 2,
             ("exact", "reasoning"): 1,

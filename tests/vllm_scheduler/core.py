@@ -21,6 +21,7 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine import FinishReason
 from vllm.v1.engine.core import EngineCore
+from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import Request
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
     from vllm.lora.request import LoRARequest
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.metrics.stats import PrefillStats
 
 
 @dataclass
@@ -36,6 +38,7 @@ class Answer:
     tokens: list[int] = field(default_factory=list)
     finished: bool = False
     has_failed: bool = False
+    prefill: PrefillStats | None = None
 
 
 class _SecondRunner(VllmConfig):  # type: ignore[misc] # untyped here
@@ -62,6 +65,7 @@ class Core(Inside):
         second_runner: bool = False,
         blocks: int = 200,
         shadow: bool = True,
+        log_stats: bool = False,
         **options: Any,
     ) -> None:
         if connector is not None:
@@ -83,10 +87,11 @@ class Core(Inside):
         config.scheduler_config.async_scheduling = in_flight
         if second_runner:
             config.__class__ = _SecondRunner
-        super().__init__(EngineCore(config, Worker, log_stats=False))
+        super().__init__(EngineCore(config, Worker, log_stats=log_stats))
         self.worker: Worker = self.core.model_executor
         self.answers: dict[str, Answer] = {}
         self.num_preempted = 0
+        self.hits = PrefixCacheStats()
         self._number = 0
         self._watch()
         if shadow:
@@ -142,11 +147,26 @@ class Core(Inside):
         """One step of the core, which with steps in flight may bring nothing."""
         outputs, executed = self.core.step_fn()
         self.core.post_step(executed)
-        for output in (one for group in (outputs or {}).values() for one in group.outputs):
+        groups = (outputs or {}).values()
+        for stats in (group.scheduler_stats for group in groups):
+            if stats is not None and stats.connector_prefix_cache_stats is not None:
+                self._add_hits(stats.connector_prefix_cache_stats)
+        for output in (one for group in groups for one in group.outputs):
             answer = self.answers[output.request_id]
+            if output.prefill_stats is not None:
+                assert answer.prefill is None
+                answer.prefill = output.prefill_stats
             answer.tokens += output.new_token_ids
             answer.finished = output.finish_reason is not None
             answer.has_failed = output.finish_reason == FinishReason.ERROR
+
+    def _add_hits(self, one: PrefixCacheStats) -> None:
+        hits = self.hits
+        hits.queries += one.queries
+        hits.hits += one.hits
+        hits.preempted_hits += one.preempted_hits
+        for source, count in one.hits_by_source.items():
+            hits.hits_by_source[source] = hits.hits_by_source.get(source, 0) + count
 
     def abort(self, names: Iterable[str]) -> None:
         self.core.abort_requests(list(names))
@@ -181,6 +201,7 @@ class Core(Inside):
     def reset(self) -> None:
         assert self.reset_cache()
         self.counts.clear()
+        self.hits = PrefixCacheStats()
         self.worker.fails = self.worker.drafts = None
         self.worker.num_failed = 0
 

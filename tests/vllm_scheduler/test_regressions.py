@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -39,7 +40,11 @@ def boom(*_: object, **__: object) -> None:
 
 @in_flight
 @pytest.mark.parametrize(
-    "call", ["jump", "gap_end", "forget_unwritten", "preempted", "_settle", "_advance", "_offer"]
+    "call",
+    [
+        *("jump", "gap_end", "forget_unwritten", "preempted", "_settle", "_advance"),
+        *("_offers.offer", "_note_reuse_after_gap"),
+    ],
 )
 def test_a_surprise_within_a_step_ends_no_engine(
     core: Callable[..., Core], monkeypatch: pytest.MonkeyPatch, call: str, in_flight: bool
@@ -49,7 +54,9 @@ def test_a_surprise_within_a_step_ends_no_engine(
     parts = [words(40, 60 + number) for number in range(4)]
     vllm.ask(joined(*parts))
     name, plain = vllm.add(gapped(parts)), vllm.add(words(50, 5), mode="exact")
-    monkeypatch.setattr(vllm.connector.planner, call, boom)
+    planner: Any = vllm.connector.planner
+    *path, name_of_call = call.split(".")
+    monkeypatch.setattr(attrgetter(*path)(planner) if path else planner, name_of_call, boom)
     vllm.step()
     vllm.preempt(name)
     vllm.drain(limit=200)

@@ -43,13 +43,15 @@ class Run:
         self.open: list[str] = []
         self.num_aborted = self.num_checked = self.num_reset = self.num_refused = 0
         self.num_failed = self.num_steps = 0
+        self.disturbs = True
 
     def go(self, count: int) -> None:
         while len(self.asked) < count or self.core.is_busy:
             while len(self.asked) < count and len(self.open) < 10 and self.rng.random() < 0.6:
                 self._ask()
             self.core.step()
-            self._disturb()
+            if self.disturbs:
+                self._disturb()
             for name in [name for name in self.open if self.core.answers[name].finished]:
                 self.open.remove(name)
                 self._look(name)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvtrie.cli import calibrate, demo, explain
+from kvtrie.cli import calibrate, check_vllm, demo, explain
 
 app = typer.Typer(
     name="kvtrie",
@@ -18,6 +18,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("calibrate")(calibrate.calibrate)
+app.command("check-vllm")(check_vllm.check_vllm)
 app.command("demo")(demo.demo)
 app.command("explain")(explain.explain)
 

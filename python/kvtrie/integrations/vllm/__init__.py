@@ -5,16 +5,33 @@ vLLM loads `KvtrieConnector`, and `KvtrieScheduler` for reuse after a gap, by it
 references, plans what follows vLLM's own exact hit, and pins the sources until the step is built.
 Each worker applies the copies of a step to its own tensors before the forward pass. After any error
 at run time, vLLM continues as without a connector, and the error is counted.
+
+Importing this package does not import vLLM, which takes seconds: its classes do.
 """
 
-try:
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvtrie.integrations.vllm import _version
+
+if TYPE_CHECKING:
     from kvtrie.integrations.vllm.connector import KvtrieConnector
     from kvtrie.integrations.vllm.scheduler import KvtrieScheduler
-except ImportError:
-    # Other versions of vLLM lack these imports; the error then names the version.
-    from kvtrie.integrations.vllm import _support
-
-    _support.check_version()
-    raise
 
 __all__ = ["KvtrieConnector", "KvtrieScheduler"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        msg = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(msg)
+    try:
+        from kvtrie.integrations.vllm.connector import KvtrieConnector  # noqa: PLC0415
+        from kvtrie.integrations.vllm.scheduler import KvtrieScheduler  # noqa: PLC0415
+    except ImportError as error:
+        # Another version of vLLM may lack what is imported from it.
+        if not (error.name or "").startswith("vllm"):
+            raise
+        _version.lacks(error)
+    return {"KvtrieConnector": KvtrieConnector, "KvtrieScheduler": KvtrieScheduler}[name]

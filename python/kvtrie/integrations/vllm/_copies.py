@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from vllm.config import get_layers_from_vllm_config
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.model_executor.models.utils import extract_layer_index
-
 from kvtrie._core import LayoutError
 from kvtrie.integrations.vllm._layouts import locate
+from kvtrie.integrations.vllm._vllm import (
+    AttentionLayerBase,
+    extract_layer_index,
+    get_layers_from_vllm_config,
+)
 from kvtrie.pool.kv_pool import KVPool
 from kvtrie.rope import RopeSpec
 

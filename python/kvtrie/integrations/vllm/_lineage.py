@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Final
 
-from vllm.v1.core.kv_cache_utils import BlockHash, get_block_hash
+from kvtrie.integrations.vllm._vllm import BlockHash, get_block_hash
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from kvtrie.integrations.vllm._vllm import KVConnectorMetadata
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

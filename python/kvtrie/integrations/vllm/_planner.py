@@ -6,29 +6,34 @@ import logging
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from vllm.v1.request import RequestStatus
-
 from kvtrie._core import EXACT_ONLY, SHARED, Namespace, TokenSequence
 from kvtrie.integrations.vllm import _gate, _lineage, _ranges
 from kvtrie.integrations.vllm._dead import DeadReasoning
+from kvtrie.integrations.vllm._events import MOVED, Events
+from kvtrie.integrations.vllm._failures import Failures, first_of
 from kvtrie.integrations.vllm._metadata import Load, StepMetadata
+from kvtrie.integrations.vllm._offers import Offers
 from kvtrie.integrations.vllm._ranges import APPROXIMATE
 from kvtrie.integrations.vllm._requests import LiveRequest, Pending, Range, adapter_of
 from kvtrie.integrations.vllm._runners import send_whole
 from kvtrie.integrations.vllm._settings import request_policy, request_session
 from kvtrie.integrations.vllm._sources import Sources, used_by
-from kvtrie.integrations.vllm._tags import Reading, count_by_kind, tagger_of
+from kvtrie.integrations.vllm._tags import Reading, tagger_of
+from kvtrie.integrations.vllm._vllm import CacheHitSource, RequestStatus, maybe_convert_block_hash
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import EventPublisher
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.metrics.stats import PrefixCacheStats
     from vllm.v1.request import Request
 
     from kvtrie._core import ReusePlan, ReusePolicy
     from kvtrie.gates import Decision
+    from kvtrie.integrations.vllm._events import Contents
     from kvtrie.integrations.vllm._settings import Settings
     from kvtrie.integrations.vllm._stats import Counts
     from kvtrie.tags import Tagger
@@ -65,6 +70,7 @@ class Planner:
         settings: Settings,
         decision: Decision,
         counts: Counts,
+        publisher: EventPublisher | None = None,
     ) -> None:
         self._vllm_config = vllm_config
         self._manager = manager
@@ -81,7 +87,6 @@ class Planner:
         self._live: dict[str, LiveRequest] = {}
         # Requests with work in the current step, so that a decode step skips the others.
         self._pending: dict[str, Request] = {}
-        self._prefilling: dict[str, Request] = {}
         self._loads: list[Load] = []
         # Requests that continue at another position than their workers have.
         self._moved: dict[str, Request] = {}
@@ -89,10 +94,16 @@ class Planner:
         self._has_steps_in_flight = vllm_config.scheduler_config.async_scheduling
         self._tagger = tagger_of(settings, vllm_config)
         self.sources = Sources(self._pool, block_size, cleared, seed=settings.seed)
+        self._offers = Offers(manager, self.sources, block_size, counts, self._continues_alone)
+        self._failures = Failures(manager, block_size)
         self._dead: DeadReasoning | None = None
         if self._tagger is not None and settings.dead_thinking:
             self._dead = DeadReasoning(self._pool, self.sources, block_size, counts)
+        self._events: Events | None = None
+        if self._pool.enable_kv_cache_events and cleared.approximate:
+            self._events = Events(self._pool, self._contents, self._requests.values, publisher)
         self.resumes_after_gaps = False
+        self.hit_stats: Callable[[], PrefixCacheStats | None] = lambda: None
         _LOG.info("kvtrie: %s", summary(settings, cleared, self._tagger))
 
     # --- arrival -----------------------------------------------------------------------------
@@ -177,7 +188,6 @@ class Planner:
             return 0
         self._drop_pending(request.request_id, live)
         if live.num_refused >= _MAX_REFUSALS:
-            self._counts.add("requests_without_room")
             return 0
         live.follow(request)
         plan = self._plan(live)
@@ -219,23 +229,30 @@ class Planner:
             block = first // self._block_size
             if live.exact_until is None or block < live.exact_until // self._block_size:
                 _lineage.start(request, block)
+                if self._events is not None:
+                    self._events.begin(request.block_hashes[block], block)
             live.becomes_approximate(first)
 
     def allocated(self, request: Request, num_external: int) -> None:
         """Handle vLLM's allocation; ``num_external`` is what `match` promised, or 0 if unused."""
+        self._failures.admitted(request.request_id)
         live = self._live.get(request.request_id)
         if live is None:
             return
-        if not live.is_offered:
-            self._prefilling[request.request_id] = request
+        self._offers.admitted(request, live)
+        if live.num_refused >= _MAX_REFUSALS and not live.is_without_room:
+            # vLLM may ask any number of times before, and again after a preemption.
+            live.is_without_room = True
+            self._counts.add("requests_without_room")
         pending = live.pending
-        if pending is None:
-            return
-        pending.allocated = True
-        start, end = pending.promised
-        if num_external:
-            # vLLM relies on this number, not on the promised one.
-            self._load(request, live, pending.plan, start, start + num_external, most=end)
+        if pending is not None:
+            pending.allocated = True
+            start, end = pending.promised
+            if num_external:
+                # vLLM relies on this number, not on the promised one.
+                self._load(request, live, pending.plan, start, start + num_external, most=end)
+        if request.num_preemptions:
+            self.guarded(live.account.tell, request)
 
     def _load(
         self,
@@ -246,11 +263,13 @@ class Planner:
         end: int,
         *,
         most: int,
-    ) -> None:
+    ) -> bool:
         """Copy the tokens of a range, on which vLLM relies from now on.
 
         Tokens that cannot be copied, such as those after ``most``, are reported as a failed copy.
+        Returns whether they are copied.
         """
+        self._failures.admitted(request.request_id)
         ids = self._manager.get_block_ids(request.request_id)[0]
         blocks = tuple(ids[start // self._block_size : -(-end // self._block_size)])
         try:
@@ -261,16 +280,17 @@ class Planner:
         except Exception:
             self._note_surprise("the copies of request %s failed", request.request_id)
             self._loads.append(Load(None, blocks))
-            return
+            return False
         self._loads.append(Load(moves, blocks))
         segments = plan.segments
         for segment in segments[(segments["end"] > start) & (segments["start"] < end)].tolist():
             first, last = max(segment[0], start), min(segment[1], end)
             is_moved = segment[4] == APPROXIMATE
             self._counts.add("tokens_moved" if is_moved else "tokens_exact", last - first)
-            live.used.append((first, last, is_moved))
+            live.account.copy(first, last, is_approximate=is_moved)
             if is_moved:
                 live.moved.append((first, last, segment[5]))
+        return True
 
     # --- cached segments after gaps (for `KvtrieScheduler`) --------------------------------------
 
@@ -314,18 +334,41 @@ class Planner:
             except Exception:
                 if jumped is not None and request_id in output.num_scheduled_tokens:
                     raise
-                self._note_surprise("request %s continues without kvtrie", request_id)
-                self.abandon(request_id)
+                self._continues_alone(request_id)
         if self._moved:
             self._tell_workers(output)
-        if self._prefilling:
-            self._offer_prompts()
+        self._offers.step(output, self._live)
         loads, self._loads = self._loads, []
+        self._failures.scheduled(output, loads)
         if loads:
             # vLLM sets this only for what `match` promised. Otherwise it copies after the forward
             # pass: too late for segments after gaps.
             output.has_sync_kv_loads = True
+        # Until here, vLLM has cached what this step writes.
+        self.sort_events()
         return StepMetadata(loads)
+
+    def sort_events(self) -> None:
+        """Keep approximate blocks out of vLLM's events."""
+        if self._events is not None:
+            self.guarded(self._events.sort)
+
+    def _contents(self, block: int, block_hash: object) -> Contents:
+        """What an approximate block holds, by the request that has it."""
+        for request_id, live in self._live.items():
+            hashes = self._requests[request_id].block_hashes
+            if (
+                live.exact_until is not None
+                and block < len(hashes)
+                and maybe_convert_block_hash(hashes[block]) == block_hash
+            ):
+                return live.contents(block, self._block_size)
+        # Its request continues without kvtrie: assume the most.
+        return MOVED, self._cleared.max_hops
+
+    def shutdown(self) -> None:
+        if self._events is not None:
+            self._events.shutdown()
 
     def forget_unwritten(self, request: Request) -> None:
         """Before a preemption, hide the blocks that this step was to write.
@@ -365,34 +408,46 @@ class Planner:
         vLLM has reset the requests that it knows to read these blocks, and dropped this step's
         output for them. But it keeps the output of steps in flight, counts the tokens that these
         were to sample, lets other requests hit the blocks, and does not notify model runner V2.
+        Only what these blocks have touched is forgotten.
         """
-        for request_id, request in self._requests.items():
-            if request.status != RequestStatus.RUNNING:
-                continue
-            table = self._manager.get_block_ids(request_id)[0]
-            first = next((at for at, one in enumerate(table) if one in block_ids), None)
-            if first is None:
-                continue
-            position = min(request.num_computed_tokens, first * self._block_size)
-            request.num_computed_tokens = position
-            request.num_output_placeholders = 0
-            request.spec_token_ids = []
-            request.num_stale_output_tokens = request.num_in_flight_tokens
-            request.drop_stale_output = True
-            if self._counts_itself or self._has_steps_in_flight:
-                self._moved[request_id] = request
+        tables = {
+            request_id: self._manager.get_block_ids(request_id)[0]
+            for request_id, request in self._requests.items()
+            if request.status == RequestStatus.RUNNING
+        }
+        touched = self._failures.touched(block_ids, tables.values())
+        for request_id, table in tables.items():
+            first = first_of(table, touched)
+            if first is not None:
+                self._set_back(self._requests[request_id], first * self._block_size)
+        for request_id in list(self._pending):
             live = self._live.get(request_id)
-            if live is not None:
-                live.used = [
-                    (start, min(end, position), is_moved)
-                    for start, end, is_moved in live.used
-                    if start < position
-                ]
-        # Requests that ended since may have left blocks after these. A failed copy is rare, so the
-        # whole cache is dropped.
-        self.reset()
-        cached = {block.block_id for block in self._pool.blocks if block.block_hash is not None}
+            if live is not None and live.pending is not None and live.pending.reads(touched):
+                self._drop_pending(request_id, live)
+        self.sources.forget(touched)
+        cached = {block.block_id for block in self.sources.blocks(touched) if block.block_hash}
         self._manager.evict_blocks(cached)
+
+    def _set_back(self, request: Request, position: int) -> None:
+        """Compute a request again from a position on."""
+        request_id = request.request_id
+        position = min(request.num_computed_tokens, position)
+        request.num_computed_tokens = position
+        request.num_output_placeholders = 0
+        request.spec_token_ids = []
+        request.num_stale_output_tokens = request.num_in_flight_tokens
+        request.drop_stale_output = True
+        if self._counts_itself or self._has_steps_in_flight:
+            self._moved[request_id] = request
+        live = self._live.get(request_id)
+        if live is not None:
+            self._drop_pending(request_id, live)
+            live.account.fail(position)
+            self.guarded(live.account.tell, request)
+
+    def step_is_done(self) -> None:
+        """Take note that a step's output is handled, with its failures."""
+        self._failures.done()
 
     def preempted(self, request_id: str) -> None:
         """Release the sources: vLLM may need these blocks."""
@@ -413,7 +468,8 @@ class Planner:
             start, end = pending.jumped
             pending.jumped = None
             if request_id in output.num_scheduled_tokens:
-                self._load(request, live, pending.plan, start, end, most=end)
+                if self._load(request, live, pending.plan, start, end, most=end):
+                    self.guarded(self._note_reuse_after_gap, request, live, end - start)
                 del pending.after_gaps[0]
                 if self._counts_itself:
                     self._moved[request_id] = request
@@ -424,6 +480,20 @@ class Planner:
         elif pending.after_gaps and request.status == RequestStatus.RUNNING:
             return
         self._drop_pending(request_id, live)
+
+    def _note_reuse_after_gap(self, request: Request, live: LiveRequest, count: int) -> None:
+        """Count what vLLM's scheduler, which counts at the admission, does not know of."""
+        live.account.tell(request)
+        stats = self.hit_stats()
+        if stats is None:
+            return
+        if request.num_preemptions:
+            stats.preempted_hits += count
+            return
+        stats.hits += count
+        by_source = stats.hits_by_source
+        source = CacheHitSource.EXTERNAL_UNSPECIFIED
+        by_source[source] = by_source.get(source, 0) + count
 
     def _note_refusal(self, request: Request, live: LiveRequest) -> None:
         before = self._pool.get_num_free_blocks()
@@ -441,55 +511,6 @@ class Planner:
             pending.plan.release()
             self._pool.free_blocks(pending.pinned)
 
-    def _offer_prompts(self) -> None:
-        """Index prompts whose KV is written, so that other requests can use them at once."""
-        for request_id, request in list(self._prefilling.items()):
-            live = self._live.get(request_id)
-            if live is None:
-                del self._prefilling[request_id]
-                continue
-            done = request.num_computed_tokens - request.num_in_flight_tokens
-            if done >= request.num_prompt_tokens:
-                del self._prefilling[request_id]
-                live.is_offered = True
-                try:
-                    self._offer(request, live, self._manager.get_block_ids(request_id)[0])
-                except Exception:
-                    self._note_surprise("request %s continues without kvtrie", request_id)
-                    self.abandon(request_id)
-
-    def _offer(
-        self,
-        request: Request,
-        live: LiveRequest,
-        block_ids: Sequence[int],
-        *,
-        has_ended: bool = False,
-    ) -> None:
-        live.follow(request)
-        # Tokens in flight are not written yet; the last sampled token never is.
-        done = request.num_computed_tokens - request.num_in_flight_tokens
-        done = max(0, min(done, len(live.seq)))
-        if done >= request.num_prompt_tokens:
-            self._count_prompt(request, live)
-        if has_ended and live.reading is not None:
-            is_complete = request.status == RequestStatus.FINISHED_STOPPED
-            spans = live.reading.finish(live.seq, complete=is_complete)
-        else:
-            spans = live.new_spans()
-        stretches = live.stretches(done // self._block_size, self._block_size)
-        self.sources.offer(live.seq, block_ids, stretches, spans=spans, session=live.session)
-
-    def _count_prompt(self, request: Request, live: LiveRequest) -> None:
-        if live.is_counted:
-            return
-        live.is_counted = True
-        if live.reading is not None:
-            live.reading.follow(live.seq)
-        spans = () if live.reading is None else live.reading.spans()
-        for key, count in count_by_kind(request.num_prompt_tokens, live.used, spans).items():
-            self._counts.add_prompt(*key, count)
-
     def _settle(self) -> None:
         if self._dead is not None:
             self._dead.settle()
@@ -502,6 +523,10 @@ class Planner:
             self._note_surprise("%s failed", getattr(call, "__name__", call))
             return None
 
+    def _continues_alone(self, request_id: str) -> None:
+        self._note_surprise("request %s continues without kvtrie", request_id)
+        self.abandon(request_id)
+
     def _note_surprise(self, what: str, *given: object) -> None:
         _LOG.exception(f"kvtrie: {what}", *given)
         self._counts.add("errors")
@@ -512,17 +537,17 @@ class Planner:
         self._requests.pop(request.request_id, None)
         self._moved.pop(request.request_id, None)
         live = self._live.pop(request.request_id, None)
-        self._prefilling.pop(request.request_id, None)
+        self._offers.forget(request.request_id)
         if live is None:
             return
         self._drop_pending(request.request_id, live)
-        self._offer(request, live, block_ids, has_ended=True)
+        self._offers.offer(request, live, block_ids, has_ended=True)
         if self._dead is not None and live.reading is not None:
             self._dead.close(live.seq, live.reading, block_ids)
 
     def abandon(self, request_id: str) -> None:
         """Forget the request; vLLM continues with it alone."""
         live = self._live.pop(request_id, None)
-        self._prefilling.pop(request_id, None)
+        self._offers.forget(request_id)
         if live is not None:
             self._drop_pending(request_id, live)

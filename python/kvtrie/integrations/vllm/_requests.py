@@ -10,12 +10,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvtrie._core import COMPUTED, Imported
+from kvtrie.integrations.vllm._account import Account
+from kvtrie.integrations.vllm._events import AFTER_MOVED, MOVED
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.request import Request
 
     from kvtrie._core import ComputedSource, ReusePlan, ReusePolicy, Span, TokenSequence
+    from kvtrie.integrations.vllm._events import Contents
     from kvtrie.integrations.vllm._tags import Reading
 
 Range = tuple[int, int]
@@ -41,6 +46,9 @@ class Pending:
     allocated: bool = False
     jumped: Range | None = None
 
+    def reads(self, block_ids: Collection[int]) -> bool:
+        return any(block.block_id in block_ids for block in self.pinned)
+
 
 @dataclass(slots=True, eq=False)
 class LiveRequest:
@@ -52,11 +60,12 @@ class LiveRequest:
         moved: Ranges of approximate KV that it did not compute, and their hops.
         num_refused: How often vLLM found no blocks while this request's sources were pinned.
         last_free: Free blocks when that last happened.
+        is_without_room: Whether it was admitted without reuse for that reason.
         is_offered: Whether the index knows the prompt's blocks.
         session: The id of its conversation.
         moved_end: Where the prompt's last message of a user or a tool begins, if tags say so.
-        used: Ranges of the prompt whose KV was not computed, and whether it is approximate.
-        is_counted: Whether `used` is in the stats.
+        account: Where the KV of its prompt came from.
+        is_counted: Whether `account` is in the stats.
     """
 
     seq: TokenSequence
@@ -66,9 +75,10 @@ class LiveRequest:
     pending: Pending | None = None
     num_refused: int = 0
     last_free: int = -1
+    is_without_room: bool = False
     is_offered: bool = False
     reading: Reading | None = None
-    used: list[tuple[int, int, bool]] = field(default_factory=list)
+    account: Account = field(default_factory=Account)
     is_counted: bool = False
     session: str | None = None
     moved_end: int | None = None
@@ -90,6 +100,12 @@ class LiveRequest:
             for count, same in groupby(hops.tolist())
         ]
 
+    def contents(self, block: int, block_size: int) -> Contents:
+        """What one of its approximate blocks holds."""
+        first, last = block * block_size, (block + 1) * block_size
+        hops = [count for start, end, count in self.moved if start < last and end > first]
+        return (MOVED, max(hops)) if hops else (AFTER_MOVED, 0)
+
     def follow(self, request: Request) -> None:
         if len(self.seq) < request.num_tokens:
             self.seq.extend(request.all_token_ids[len(self.seq) :])
@@ -97,7 +113,7 @@ class LiveRequest:
     def begins_with(self, num_local: int) -> None:
         """Record vLLM's own hit, at every admission."""
         exact = num_local if self.exact_until is None else min(num_local, self.exact_until)
-        self.used = [(0, exact, False), (exact, num_local, True)]
+        self.account.admit(num_local, exact)
         # Blocks that vLLM found may have left the index since, with their hops: assume the most.
         self.moved = [(exact, num_local, self.policy.max_hops)] if exact < num_local else []
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from vllm.v1.core.sched.output import NewRequestData
+from kvtrie.integrations.vllm._vllm import NewRequestData
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

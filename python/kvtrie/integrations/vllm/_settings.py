@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from kvtrie._core import EXACT_ONLY, ReusePolicy
 
@@ -31,6 +31,17 @@ _POLICY_FIELDS: Final = (
 )
 
 
+_EVENTS: Final[Mapping[str, type]] = {
+    "endpoint": str,
+    "replay_endpoint": str,
+    "topic": str,
+    "buffer_steps": int,
+    "hwm": int,
+    "max_queue_size": int,
+}
+"""Those of vLLM's ``--kv-events-config`` that apply."""
+
+
 class SettingsError(ValueError):
     """A setting that is unknown or invalid; the message says what to write instead."""
 
@@ -45,6 +56,7 @@ class Settings:
     chat_format: str | Mapping[str, Any] | None = "auto"
     template_arguments: Mapping[str, Any] | None = None
     dead_thinking: bool = True
+    events: Mapping[str, Any] | None = None
     # A secret.
     seed: int | None = field(default=None, repr=False)
 
@@ -56,12 +68,7 @@ class Settings:
             SettingsError: A key is unknown, or a value is invalid.
         """
         known = [one.name for one in fields(cls)]
-        for key in given:
-            if key not in known:
-                close = difflib.get_close_matches(str(key), known, n=1)
-                hint = f"; did you mean {close[0]!r}?" if close else ""
-                msg = f"{WHERE}: unknown key {key!r}{hint} (known: {', '.join(known)})"
-                raise SettingsError(msg)
+        _check_keys(given, known, WHERE)
         settings = cls(**given)
         settings._check()
         return settings
@@ -85,6 +92,7 @@ class Settings:
             _refuse("template_arguments", arguments, "a mapping of names to values")
         if not isinstance(given["dead_thinking"], bool):
             _refuse("dead_thinking", given["dead_thinking"], "true or false")
+        _check_events(given["events"])
         seed = given["seed"]
         if isinstance(seed, bool) or not isinstance(seed, int | None):
             _refuse("seed", seed, "an integer from 0 to 2**64-1, or null")
@@ -137,6 +145,32 @@ def _policy(given: Mapping[str, Any]) -> ReusePolicy:
         raise SettingsError(msg) from error
 
 
-def _refuse(name: str, value: object, wanted: str) -> None:
+def _check_keys(given: Mapping[str, Any], known: Sequence[str], where: str) -> None:
+    for key in given:
+        if key not in known:
+            close = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            msg = f"{where}: unknown key {key!r}{hint} (known: {', '.join(known)})"
+            raise SettingsError(msg)
+
+
+def _check_events(given: object) -> None:
+    if given is None:
+        return
+    if not isinstance(given, Mapping):
+        _refuse("events", given, 'a mapping such as {"endpoint": "tcp://*:5558"}')
+    _check_keys(given, tuple(_EVENTS), f"{WHERE}: events")
+    for name, kind in _EVENTS.items():
+        if name not in given and name != "endpoint":
+            continue
+        value = given.get(name)
+        if kind is str and (not isinstance(value, str) or not value):
+            wanted = "a topic" if name == "topic" else 'an address of ZeroMQ such as "tcp://*:5558"'
+            _refuse(f"events: {name}", value, wanted)
+        if kind is int and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            _refuse(f"events: {name}", value, "an integer from 1")
+
+
+def _refuse(name: str, value: object, wanted: str) -> NoReturn:
     msg = f"{WHERE}: {name} must be {wanted}, not {value!r}"
     raise SettingsError(msg)

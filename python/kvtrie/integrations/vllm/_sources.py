@@ -92,7 +92,7 @@ class Sources:
             blocks.append(block)
         # An id that the index has elsewhere now has another hash, or none.
         numbers = [block.block_id for block in blocks]
-        self._forget([number for number in numbers if self.is_stale(number)])
+        self.forget([number for number in numbers if self.is_stale(number)])
         end, first = start + len(blocks), 0
         if session is not None and start and not blocks:
             # All are known, perhaps from other conversations.
@@ -156,8 +156,12 @@ class Sources:
                 return plan
             plan.release()
             self.num_stale += len(stale)
-            self._forget(stale)
+            self.forget(stale)
         return None
+
+    def forget(self, numbers: Iterable[int]) -> None:
+        """Index these blocks no more."""
+        self._gone += [number for number in numbers if self._hashes.pop(number, None) is not None]
 
     def reset(self) -> None:
         self._index.reset()
@@ -190,9 +194,6 @@ class Sources:
         # Called for each allocated block of a full pool: they are removed before the next use.
         if self._hashes.pop(block.block_id, None) is not None:
             self._gone.append(block.block_id)
-
-    def _forget(self, numbers: Iterable[int]) -> None:
-        self._gone += [number for number in numbers if self._hashes.pop(number, None) is not None]
 
     def _settle(self) -> None:
         if not self._gone:

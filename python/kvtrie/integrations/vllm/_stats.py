@@ -6,11 +6,11 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+from kvtrie.integrations.vllm._vllm import (
     KVConnectorPromMetrics,
     KVConnectorStats,
+    create_metric_per_engine,
 )
-from vllm.v1.metrics.utils import create_metric_per_engine
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

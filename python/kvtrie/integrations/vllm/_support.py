@@ -2,82 +2,71 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import TYPE_CHECKING, Final
 
-from vllm import __version__ as vllm_version
-from vllm.config.vllm import get_current_vllm_config_or_none
-from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from kvtrie.integrations.vllm._version import UnsupportedError, check_version, refuse
+from kvtrie.integrations.vllm._vllm import (
+    FullAttentionSpec,
+    current_platform,
+    get_current_vllm_config_or_none,
+    probe,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-TESTED: Final = ("0.32", "0.33")
-"""Tested minor versions: the scheduler of each, and the engine of the first."""
-
+__all__ = ["UnsupportedError", "check", "check_alone", "check_pool", "check_version"]
 
 _DTYPES: Final = ("auto", "float16", "bfloat16", "float32")
 
 
-class UnsupportedError(ValueError):
-    """vLLM, its model or its settings are outside what the connector supports."""
-
-
-def check(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    check_version()
+def check(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, moves: bool = True) -> None:
+    """Check everything that is known at start-up; ``moves``: whether KV may be approximate."""
+    check_version(moves=moves)
+    probe()
     _check_groups(kv_cache_config)
     _check_settings(vllm_config)
-
-
-def check_version() -> None:
-    minor = ".".join(vllm_version.split("+")[0].split(".")[:2])
-    if minor not in TESTED:
-        tested = " and ".join(f"{one}.x" for one in TESTED)
-        _refuse(
-            f"vLLM {vllm_version} is not among the tested versions: install one of {tested}, or a "
-            "kvtrie that supports this one"
-        )
 
 
 def _check_groups(kv_cache_config: KVCacheConfig) -> None:
     """Refuse KV that does not depend on exactly all tokens before it, or is not per token."""
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
-        _refuse(
+        refuse(
             f"the model keeps {len(groups)} groups of KV blocks (sliding windows, state spaces, "
             "or draft layers next to full attention), and one group of full attention is supported"
         )
     spec = groups[0].kv_cache_spec
     if not isinstance(spec, FullAttentionSpec):
         kind = type(spec).__name__
-        _refuse(f"the model's KV is {kind}; full attention (MHA, GQA, MQA, MLA) is supported")
+        refuse(f"the model's KV is {kind}; full attention (MHA, GQA, MQA, MLA) is supported")
     if spec.sliding_window is not None:
-        _refuse(f"the model has layers with a sliding window of {spec.sliding_window} tokens")
+        refuse(f"the model has layers with a sliding window of {spec.sliding_window} tokens")
     if spec.attention_chunk_size is not None:
-        _refuse(f"the model has layers with chunked attention ({spec.attention_chunk_size} tokens)")
+        refuse(f"the model has layers with chunked attention ({spec.attention_chunk_size} tokens)")
     if spec.non_causal:
-        _refuse("the model's attention is not causal, so KV depends on more than the prefix")
+        refuse("the model's attention is not causal, so KV depends on more than the prefix")
     if spec.tokens_per_state != 1:
-        _refuse("the model's KV cache compresses several tokens into one state")
+        refuse("the model's KV cache compresses several tokens into one state")
     if groups[0].is_eagle_group:
-        _refuse("draft layers (EAGLE, MTP) share its KV blocks: turn speculative decoding off")
+        refuse("draft layers (EAGLE, MTP) share its KV blocks: turn speculative decoding off")
 
 
 def _check_settings(vllm_config: VllmConfig) -> None:
     # Checked first: the processor decides between settings checked below.
     if vllm_config.model_config.use_mla and current_platform.is_cpu():
-        _refuse(
+        refuse(
             "the model has latent attention (MLA), which vLLM runs on a CPU without prefix caching "
             "(CPU_MLA) or, where the CPU has AMX, by a backend whose KV is not known (AMX_MLA): "
             "serve the model on a GPU"
         )
     if not vllm_config.cache_config.enable_prefix_caching:
-        _refuse("prefix caching is off: start vLLM with --enable-prefix-caching")
+        refuse("prefix caching is off: start vLLM with --enable-prefix-caching")
     dtype = str(vllm_config.cache_config.cache_dtype)
     if dtype not in _DTYPES:
-        _refuse(
+        refuse(
             f"keys are rotated in the type they are stored in, and --kv-cache-dtype {dtype} is "
             f"not one of {', '.join(_DTYPES)}"
         )
@@ -85,19 +74,19 @@ def _check_settings(vllm_config: VllmConfig) -> None:
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         size = getattr(parallel, name, 1)
         if size != 1:
-            _refuse(
+            refuse(
                 "under context parallelism a moved token may belong to another rank: set "
                 f"{name} to 1, not {size}"
             )
     if parallel.pipeline_parallel_size != 1:
-        _refuse(
+        refuse(
             "a rank of a pipeline holds only some of the layers: set pipeline_parallel_size to 1, "
             f"not {parallel.pipeline_parallel_size}; tensor parallelism is supported"
         )
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.method not in ("ngram", "suffix"):
         method = speculative.method
-        _refuse(f"speculative decoding by {method!r} has its own KV: use ngram, or none")
+        refuse(f"speculative decoding by {method!r} has its own KV: use ngram, or none")
 
 
 def check_alone(vllm_config: VllmConfig) -> None:
@@ -107,7 +96,7 @@ def check_alone(vllm_config: VllmConfig) -> None:
     mine = vllm_config.kv_transfer_config
     if around is None or mine is None or around.kv_connector == mine.kv_connector:
         return
-    _refuse(
+    refuse(
         f"{around.kv_connector} holds connectors that may store or send approximate KV as exact, "
         "and write to blocks that are still to be copied from: use KvtrieConnector alone"
     )
@@ -115,17 +104,7 @@ def check_alone(vllm_config: VllmConfig) -> None:
 
 def check_pool(pool: BlockPool, block_size: int) -> None:
     if pool.hash_block_size != block_size:
-        _refuse(
+        refuse(
             f"vLLM hashes {pool.hash_block_size} tokens of its blocks of {block_size} at once: "
             "turn fine-grained prefix matching off"
         )
-    calls = [(pool, name) for name in ("touch", "free_blocks", "unpin_blocks")]
-    calls += [(pool.free_block_queue, name) for name in ("remove", "prepend_n")]
-    missing = [name for owner, name in calls if not callable(getattr(owner, name, None))]
-    if missing:
-        _refuse(f"the block pool of vLLM {vllm_version} has no {', '.join(missing)}")
-
-
-def _refuse(why: str) -> NoReturn:
-    msg = f"KvtrieConnector: {why}"
-    raise UnsupportedError(msg)

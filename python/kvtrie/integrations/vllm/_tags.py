@@ -8,10 +8,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-from vllm.reasoning import ReasoningParserManager
-from vllm.tokenizers.registry import cached_tokenizer_from_config
 
 from kvtrie.integrations.vllm._settings import WHERE, SettingsError
+from kvtrie.integrations.vllm._vllm import ReasoningParserManager, cached_tokenizer_from_config
 from kvtrie.tags import PRESETS, Tagger
 
 if TYPE_CHECKING:
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from kvtrie._core import Span, TokenSequence
+    from kvtrie.integrations.vllm._account import Reused
     from kvtrie.integrations.vllm._settings import Settings
     from kvtrie.tags import Stream
 
@@ -140,24 +140,21 @@ class Reading:
 
 
 def count_by_kind(
-    num_tokens: int, used: Iterable[tuple[int, int, bool]], spans: Iterable[Span]
+    num_tokens: int, reused: Iterable[Reused], spans: Iterable[Span]
 ) -> Counter[tuple[str, str]]:
-    """Tokens of a prompt by (one of `REUSES`, kind); of nested spans the inner one counts.
-
-    ``used`` are the ranges whose KV was not computed, and whether it is approximate.
-    """
+    """Tokens of a prompt by (one of `REUSES`, kind); of nested spans the inner one counts."""
     spans = list(spans)
     if not spans:
         totals = [0] * len(REUSES)
-        for start, end, is_approximate in used:
-            totals[is_approximate] += max(0, min(end, num_tokens) - start)
+        for one in reused:
+            totals[one.is_approximate] += max(0, min(one.end, num_tokens) - one.start)
         totals[REUSES.index("recomputed")] = num_tokens - sum(totals)
         return Counter(
             {(how, OTHER): count for how, count in zip(REUSES, totals, strict=True) if count}
         )
     reuse = np.full(num_tokens, REUSES.index("recomputed"), np.int64)
-    for start, end, is_approximate in used:
-        reuse[start:end] = int(is_approximate)
+    for one in reused:
+        reuse[one.start : one.end] = int(one.is_approximate)
     names = [OTHER]
     kinds = np.zeros(num_tokens, np.int64)
     for span in sorted(spans, key=lambda span: (span.start, -span.end)):

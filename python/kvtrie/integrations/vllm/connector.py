@@ -5,18 +5,18 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorRole,
-    SupportsHMA,
-)
-
-from kvtrie.integrations.vllm import _gate, _support
+from kvtrie.integrations.vllm import _events, _gate, _support, _version
 from kvtrie.integrations.vllm._copies import Copies, rope_of
 from kvtrie.integrations.vllm._metadata import StepMetadata
 from kvtrie.integrations.vllm._planner import Planner
 from kvtrie.integrations.vllm._settings import Settings, SettingsError
 from kvtrie.integrations.vllm._stats import Counts, PromMetrics, Stats
+from kvtrie.integrations.vllm._vllm import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    SupportsHMA,
+    probe,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -59,8 +59,11 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        _support.check(vllm_config, kv_cache_config)
         self._settings = Settings.read(self._kv_transfer_config.kv_connector_extra_config)
+        moves = self._settings.gate is not None
+        _support.check(vllm_config, kv_cache_config, moves=moves)
+        if not _version.is_tested():
+            _LOG.warning("kvtrie: vLLM %s is untested; it looks the same", _version.running())
         self._decision = _gate.decision_of(self._settings, vllm_config)
         self._cleared = self._decision.policy
         if self._cleared.approximate:
@@ -90,6 +93,7 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
         """Take vLLM's cache manager."""
         super().bind_kv_cache_manager(kv_cache_manager)
         _support.check_pool(kv_cache_manager.block_pool, self._block_size)
+        publisher = _events.publisher(self._settings.events, self._vllm_config)
         self._planner = Planner(
             self._vllm_config,
             kv_cache_manager,
@@ -97,6 +101,7 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
             self._settings,
             self._decision,
             self._counts,
+            publisher,
         )
 
     def on_new_request(self, request: Request) -> None:
@@ -170,6 +175,11 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
             return False
         return True
 
+    def shutdown(self) -> None:
+        """Publish no more events."""
+        if self._planner is not None:
+            self._planner.shutdown()
+
     def _surprise(self, request: Request) -> None:
         _LOG.exception("kvtrie: request %s continues without kvtrie", request.request_id)
         self._counts.add("errors")
@@ -227,14 +237,21 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
         With CUDA graphs, vLLM calls this before it loads any weights. So errors of `__init__` that
         are visible in the settings are raised here, after seconds.
         """
-        _support.check_version()
-        _gate.read(Settings.read(extra_config))
+        settings = Settings.read(extra_config)
+        _support.check_version(moves=settings.gate is not None)
+        probe()
+        _gate.read(settings)
         return False
 
     # --- stats -------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """The counters since the last call."""
+        if self._planner is not None:
+            # vLLM publishes its events next.
+            self._planner.sort_events()
+            # vLLM asks for it after every step, and has reported the step's failures before.
+            self._planner.step_is_done()
         return self._counts.take()
 
     @classmethod

@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-
-from kvtrie.integrations.vllm._support import UnsupportedError
+from kvtrie.integrations.vllm._version import UnsupportedError
+from kvtrie.integrations.vllm._vllm import AsyncScheduler, probe_scheduler
 from kvtrie.integrations.vllm.connector import KvtrieConnector
 
 if TYPE_CHECKING:
@@ -20,13 +19,14 @@ _LOG = logging.getLogger("vllm.kvtrie")
 
 
 class KvtrieScheduler(AsyncScheduler):
-    """vLLM's own scheduler with four changes.
+    """vLLM's own scheduler with five changes.
 
     * A chunk of a prompt ends where copyable KV begins.
     * There the request's computed tokens skip the copied range. The copies are part of the step
       that computes the tokens after it.
     * A preempted request releases its planned copies, and the blocks that its step was to write
       cannot be found.
+    * What is copied after gaps counts as cached, in usage and metrics.
     * Blocks are freed at once. vLLM keeps them while steps are in flight.
 
     Raises:
@@ -39,8 +39,11 @@ class KvtrieScheduler(AsyncScheduler):
             msg = "KvtrieScheduler: the KV connector is not KvtrieConnector: configure it, or "
             msg += "omit --scheduler-cls"
             raise UnsupportedError(msg)
+        probe_scheduler(self)
         self._planner: Planner = self.connector.planner
         self._planner.resumes_after_gaps = True
+        # vLLM replaces the record with every report.
+        self._planner.hit_stats = lambda: self.connector_prefix_cache_stats
         # Copies come after a step in flight that writes them.
         self.defer_block_free = False
         _LOG.info("kvtrie: reuse continues after gaps")

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlConnector
-from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 
 from kvtrie._core import (
     SHARED,
@@ -29,6 +28,7 @@ from kvtrie._core import (
 from kvtrie.integrations.vllm import _support
 from kvtrie.integrations.vllm._requests import adapter_of
 from kvtrie.integrations.vllm._settings import WHERE, SettingsError
+from kvtrie.integrations.vllm._vllm import KVCacheBlocks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

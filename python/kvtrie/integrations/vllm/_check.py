@@ -1,0 +1,150 @@
+"""Checks vLLM's configuration for kvtrie without vLLM: in a second what takes it minutes."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NoReturn
+
+from kvtrie import gates
+from kvtrie.integrations.vllm import _version
+from kvtrie.integrations.vllm._settings import Settings, SettingsError
+
+CONNECTOR: Final = "KvtrieConnector"
+MODULE: Final = "kvtrie.integrations.vllm"
+SCHEDULER: Final = f"{MODULE}.KvtrieScheduler"
+
+# Fields of vLLM's KVTransferConfig and KVEventsConfig.
+_TRANSFER: Final = (
+    *("kv_connector", "kv_connector_module_path", "kv_role", "kv_load_failure_policy"),
+    *("kv_connector_extra_config", "engine_id", "kv_buffer_device", "kv_port"),
+    "enable_permute_local_kv",
+)
+_EVENTS: Final = (
+    *("enable_kv_cache_events", "publisher", "endpoint", "replay_endpoint", "buffer_steps"),
+    *("hwm", "max_queue_size", "topic"),
+)
+_ROLES: Final = ("kv_both", "kv_producer", "kv_consumer")
+_POLICIES: Final = ("recompute", "fail")
+
+
+def check(transfer: str, *, events: str | None = None, scheduler: str | None = None) -> list[str]:
+    """Check the values of vLLM's ``--kv-transfer-config`` and of what goes with it.
+
+    Args:
+        transfer: JSON, as vLLM gets it.
+        events: ``--kv-events-config``, if vLLM gets one.
+        scheduler: ``--scheduler-cls``, likewise.
+
+    Returns:
+        What vLLM will do, and what should be changed all the same, a sentence each.
+
+    Raises:
+        SettingsError: A value is missing, unknown or invalid.
+        UnsupportedError: This vLLM is not among the tested ones, and KV would move.
+        GateError: The gate file cannot be read.
+    """
+    if _version.installed() is None:
+        _version.refuse("vLLM is not installed in this environment: check where it runs")
+    found = _mapping(transfer, "--kv-transfer-config", _TRANSFER)
+    _one_of(found, "kv_connector", (CONNECTOR,))
+    _one_of(found, "kv_connector_module_path", (MODULE,))
+    _one_of(found, "kv_role", _ROLES)
+    extra = found.get("kv_connector_extra_config", {})
+    if not isinstance(extra, Mapping):
+        _refuse(f"--kv-transfer-config: kv_connector_extra_config must be a mapping, not {extra!r}")
+    settings = Settings.read(extra)
+    _version.check_version(moves=settings.gate is not None)
+    how = "tested" if _version.is_tested() else "untested: --probe says whether it looks the same"
+    said = [f"vLLM {_version.running()} is {how}", _reuse(settings)]
+    _check_events(settings, events)
+    if scheduler is None:
+        said.append("reuse ends at the first gap: --scheduler-cls is not given")
+    elif scheduler == SCHEDULER:
+        said.append("reuse continues after gaps")
+    else:
+        near = _near(scheduler, [SCHEDULER])
+        _refuse(f"--scheduler-cls must be {SCHEDULER}, not {scheduler!r}{near}")
+    if _one_of(found, "kv_load_failure_policy", _POLICIES, default="fail") == "fail":
+        said.append(
+            "a request whose KV cannot be copied ends with an error: "
+            'set "kv_load_failure_policy": "recompute"'
+        )
+    return said
+
+
+def probed() -> str:
+    """Compare what the connector touches with the installed vLLM, which is imported.
+
+    Raises:
+        UnsupportedError: Something is missing; the message has the names.
+    """
+    try:
+        from kvtrie.integrations.vllm import _vllm  # noqa: PLC0415 - seconds
+    except ImportError as error:
+        _version.lacks(error)
+    _vllm.probe()
+    return f"vLLM {_vllm.VERSION} has everything that kvtrie touches"
+
+
+def _reuse(settings: Settings) -> str:
+    if settings.gate is None:
+        return "exact reuse only (no gate)"
+    if settings.gate == "unchecked":
+        return "approximate reuse without a gate, at your own risk"
+    try:
+        gate = gates.read(settings.gate)
+    except OSError as error:
+        msg = f"gate {settings.gate}: {error.strerror or error}"
+        raise gates.GateError(msg) from error
+    return f"gate {settings.gate}, of {gate.model}: vLLM compares it with what it serves"
+
+
+def _check_events(settings: Settings, given: str | None) -> None:
+    theirs = {} if given is None else _mapping(given, "--kv-events-config", _EVENTS)
+    if settings.events is None:
+        return
+    if not theirs.get("enable_kv_cache_events"):
+        _refuse(
+            "events needs vLLM's own: --kv-events-config "
+            """'{"enable_kv_cache_events": true}', or remove the setting"""
+        )
+    used = [theirs.get("endpoint", "tcp://*:5557"), theirs.get("replay_endpoint")]
+    for name in ("endpoint", "replay_endpoint"):
+        value = settings.events.get(name)
+        if value is not None and value in used:
+            _refuse(f"events: {name} {value!r} is in --kv-events-config too: choose another")
+
+
+def _mapping(text: str, where: str, known: Sequence[str]) -> Mapping[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        _refuse(f"{where} is no JSON: {error}")
+    if not isinstance(found, dict):
+        _refuse(f"{where} must be a mapping, not {found!r}")
+    for name in found:
+        if name not in known:
+            _refuse(f"{where}: unknown key {name!r}{_near(name, known)}")
+    return found
+
+
+def _one_of(
+    found: Mapping[str, Any], name: str, known: Sequence[str], *, default: str | None = None
+) -> str:
+    value = found.get(name, default)
+    if value not in known:
+        wanted = " or ".join(f'"{one}"' for one in known)
+        said = "it is missing" if value is None else f"not {value!r}{_near(value, known)}"
+        _refuse(f"--kv-transfer-config: {name} must be {wanted}, {said}")
+    return str(value)
+
+
+def _near(value: object, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(str(value), known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _refuse(why: str) -> NoReturn:
+    raise SettingsError(why)

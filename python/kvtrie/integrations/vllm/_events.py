@@ -1,0 +1,220 @@
+"""KV events: those of approximate blocks leave vLLM's queue, and have a topic of their own.
+
+Consumers may index blocks by their tokens, and would take approximate KV for exact.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import zmq
+
+from kvtrie.integrations.vllm._settings import WHERE, SettingsError
+from kvtrie.integrations.vllm._vllm import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    EventPublisherFactory,
+    KVCacheEvent,
+    KVEventsConfig,
+    get_block_hash,
+    maybe_convert_block_hash,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import EventPublisher
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import BlockHash
+    from vllm.v1.request import Request
+
+TOPIC: Final = "kvtrie"
+MOVED: Final = "moved"
+"""The block holds KV that was copied from another context or position."""
+AFTER_MOVED: Final = "after_moved"
+"""The block was computed after such KV."""
+
+# Fields of `BlockStored` with one entry per block.
+_PER_BLOCK: Final = ("block_hashes", "extra_keys", "lookahead_token_ids")
+
+Contents = tuple[str, int]
+"""`MOVED` or `AFTER_MOVED`, and hops."""
+
+
+class ApproximateBlockStored(KVCacheEvent):
+    """Consecutive blocks with approximate KV; fields of the same name are those of `BlockStored`.
+
+    Attributes:
+        position: The position of the first token.
+        classes: `MOVED` or `AFTER_MOVED`, for each block.
+        hops: How often the KV of each block has been moved since it was computed, at most.
+    """
+
+    block_hashes: list[Any]
+    parent_block_hash: Any
+    token_ids: list[int]
+    block_size: int
+    position: int
+    classes: list[str]
+    hops: list[int]
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[tuple[Any, ...] | None] | None = None
+    group_idx: int | None = None
+
+
+class Events:
+    """Sorts the events that wait in vLLM's pool.
+
+    A block is approximate if a separate lineage begins at it (`begin`), or if its parent is. Hashes
+    are in the form that vLLM publishes.
+
+    Args:
+        pool: vLLM's pool.
+        contents: What the block of this number and hash holds.
+        requests: The live requests.
+        publisher: Takes the events of approximate blocks; None: nobody does.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        contents: Callable[[int, Any], Contents],
+        requests: Callable[[], Iterable[Request]],
+        publisher: EventPublisher | None,
+    ) -> None:
+        self._pool = pool
+        self._contents = contents
+        self._requests = requests
+        self._publisher = publisher
+        # The number of each block in its request.
+        self._approximate: dict[Any, int] = {}
+        self._limit = 2 * int(pool.num_gpu_blocks)
+
+    def begin(self, block_hash: BlockHash, block: int) -> None:
+        self._approximate[maybe_convert_block_hash(block_hash)] = block
+
+    def sort(self) -> None:
+        """Leave only events of exact blocks in vLLM's queue, and publish the others."""
+        queue = self._pool.kv_event_queue
+        if not queue or not self._approximate:
+            return
+        given, others = list(queue), list[Any]()
+        # If this fails, an index that misses blocks is better than one with approximate ones.
+        queue[:] = [event for event in given if not isinstance(event, BlockStored)]
+        exact: list[Any] = []
+        for event in given:
+            if isinstance(event, BlockStored):
+                self._sort_stored(event, exact, others)
+            elif isinstance(event, BlockRemoved):
+                self._sort_removed(event, exact, others)
+            else:
+                exact.append(event)
+                if isinstance(event, AllBlocksCleared):
+                    others.append(event)
+        queue[:] = exact
+        if others and self._publisher is not None:
+            self._publisher.publish(EventBatch(ts=time.time(), events=others))
+        if len(self._approximate) > self._limit:
+            self._prune()
+
+    def shutdown(self) -> None:
+        if self._publisher is not None:
+            self._publisher.shutdown()
+
+    def _sort_stored(self, event: BlockStored, exact: list[Any], others: list[Any]) -> None:
+        known, hashes = self._approximate, event.block_hashes
+        before = known.get(event.parent_block_hash)
+        first = 0
+        if before is None:
+            first = next((at for at, one in enumerate(hashes) if one in known), len(hashes))
+            if first == len(hashes):
+                exact.append(event)
+                return
+            before = known[hashes[first]] - 1
+        number = before + 1
+        for at, one in enumerate(hashes[first:]):
+            known[one] = number + at
+        size = event.block_size
+        if first:
+            exact.append(_part(event, slice(first)))
+        rest = _part(event, slice(first, None))
+        found = [self._contents(number + at, one) for at, one in enumerate(rest.block_hashes)]
+        others.append(
+            ApproximateBlockStored(
+                block_hashes=rest.block_hashes,
+                parent_block_hash=hashes[first - 1] if first else event.parent_block_hash,
+                token_ids=rest.token_ids,
+                block_size=size,
+                position=number * size,
+                classes=[name for name, _ in found],
+                hops=[hops for _, hops in found],
+                medium=event.medium,
+                lora_name=event.lora_name,
+                extra_keys=rest.extra_keys,
+                group_idx=event.group_idx,
+            )
+        )
+
+    def _sort_removed(self, event: BlockRemoved, exact: list[Any], others: list[Any]) -> None:
+        known, hashes = self._approximate, event.block_hashes
+        for into, wanted in ((exact, False), (others, True)):
+            mine = [one for one in hashes if (one in known) is wanted]
+            if mine:
+                into.append(msgspec.structs.replace(event, block_hashes=mine))
+
+    def _prune(self) -> None:
+        """Forget hashes that no block has and no request can continue from."""
+        kept = {
+            maybe_convert_block_hash(get_block_hash(block.block_hash))
+            for block in self._pool.blocks
+            if block.block_hash is not None
+        }
+        for request in self._requests():
+            kept.update(maybe_convert_block_hash(one) for one in request.block_hashes)
+        self._approximate = {one: at for one, at in self._approximate.items() if one in kept}
+        self._limit = 2 * max(int(self._pool.num_gpu_blocks), len(self._approximate))
+
+
+def publisher(given: Mapping[str, Any] | None, vllm_config: VllmConfig) -> EventPublisher | None:
+    """Where the events of approximate blocks go; None without the setting ``events``.
+
+    Raises:
+        SettingsError: vLLM publishes no events, or the endpoint cannot be used.
+    """
+    if given is None:
+        return None
+    theirs = vllm_config.kv_events_config
+    if theirs is None or not theirs.enable_kv_cache_events:
+        msg = f"{WHERE}: events needs vLLM's own: start it with --kv-events-config "
+        msg += """'{"enable_kv_cache_events": true}', or remove the setting"""
+        raise SettingsError(msg)
+    config = KVEventsConfig(
+        enable_kv_cache_events=True, publisher="zmq", **{"topic": TOPIC, **given}
+    )
+    for name in ("endpoint", "replay_endpoint"):
+        said = getattr(config, name)
+        if said is not None and said in (theirs.endpoint, theirs.replay_endpoint):
+            msg = f"{WHERE}: events: {name} {said!r} is in --kv-events-config too: choose another"
+            raise SettingsError(msg)
+    try:
+        return EventPublisherFactory.create(config, vllm_config.parallel_config.data_parallel_index)
+    except (zmq.ZMQError, ValueError) as error:
+        msg = f"{WHERE}: events: endpoint {config.endpoint!r}: {error}"
+        raise SettingsError(msg) from error
+
+
+def _part(event: BlockStored, blocks: slice) -> BlockStored:
+    size = event.block_size
+    start, stop, _ = blocks.indices(len(event.block_hashes))
+    changed: dict[str, Any] = {"token_ids": event.token_ids[start * size : stop * size]}
+    for name in _PER_BLOCK:
+        per_block = getattr(event, name, None)
+        if per_block is not None:
+            changed[name] = per_block[blocks]
+    return msgspec.structs.replace(event, **changed)

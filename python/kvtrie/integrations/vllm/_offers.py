@@ -1,0 +1,102 @@
+"""What requests leave in the index: their blocks, as soon as the KV is written."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvtrie.integrations.vllm._tags import count_by_kind
+from kvtrie.integrations.vllm._vllm import RequestStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+    from kvtrie.integrations.vllm._requests import LiveRequest
+    from kvtrie.integrations.vllm._sources import Sources
+    from kvtrie.integrations.vllm._stats import Counts
+
+
+class Offers:
+    """Indexes prompts when they are computed, and whole requests when they end."""
+
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        sources: Sources,
+        block_size: int,
+        counts: Counts,
+        surprise: Callable[[str], None],
+    ) -> None:
+        self._manager = manager
+        self._sources = sources
+        self._block_size = block_size
+        self._counts = counts
+        self._surprise = surprise
+        self._prefilling: dict[str, Request] = {}
+
+    def __len__(self) -> int:
+        """The number of admitted requests whose prompts are not computed."""
+        return len(self._prefilling)
+
+    def admitted(self, request: Request, live: LiveRequest) -> None:
+        if not live.is_offered:
+            self._prefilling[request.request_id] = request
+
+    def forget(self, request_id: str) -> None:
+        self._prefilling.pop(request_id, None)
+
+    def step(self, output: SchedulerOutput, lives: Mapping[str, LiveRequest]) -> None:
+        """Index prompts whose KV is written, so that other requests can use them at once."""
+        scheduled = output.num_scheduled_tokens
+        for request_id, request in list(self._prefilling.items()):
+            live = lives.get(request_id)
+            if live is None:
+                del self._prefilling[request_id]
+                continue
+            if request_id in scheduled:
+                live.account.reach(request.num_computed_tokens + scheduled[request_id])
+            done = request.num_computed_tokens - request.num_in_flight_tokens
+            if done >= request.num_prompt_tokens:
+                del self._prefilling[request_id]
+                live.is_offered = True
+                try:
+                    self.offer(request, live, self._manager.get_block_ids(request_id)[0])
+                except Exception:
+                    self._surprise(request_id)
+
+    def offer(
+        self,
+        request: Request,
+        live: LiveRequest,
+        block_ids: Sequence[int],
+        *,
+        has_ended: bool = False,
+    ) -> None:
+        live.follow(request)
+        # Tokens in flight are not written yet; the last sampled token never is.
+        done = request.num_computed_tokens - request.num_in_flight_tokens
+        done = max(0, min(done, len(live.seq)))
+        # A request may end while it is preempted, by a token of the step in flight.
+        if done >= request.num_prompt_tokens or request.num_output_tokens:
+            self._count_prompt(request, live)
+        if has_ended and live.reading is not None:
+            is_complete = request.status == RequestStatus.FINISHED_STOPPED
+            spans = live.reading.finish(live.seq, complete=is_complete)
+        else:
+            spans = live.new_spans()
+        stretches = live.stretches(done // self._block_size, self._block_size)
+        self._sources.offer(live.seq, block_ids, stretches, spans=spans, session=live.session)
+
+    def _count_prompt(self, request: Request, live: LiveRequest) -> None:
+        if live.is_counted:
+            return
+        live.is_counted = True
+        if live.reading is not None:
+            live.reading.follow(live.seq)
+        spans = () if live.reading is None else live.reading.spans()
+        counted = count_by_kind(request.num_prompt_tokens, live.account.reused, spans)
+        for key, count in counted.items():
+            self._counts.add_prompt(*key, count)

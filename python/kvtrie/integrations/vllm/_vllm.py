@@ -1,0 +1,267 @@
+"""Everything of vLLM that the connector touches: its names, and which fields and calls of them.
+
+Modules import vLLM's names from here; types for annotations come from vLLM itself. `probe` compares
+`FIELDS` and `CALLS` with the vLLM that runs, so that a renamed field is refused at start-up by its
+name, and surprises no request. ``tests/vllm_scheduler/test_probe.py`` renames each of them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any, Final
+
+from vllm import SamplingParams
+from vllm import __version__ as VERSION  # noqa: N812 - vLLM's name for it
+from vllm.config import KVEventsConfig, get_layers_from_vllm_config
+from vllm.config.vllm import get_current_vllm_config_or_none
+from vllm.distributed.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    EventPublisherFactory,
+    KVCacheEvent,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.platforms import current_platform
+from vllm.reasoning import ReasoningParserManager
+from vllm.tokenizers.registry import cached_tokenizer_from_config
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from vllm.v1.core.kv_cache_utils import BlockHash, get_block_hash, maybe_convert_block_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.metrics.stats import PrefillStats, PrefixCacheStats
+from vllm.v1.metrics.utils import create_metric_per_engine
+from vllm.v1.request import Request, RequestStatus
+
+from kvtrie.integrations.vllm._version import refuse
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+__all__ = [
+    "VERSION",
+    "AllBlocksCleared",
+    "AsyncScheduler",
+    "AttentionLayerBase",
+    "BlockHash",
+    "BlockRemoved",
+    "BlockStored",
+    "CacheHitSource",
+    "EventBatch",
+    "EventPublisherFactory",
+    "FullAttentionSpec",
+    "KVCacheBlocks",
+    "KVCacheEvent",
+    "KVConnectorBase_V1",
+    "KVConnectorMetadata",
+    "KVConnectorPromMetrics",
+    "KVConnectorRole",
+    "KVConnectorStats",
+    "KVEventsConfig",
+    "NewRequestData",
+    "ReasoningParserManager",
+    "RequestStatus",
+    "SupportsHMA",
+    "cached_tokenizer_from_config",
+    "create_metric_per_engine",
+    "current_platform",
+    "extract_layer_index",
+    "get_block_hash",
+    "get_current_vllm_config_or_none",
+    "get_layers_from_vllm_config",
+    "maybe_convert_block_hash",
+    "probe",
+    "probe_scheduler",
+]
+
+FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
+    "Request": (
+        *("request_id", "status", "mm_features", "lora_request", "cache_salt", "resumable"),
+        *("prompt_token_ids", "prompt_is_token_ids", "all_token_ids", "spec_token_ids"),
+        *("num_prompt_tokens", "num_tokens", "num_output_tokens", "num_computed_tokens"),
+        *("num_in_flight_tokens", "num_output_placeholders", "num_preemptions"),
+        *("num_stale_output_tokens", "drop_stale_output", "prefill_stats"),
+        *("block_hashes", "skip_reading_prefix_cache", "kv_transfer_params"),
+    ),
+    "RequestStatus": ("RUNNING", "FINISHED_STOPPED"),
+    "SchedulerOutput": (
+        *("scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens"),
+        "has_sync_kv_loads",
+    ),
+    "CachedRequestData": (
+        *("req_ids", "resumed_req_ids", "new_token_ids", "all_token_ids", "new_block_ids"),
+        *("num_computed_tokens", "num_output_tokens"),
+    ),
+    "KVCacheManager": (),
+    "BlockPool": (
+        *("blocks", "num_gpu_blocks", "hash_block_size", "free_block_queue"),
+        *("enable_kv_cache_events", "kv_event_queue"),
+    ),
+    "KVCacheBlock": ("block_id", "block_hash", "ref_cnt", "is_null"),
+    "PrefillStats": (),
+    "PrefixCacheStats": ("hits", "preempted_hits", "hits_by_source"),
+    "CacheHitSource": ("EXTERNAL_UNSPECIFIED",),
+}
+"""Fields that the scheduler's half reads or sets."""
+
+CALLS: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
+    "Request": {"update_block_hashes": ()},
+    "NewRequestData": {
+        "from_request": ("request", "block_ids", "prefill_token_ids", "uses_mrope"),
+    },
+    "KVCacheManager": {"get_block_ids": ("request_id",), "evict_blocks": ("block_ids",)},
+    "BlockPool": {
+        "touch": ("blocks",),
+        "free_blocks": ("ordered_blocks",),
+        "unpin_blocks": ("blocks", "on_reuse"),
+        "evict_blocks": ("block_ids",),
+        "get_num_free_blocks": (),
+    },
+    "FreeKVCacheBlockQueue": {"remove": ("block",), "prepend_n": ("blocks",)},
+    "PrefillStats": {
+        "set": ("num_prompt_tokens", "num_local_cached_tokens", "num_external_cached_tokens"),
+    },
+}
+"""Methods that the scheduler's half calls, and their parameters."""
+
+OVERRIDDEN: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
+    "KVConnectorBase_V1": {
+        "bind_kv_cache_manager": ("kv_cache_manager",),
+        "on_new_request": ("request",),
+        "get_num_new_matched_tokens": ("request", "num_computed_tokens"),
+        "update_state_after_alloc": ("request", "blocks", "num_external_tokens"),
+        "build_connector_meta": ("scheduler_output",),
+        "update_connector_output": ("connector_output",),
+        "request_finished": ("request", "block_ids"),
+        "reset_cache": (),
+        "shutdown": (),
+        "register_kv_caches": ("kv_caches",),
+        "start_load_kv": ("forward_context",),
+        "wait_for_layer_load": ("layer_name",),
+        "save_kv_layer": ("layer_name", "kv_layer", "attn_metadata"),
+        "wait_for_save": (),
+        "get_block_ids_with_load_errors": (),
+        "requires_piecewise_for_cudagraph": ("extra_config",),
+        "get_kv_connector_stats": (),
+        "build_kv_connector_stats": ("data",),
+        "build_prom_metrics": (
+            *("vllm_config", "metric_types", "labelnames"),
+            "per_engine_labelvalues",
+        ),
+    },
+    "SupportsHMA": {"request_finished_all_groups": ("request", "block_ids")},
+    "AsyncScheduler": {
+        "schedule": (),
+        "_preempt_request": ("request", "timestamp"),
+        "_reserve_prefill_lookahead": ("request", "num_computed_tokens", "num_new_tokens"),
+    },
+}
+"""Methods that vLLM calls: all its required parameters, in their order."""
+
+SCHEDULER: Final = ("connector", "connector_prefix_cache_stats", "defer_block_free", "running")
+"""Attributes that `KvtrieScheduler` uses of the scheduler that it is."""
+
+
+def things() -> dict[str, object]:
+    """One of each of `FIELDS`, `CALLS` and `OVERRIDDEN`, made as vLLM makes them."""
+    pool = BlockPool(2, enable_caching=True, hash_block_size=16)
+    output = SchedulerOutput.make_empty()
+    return {
+        "Request": Request("probe", [1], SamplingParams(max_tokens=1), None),
+        "RequestStatus": RequestStatus,
+        "SchedulerOutput": output,
+        "CachedRequestData": output.scheduled_cached_reqs,
+        "NewRequestData": NewRequestData,
+        "KVCacheManager": KVCacheManager,
+        "BlockPool": pool,
+        "FreeKVCacheBlockQueue": pool.free_block_queue,
+        "KVCacheBlock": pool.blocks[0],
+        "PrefillStats": PrefillStats(),
+        "PrefixCacheStats": PrefixCacheStats(),
+        "CacheHitSource": CacheHitSource,
+        "KVConnectorBase_V1": KVConnectorBase_V1,
+        "SupportsHMA": SupportsHMA,
+        "AsyncScheduler": AsyncScheduler,
+    }
+
+
+def probe(given: Mapping[str, object] | None = None) -> None:
+    """Compare what the connector touches with this vLLM; ``given``: its objects, for tests.
+
+    Raises:
+        UnsupportedError: Something is missing; the message has the names.
+    """
+    if given is None:
+        try:
+            given = things()
+        except (AttributeError, TypeError) as error:
+            refuse(f"vLLM {VERSION} makes its objects in another way: {error}")
+    missing = [*_fields(given), *_calls(given), *_overridden(given)]
+    if missing:
+        refuse(f"vLLM {VERSION} has no {', '.join(missing)}, which kvtrie needs")
+
+
+def probe_scheduler(scheduler: object) -> None:
+    missing = [name for name in SCHEDULER if not hasattr(scheduler, name)]
+    if missing:
+        refuse(f"the scheduler of vLLM {VERSION} has no {', '.join(missing)}")
+
+
+def _fields(given: Mapping[str, object]) -> Iterator[str]:
+    for owner, names in FIELDS.items():
+        for name in names:
+            if not hasattr(given[owner], name):
+                yield f"{owner}.{name}"
+
+
+def _calls(given: Mapping[str, object]) -> Iterator[str]:
+    for owner, calls in CALLS.items():
+        for name, wanted in calls.items():
+            has = _parameters(given[owner], name)
+            if has is None:
+                yield f"{owner}.{name}()"
+            else:
+                takes_any = any(one.kind == one.VAR_KEYWORD for one in has.values())
+                lost = [one for one in wanted if one not in has and not takes_any]
+                yield from (f"{owner}.{name}({one}=)" for one in lost)
+
+
+def _overridden(given: Mapping[str, object]) -> Iterator[str]:
+    for owner, methods in OVERRIDDEN.items():
+        for name, wanted in methods.items():
+            has = _parameters(given[owner], name)
+            if has is None:
+                yield f"{owner}.{name}()"
+                continue
+            required = [
+                one.name
+                for one in has.values()
+                if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+                and (one.default is one.empty or one.name in wanted)
+            ]
+            if required != list(wanted):
+                yield f"{owner}.{name}({', '.join(wanted)}), but ({', '.join(required)})"
+
+
+def _parameters(owner: object, name: str) -> Mapping[str, inspect.Parameter] | None:
+    call: Any = getattr(owner, name, None)
+    if not callable(call):
+        return None
+    found = dict(inspect.signature(call).parameters)
+    found.pop("self", None)
+    return found

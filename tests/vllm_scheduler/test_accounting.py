@@ -1,0 +1,105 @@
+"""What vLLM reports of each request, next to what the scheduler's output shows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.vllm.prompts import ANSWER, EDITED, HISTORY, PARTS, QUESTION, REASONING, gapped, words
+from tests.vllm_scheduler.test_traffic import SMALL, Run
+from tests.vllm_scheduler.worker import BLOCK
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.metrics.stats import PromptTokenStats
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.vllm_scheduler.core import Core
+
+UNCHECKED = {"gate": "unchecked", "policy": {"scope": "namespace"}}
+in_flight = pytest.mark.parametrize("in_flight", [False, True], ids=["sync", "async"])
+# No request is preempted.
+ROOMY: dict[str, Any] = SMALL | {"blocks": 600}
+
+
+def reported(vllm: Core) -> PromptTokenStats:
+    """What vLLM exports as `vllm:prompt_tokens_by_source`."""
+    stats = PromptTokenStats()
+    for answer in vllm.answers.values():
+        if answer.prefill is not None:
+            stats.update_from_output(answer.prefill)
+    return stats
+
+
+@in_flight
+def test_what_is_reused_after_gaps_counts_as_cached(
+    core: Callable[..., Core], in_flight: bool
+) -> None:
+    # Only the prefix before the first gap did: a quarter of what was copied.
+    vllm = core(connector=UNCHECKED, gaps=True, in_flight=in_flight, log_stats=True)
+    vllm.ask(HISTORY)
+    before = vllm.worker.num_moved
+    name = vllm.add(gapped(PARTS))
+    vllm.drain()
+    moved = vllm.worker.num_moved - before
+    prefill = vllm.answers[name].prefill
+    assert prefill is not None
+    # The last token is computed.
+    assert prefill.num_external_cached_tokens == moved == len(HISTORY) - 1
+    assert prefill.num_cached_tokens == moved
+    assert prefill.num_computed_tokens == len(gapped(PARTS)) - moved
+    assert vllm.hits.hits == moved
+    assert vllm.hits.hits_by_source == {CacheHitSource.EXTERNAL_UNSPECIFIED: moved}
+
+
+@pytest.mark.parametrize(
+    ("options", "count"), [(ROOMY, 1000), (SMALL, 400)], ids=["roomy", "small-pool"]
+)
+@pytest.mark.parametrize("gaps", [False, True], ids=["scheduler-of-vllm", "gaps"])
+@in_flight
+def test_every_report_agrees_to_the_token(
+    core: Callable[..., Core], options: dict[str, Any], count: int, gaps: bool, in_flight: bool
+) -> None:
+    vllm = core(connector=UNCHECKED, gaps=gaps, in_flight=in_flight, log_stats=True, **options)
+    run = Run(vllm, seed=81 + 2 * gaps + in_flight)
+    # Of an aborted request, or a forgotten cache, some of these say nothing.
+    run.disturbs = False
+    run.go(count)
+    is_roomy = options is ROOMY
+    assert bool(vllm.num_preempted) != is_roomy
+    prefills = {name: answer.prefill for name, answer in vllm.answers.items()}
+    assert {name: one.num_cached_tokens for name, one in prefills.items() if one} == dict(
+        vllm.shadow.reused
+    )
+    counts, totals = vllm.counts, reported(vllm)
+    by_source = {how: counts[f"prompt_tokens/{how}/other"] for how in ("exact", "moved")}
+    assert totals.cached_tokens == sum(by_source.values()) > 0
+    assert totals.computed == counts["prompt_tokens/recomputed/other"]
+    if is_roomy:
+        copied = counts["tokens_exact"] + counts["tokens_moved"]
+        assert totals.external_kv_transfer == vllm.hits.hits == copied > 0
+
+
+@in_flight
+def test_a_copy_that_fails_counts_as_computed(core: Callable[..., Core], in_flight: bool) -> None:
+    # vLLM counts what the admission found, and no failure after it.
+    vllm = core(connector=UNCHECKED, gaps=True, in_flight=in_flight, shadow=False, log_stats=True)
+    vllm.ask(QUESTION + REASONING + ANSWER)
+    vllm.worker.fails = lambda _: True
+    name = vllm.add(EDITED)
+    vllm.drain(limit=100)
+    prefill = vllm.answers[name].prefill
+    assert prefill is not None
+    assert prefill.num_cached_tokens == prefill.num_local_cached_tokens
+    assert prefill.num_cached_tokens == len(QUESTION) // BLOCK * BLOCK
+
+
+def test_requests_without_room_are_counted_once(core: Callable[..., Core]) -> None:
+    # vLLM asks in every step until there is room: 150 were counted for fewer than 30 requests.
+    vllm = core(connector=UNCHECKED, blocks=40, max_model_len=608, max_num_seqs=4)
+    for number in range(6):
+        vllm.ask(QUESTION + REASONING + ANSWER)
+        names = [vllm.add(EDITED + words(60, 20 + number), max_tokens=4) for _ in range(4)]
+        vllm.drain()
+        assert all(vllm.answers[name].finished for name in names)
+    assert 0 < vllm.counts["requests_without_room"] <= len(vllm.answers) == 30
