@@ -663,11 +663,14 @@ class MovedRun:
         >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
         >>> index = kvtrie.RadixIndex(num_blocks=64, block_size=4)
         >>> seq = kvtrie.TokenSequence(range(40), space)
-        >>> done = index.insert(seq, range(10), num_computed=40, source=kvtrie.COMPUTED)
+        >>> done = index.insert(
+        ...     seq, range(10), num_computed=40, source=kvtrie.COMPUTED, session="chat"
+        ... )
         >>> prompt = kvtrie.TokenSequence([*range(8), *range(16, 40), 99], space)
-        >>> with index.plan(prompt, kvtrie.ReusePolicy()) as plan:
-        ...     plan.moved_runs[0]
-        MovedRun(8, 32, old_start=16, cuts=1, lost_context=0.5, new_context=0.0)
+        >>> with index.plan(prompt, kvtrie.ReusePolicy(), session="chat") as plan:
+        ...     plan.moved_runs[0]  # doctest: +NORMALIZE_WHITESPACE
+        MovedRun(8, 32, old_start=16, cuts=1, lost_context=0.5, new_context=0.0,
+            same_conversation=True)
     """
     def __eq__(self, value: object, /) -> bool: ...
     def __ne__(self, value: object, /) -> bool: ...
@@ -708,6 +711,12 @@ class MovedRun:
     def old_start(self, /) -> int:
         """
         Position of the source's first token.
+        """
+    @property
+    def same_conversation(self, /) -> bool:
+        """
+        Whether all its blocks are what `scope="conversation"` would have allowed, whatever the
+        policy's scope is. False if this was not worked out.
         """
     @property
     def start(self, /) -> int:
