@@ -668,8 +668,9 @@ class MovedRun:
         ... )
         >>> prompt = kvtrie.TokenSequence([*range(8), *range(16, 40), 99], space)
         >>> with index.plan(prompt, kvtrie.ReusePolicy(), session="chat") as plan:
-        ...     plan.moved_runs[0]
-        MovedRun(8, 32, old_start=16, cuts=1, lost_context=0.5, new_context=0.0)
+        ...     plan.moved_runs[0]  # doctest: +NORMALIZE_WHITESPACE
+        MovedRun(8, 32, old_start=16, cuts=1, lost_context=0.5, new_context=0.0,
+            same_conversation=True)
     """
     def __eq__(self, value: object, /) -> bool: ...
     def __ne__(self, value: object, /) -> bool: ...
@@ -710,6 +711,12 @@ class MovedRun:
     def old_start(self, /) -> int:
         """
         Position of the source's first token.
+        """
+    @property
+    def same_conversation(self, /) -> bool:
+        """
+        Whether all its blocks are what `scope="conversation"` would have allowed, whatever the
+        policy's scope is. False if this was not worked out.
         """
     @property
     def start(self, /) -> int:

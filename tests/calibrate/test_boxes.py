@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations, pairwise
 from random import Random
 
@@ -35,17 +36,19 @@ def naive_kind(found: Terms) -> str | None:
     return "in place" if (found.cuts, found.new_context, found.distance) == (0, 0, 0) else None
 
 
-def naive_terms(prompt: list[int], came_from: list[Path | None]) -> Terms | None:
+def naive_terms(prompt: list[int], came_from: list[Path | None], own: Path) -> Terms | None:
     """Terms by the definitions of P17, token by token.
 
     ``came_from`` has for each token of the prompt the tokens of its slot's path up to itself, or
-    None if it is computed.
+    None if it is computed; ``own`` are the tokens of the conversation.
     """
     moved = [at for at, path in enumerate(came_from) if path not in (None, tuple(prompt[: at + 1]))]
     worst = Terms(hops=1)
     for at in moved:
         path = came_from[at]
         assert path is not None
+        if path != own[: len(path)]:
+            worst = replace(worst, same_conversation=False)
         old = len(path) - 1
         before = came_from[at - 1] if at else None
         if at - 1 in moved and before is not None and path[:-1] == before:
@@ -62,6 +65,7 @@ def naive_terms(prompt: list[int], came_from: list[Path | None]) -> Terms | None
             new_context=max(worst.new_context, 1 - len(kept) / at if at else 0.0),
             distance=max(worst.distance, abs(at - old)),
             hops=1,
+            same_conversation=worst.same_conversation,
         )
     return worst if moved else None
 
@@ -92,15 +96,16 @@ def test_engine_and_bench_name_the_same_kind_for_every_plan() -> None:
         for number, text in enumerate(texts):
             seq = kvtrie.TokenSequence(text, SPACE)
             ids = np.arange(number * 15, number * 15 + 15, dtype=np.int32)
-            took = index.insert(seq, ids, num_computed=60, source=kvtrie.COMPUTED)
+            session = None if number else "own"
+            took = index.insert(seq, ids, num_computed=60, source=kvtrie.COMPUTED, session=session)
             for at, block in enumerate(took.blocks.tolist()):
                 paths.setdefault(block, tuple(text[: (at + 1) * BLOCK]))
         for _ in range(500):
             done += 1
             prompt = edited(rng, texts)
-            policy = kvtrie.ReusePolicy(min_run=rng.choice((8, 12)))
+            policy = kvtrie.ReusePolicy(min_run=rng.choice((8, 12)), scope="namespace")
             seq = kvtrie.TokenSequence(prompt, SPACE)
-            with index.plan(seq, policy, pin=False) as plan:
+            with index.plan(seq, policy, pin=False, session="own") as plan:
                 found = gates.terms(plan)
                 fresh = np.arange(60, 60 + plan.num_new_blocks, dtype=np.int32)
                 moves = plan.moves(np.concatenate([plan.blocks, fresh])).tolist()
@@ -115,12 +120,13 @@ def test_engine_and_bench_name_the_same_kind_for_every_plan() -> None:
                 first = where[to // BLOCK] * BLOCK + to % BLOCK
                 for more in range(count):
                     came_from[first + more] = path[: base + more + 1]
-            wanted = naive_terms(prompt, came_from)
+            wanted = naive_terms(prompt, came_from, tuple(texts[0]))
             assert (found is None) == (wanted is None)
             if found is None or wanted is None:
                 continue
             assert found.cuts == wanted.cuts
             assert found.distance == wanted.distance
+            assert found.same_conversation == wanted.same_conversation
             assert found.lost_context == pytest.approx(wanted.lost_context, abs=1e-6)
             assert found.new_context == pytest.approx(wanted.new_context, abs=1e-6)
             held = find(found, boxes)
@@ -128,7 +134,8 @@ def test_engine_and_bench_name_the_same_kind_for_every_plan() -> None:
             assert name == naive_kind(found)
             assert sum(found in box for box in boxes) == (name is not None)
             seen[name] = seen.get(name, 0) + 1
-    assert {"one cut", "one change", "several cuts", "reordered"} <= set(seen)
+    kinds = {"one cut", "one change", "several cuts", "reordered", "other conversation"}
+    assert kinds <= set(seen)
 
 
 def test_shipped_boxes_do_not_meet() -> None:
@@ -209,9 +216,10 @@ def test_worst_run_decides() -> None:
     index = kvtrie.RadixIndex(num_blocks=64, block_size=BLOCK, min_run=8)
     text = list(range(60))
     seq = kvtrie.TokenSequence(text, SPACE)
-    index.insert(seq, range(15), num_computed=60, source=kvtrie.COMPUTED)
+    index.insert(seq, range(15), num_computed=60, source=kvtrie.COMPUTED, session="chat")
     prompt = [*text[:8], *text[16:32], *text[40:56], 99]
-    with index.plan(kvtrie.TokenSequence(prompt, SPACE), kvtrie.ReusePolicy()) as plan:
+    edit = kvtrie.TokenSequence(prompt, SPACE)
+    with index.plan(edit, kvtrie.ReusePolicy(), session="chat") as plan:
         assert len(plan.moved_runs) == 2
         found = gates.terms(plan)
         assert found == Terms(

@@ -76,6 +76,26 @@ def test_plan_of_a_kind_that_was_not_measured_is_exact() -> None:
     assert not decision.of(plan(0, own=False)).policy.approximate
 
 
+def test_plan_from_another_conversation_is_not_what_its_own_cleared() -> None:
+    wide = POLICY.replace(scope="namespace")
+    decision = decided(gate(kind("few", LITTLE), policy=wide), wide)
+    assert decision.is_cleared
+    space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    index = kvtrie.RadixIndex(num_blocks=64, block_size=4, min_run=8)
+    seq = kvtrie.TokenSequence(range(40), space)
+    index.insert(seq, range(10), num_computed=40, source=kvtrie.COMPUTED, session="chat-7")
+    prompt = kvtrie.TokenSequence([99, *range(40), 98], space)
+    for session, own in [("chat-7", True), ("chat-8", False), (None, False)]:
+        with index.plan(prompt, wide, session=session) as found:
+            assert found.num_approximate == 40
+            terms = gates.terms(found)
+            assert terms is not None
+            assert terms.same_conversation is own
+            judged = decision.of(found)
+        assert judged.policy.approximate is own
+        assert own or "from other conversations" in judged.reason
+
+
 def test_plan_without_approximate_tokens_is_of_no_kind() -> None:
     decision = decided(gate(kind("few", LITTLE)))
     assert decision.of(plan(9, approximate=0)) is decision

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 COMMAND = [sys.executable, "-m", "kvtrie.cli"]
 ENOSPC = "No space left on device"
+CALIBRATE = ["calibrate", "gqa", "--minutes", "0", "--policies", "rotated"]
 PATIENCE = 250  # seconds; only a test that fails waits so long
 
 
@@ -35,16 +36,8 @@ def commands(prompts: list[str], talk: Path, model_dir: Path) -> dict[str, list[
         "explain": ["explain", *prompts],
         "explain --json": ["explain", "--json", *prompts],
         "demo": ["demo", str(talk), *few],
-        "calibrate": ["calibrate", "gqa", "--questions", "1", "--policies", "rotated"],
-        "calibrate --json": [
-            "calibrate",
-            "gqa",
-            "--questions",
-            "1",
-            "--policies",
-            "rotated",
-            "--json",
-        ],
+        "calibrate": CALIBRATE,
+        "calibrate --json": [*CALIBRATE, "--json"],
         "--help": ["--help"],
         "--version": ["--version"],
     }

@@ -94,7 +94,7 @@ def test_everything_recomputed_is_the_answer_without_reuse(
     text, prompt = edited(ids)
     generator = make(num_blocks=128, gate="unchecked", records="model")
     generator.generate(text, max_new_tokens=1)
-    policy = kvtrie.ReusePolicy(recompute_share=1.0, repair=repair)
+    policy = kvtrie.ReusePolicy(scope="namespace", recompute_share=1.0, repair=repair)
     done = generator.generate(
         prompt, max_new_tokens=4, ignore_eos=True, return_logits=True, policy=policy
     )
@@ -116,10 +116,10 @@ def test_a_share_of_what_moved_is_computed(
     text, prompt = edited(ids)
     generator = make(architecture, num_blocks=256, gate="unchecked", records="model")
     generator.generate(text, max_new_tokens=1)
-    plain = generator.generate(prompt, max_new_tokens=1, policy=kvtrie.ReusePolicy()).usage
+    plain = generator.generate(prompt, max_new_tokens=1, policy=kvtrie.ReusePolicy(scope="namespace")).usage
     generator.forget()
     generator.generate(text, max_new_tokens=1)
-    policy = kvtrie.ReusePolicy(recompute_share=0.25, repair=repair, max_hops=9)
+    policy = kvtrie.ReusePolicy(scope="namespace", recompute_share=0.25, repair=repair, max_hops=9)
     done = generator.generate(prompt, max_new_tokens=1, policy=policy).usage
     assert plain.moved > 60
     wanted = -(-plain.moved // 4)
@@ -134,7 +134,7 @@ def test_a_share_of_what_moved_is_computed(
 
 def test_fronts_where_records_are_missing_or_do_not_fit(make: Make, ids: Ids) -> None:
     text, prompt = edited(ids)
-    policy = kvtrie.ReusePolicy(recompute_share=0.25, repair="probe")
+    policy = kvtrie.ReusePolicy(scope="namespace", recompute_share=0.25, repair="probe")
     fronts = policy.replace(repair="fronts")
 
     def computed(generator: Generator, policy: kvtrie.ReusePolicy) -> int:

@@ -248,7 +248,7 @@ def test_plan_computes_a_run_beyond_the_limits_of_its_context(kit: Kit, index: A
         (ReusePolicy(max_lost_context=0.3), ["0-8 e", "8-16 c", second, "24-33 c"]),
         (ReusePolicy(max_new_context=0.4), ["0-8 e", first, "16-24 c", third, "32-33 c"]),
     ):
-        plan = plan_of(index, prompt, policy)
+        plan = plan_of(index, prompt, policy.replace(scope="namespace"))
         assert rows(plan) == found, policy
         starts = [run.start for run in plan.moved_runs]
         assert starts == [int(row.split("-")[0]) for row in found if "a1" in row]

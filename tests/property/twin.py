@@ -103,7 +103,7 @@ def _plain(value: Any) -> Any:
 
 MOVED_RUN = (
     *("start", "end", "old_start", "delta", "distance"),
-    *("cuts", "lost_context", "new_context"),
+    *("cuts", "lost_context", "new_context", "same_conversation"),
 )
 
 

@@ -42,6 +42,24 @@ def test_moved_runs_come_from_the_session_that_is_named(make: Any) -> None:
 
 
 @INDEXES
+def test_a_moved_run_says_whether_it_is_of_the_same_conversation(make: Any) -> None:
+    index = cached(make, "chat-7")
+    wide = POLICY.replace(scope="namespace")
+    whole = seq(range(40))
+    for session, own in [("chat-7", True), ("chat-8", False), (None, False)]:
+        with index.plan(seq(*EDITED), wide, session=session) as plan:
+            assert [run.same_conversation for run in plan.moved_runs] == [own]
+        with index.plan(seq(*EDITED), POLICY, session=session, path=whole) as plan:
+            assert [run.same_conversation for run in plan.moved_runs] == [own]
+    with index.plan(seq(*EDITED), POLICY, session="chat-7") as plan:
+        assert [run.same_conversation for run in plan.moved_runs] == [True]
+    prompt = seq(range(8), [99], range(8, 40), [98])
+    for shared, own in [(1, True), (2, True), (3, False)]:
+        with index.plan(prompt, wide.replace(shared_prefix=shared)) as plan:
+            assert [run.same_conversation for run in plan.moved_runs] == [own]
+
+
+@INDEXES
 def test_no_scope_reaches_another_salt(make: Any) -> None:
     index = cached(make, "chat-7")
     other = kvtrie.Namespace(model="m", salt="other")

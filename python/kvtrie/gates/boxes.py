@@ -38,6 +38,10 @@ class Run(Protocol):
     def distance(self) -> int:
         """How far it moves."""
 
+    @property
+    def same_conversation(self) -> bool:
+        """Whether it comes from the request's own conversation."""
+
 
 class Plan(Protocol):
     """What is read of a plan: a `kvtrie.ReusePlan`."""
@@ -95,7 +99,7 @@ def terms(plan: Plan) -> Terms | None:
         new_context=max(run.new_context for run in runs),
         distance=max(run.distance for run in runs),
         hops=hops,
-        same_conversation=all(getattr(run, "same_conversation", True) for run in runs),
+        same_conversation=all(run.same_conversation for run in runs),
     )
 
 

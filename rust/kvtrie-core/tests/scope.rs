@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use kvtrie_core::{
     BlockId, Class, Config, ErrorKind, ExplainOptions, InsertOptions, PlanOptions, RadixIndex,
-    RestoredPool, ReusePlan, ReusePolicy, SessionId, Source, TokenSequence,
+    RestoredPool, ReusePlan, ReusePolicy, Scope, SessionId, Source, TokenSequence,
 };
 
 use common::{approximate, ids, moved, sequence, span};
@@ -30,6 +30,7 @@ fn index() -> RadixIndex {
     .unwrap()
 }
 
+#[expect(clippy::unnecessary_wraps, reason = "options take it like this")]
 fn session(id: &str) -> Option<SessionId> {
     Some(SessionId::new(id).unwrap())
 }
@@ -102,6 +103,145 @@ fn moved_runs_come_from_the_session_of_the_plan_alone() {
     }
     let plan = plan(&mut index, prompt(), &approximate(), None, None);
     assert_eq!(moved(&plan), [(4, 44, 0), (44, 84, 0), (84, 124, 0)]);
+}
+
+/// Whether each moved run of a plan is of the same conversation.
+fn same(plan: &ReusePlan) -> Vec<bool> {
+    let runs = plan.moved_runs().iter();
+    runs.map(|run| run.same_conversation).collect()
+}
+
+/// Runs from the whole namespace.
+fn wide(shared_prefix: usize) -> ReusePolicy {
+    ReusePolicy {
+        scope: Scope::Namespace,
+        ..conversation(shared_prefix)
+    }
+}
+
+#[test]
+fn a_run_says_whether_its_blocks_belong_to_the_session_of_the_plan() {
+    let mut index = index();
+    insert(&mut index, 0..40, 0, session("mine"));
+    insert(&mut index, 100..140, 10, session("other"));
+    insert(&mut index, 200..240, 20, None);
+    let prompt = || edited((0..40).chain(100..140).chain(200..240));
+    for (id, found) in [
+        (session("mine"), [true, false, false]),
+        (session("other"), [false, true, false]),
+        (session("of no block"), [false; 3]),
+        (None, [false; 3]),
+    ] {
+        let plan = plan(&mut index, prompt(), &wide(16), id, None);
+        assert_eq!(same(&plan), found);
+        index.release(&plan).unwrap();
+        let plan = self::plan(&mut index, prompt(), &conversation(16), id, None);
+        assert!(same(&plan).into_iter().all(|same| same));
+        index.release(&plan).unwrap();
+    }
+}
+
+#[test]
+fn a_run_says_whether_its_path_begins_as_the_prompt_does() {
+    let mut index = index();
+    insert(&mut index, (0..8).chain(100..140), 0, None);
+    insert(&mut index, (0..4).chain(300..304).chain(200..240), 20, None);
+    let text = |tokens| (0..8).chain([NEW]).chain(tokens).chain([NEW]);
+    for (shared, found) in [
+        (1, [true, true]),
+        (2, [true, false]),
+        (3, [false, false]),
+        (1000, [false, false]),
+    ] {
+        for (tokens, found) in [100..140, 200..240].into_iter().zip(found) {
+            let plan = plan(&mut index, text(tokens), &wide(shared), None, None);
+            assert_eq!(same(&plan), [found], "{shared}");
+            index.release(&plan).unwrap();
+        }
+    }
+}
+
+#[test]
+fn tokens_at_the_ends_of_a_run_that_are_computed_are_of_no_conversation() {
+    let mut index = index();
+    insert(&mut index, 0..24, 0, session("long"));
+    insert(&mut index, 0..40, 10, session("longer"));
+    for (last, found) in [(0, false), (15, false), (16, true)] {
+        let policy = ReusePolicy {
+            recompute_last: last,
+            ..wide(16)
+        };
+        let plan = plan(&mut index, edited(0..40), &policy, session("long"), None);
+        assert_eq!(same(&plan), [found], "{last}");
+        index.release(&plan).unwrap();
+    }
+}
+
+#[test]
+fn a_run_from_a_named_path_says_whose_it_is() {
+    let mut index = index();
+    let path = insert(&mut index, 0..40, 0, session("mine"));
+    for (id, found) in [("mine", true), ("other", false)] {
+        let options = PlanOptions {
+            session: session(id),
+            ..PlanOptions::default()
+        };
+        let mut prompt = sequence(edited(0..40));
+        let plan = index.plan_from(&mut prompt, &path, &conversation(16), options);
+        assert_eq!(same(&plan.unwrap()), [found], "{id}");
+    }
+}
+
+#[test]
+fn after_16384_edges_no_path_begins_as_the_prompt_does() {
+    const EDGES: u32 = 400;
+    let mut index = RadixIndex::new(Config {
+        num_blocks: 40_000,
+        block_size: 1,
+        moved_runs: true,
+        min_run: 8,
+        ..Config::seeded(0)
+    })
+    .unwrap();
+    let text = |branch: u32, len| (1000 * branch..).take(len as usize);
+    let mut next = 0;
+    // Inserts what comes after the first `start` tokens, which are cached.
+    let mut put = |start, text: &mut dyn Iterator<Item = u32>| {
+        let mut seq = sequence([NEW].into_iter().chain(text));
+        let end = next + u32::try_from(seq.len() - start).unwrap();
+        let options = InsertOptions {
+            start,
+            ..InsertOptions::new(seq.len(), Source::Computed)
+        };
+        index.insert(&mut seq, &ids(next..end), options).unwrap();
+        next = end;
+    };
+    put(0, &mut [].into_iter());
+    for branch in 1..=42 {
+        put(1, &mut text(branch, EDGES + 8));
+        for edge in 1..=EDGES {
+            // A sibling ends an edge there.
+            put(1 + edge as usize, &mut text(branch, edge).chain([NEW + 1]));
+        }
+    }
+    let ends = (1..=42).flat_map(|branch| text(branch, EDGES + 8).skip(EDGES as usize));
+    let tokens: Vec<u32> = [NEW, NEW + 2].into_iter().chain(ends).collect();
+    let mut looks = |shared| {
+        let before = index.stats().search_looks;
+        let prompt = tokens.iter().copied().chain([NEW + 3]);
+        let plan = plan(&mut index, prompt, &wide(shared), None, None);
+        assert_eq!(moved(&plan).len(), 42);
+        let same = same(&plan);
+        index.release(&plan).unwrap();
+        (same, index.stats().search_looks - before)
+    };
+    let (without, least) = looks(1000);
+    assert!(without.iter().all(|&same| !same));
+    let (found, most) = looks(1);
+    // Each run follows 401 edges.
+    let expected: Vec<bool> = (0..42).map(|number| number < 40).collect();
+    assert_eq!(found, expected);
+    assert!((16_384..16_400).contains(&(most - least)));
 }
 
 #[test]
@@ -512,7 +652,7 @@ fn sessions_take_at_most_320_bytes_per_block() {
             session: (number + 1 < BLOCKS).then(|| SessionId::new(&number.to_string()).unwrap()),
             ..InsertOptions::new(seq.len(), Source::Computed)
         };
-        let offers = &table[..number as usize + 1];
+        let offers = &table[..=number as usize];
         index.insert(&mut seq, offers, options).unwrap();
         if number + 1 == BLOCKS {
             without = index.stats().bytes;

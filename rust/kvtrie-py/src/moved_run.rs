@@ -3,6 +3,8 @@
 use kvtrie_core::MovedRun;
 use pyo3::prelude::*;
 
+use crate::output::truth;
+
 /// A moved run of a plan, and how the tokens before it differ from those that it was computed
 /// after.
 ///
@@ -17,8 +19,9 @@ use pyo3::prelude::*;
 ///     ...     session="chat")
 ///     >>> prompt = kvtrie.TokenSequence([*range(8), *range(16, 40), 99], space)
 ///     >>> with index.plan(prompt, kvtrie.ReusePolicy(), session="chat") as plan:
-///     ...     plan.moved_runs[0]
-///     MovedRun(8, 32, old_start=16, cuts=1, lost_context=0.5, new_context=0.0)
+///     ...     plan.moved_runs[0]  # doctest: +NORMALIZE_WHITESPACE
+///     MovedRun(8, 32, old_start=16, cuts=1, lost_context=0.5, new_context=0.0,
+///         same_conversation=True)
 #[pyclass(frozen, eq, module = "kvtrie", name = "MovedRun")]
 #[derive(PartialEq)]
 pub(crate) struct PyMovedRun {
@@ -84,11 +87,24 @@ impl PyMovedRun {
         self.core.new_context
     }
 
+    /// Whether all its blocks are what `scope="conversation"` would have allowed, whatever the
+    /// policy's scope is. False if this was not worked out.
+    #[getter]
+    fn same_conversation(&self) -> bool {
+        self.core.same_conversation
+    }
+
     fn __repr__(&self) -> String {
         let run = &self.core;
         format!(
-            "MovedRun({}, {}, old_start={}, cuts={}, lost_context={:?}, new_context={:?})",
-            run.start, run.end, run.old_start, run.cuts, run.lost_context, run.new_context
+            "MovedRun({}, {}, old_start={}, cuts={}, lost_context={:?}, new_context={:?}, same_conversation={})",
+            run.start,
+            run.end,
+            run.old_start,
+            run.cuts,
+            run.lost_context,
+            run.new_context,
+            truth(run.same_conversation)
         )
     }
 }

@@ -25,6 +25,7 @@ class ModelMovedRun(NamedTuple):
     cuts: int = MAX_CUTS
     lost_context: float = 1.0
     new_context: float = 1.0
+    same_conversation: bool = False
 
     @property
     def delta(self) -> int:

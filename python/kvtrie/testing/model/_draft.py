@@ -13,7 +13,7 @@ from kvtrie.testing.model._grades import grade_of
 from kvtrie.testing.model._sequences import Tokens, common, sort_key
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from kvtrie.testing.model._store import Entry
 
@@ -53,26 +53,32 @@ class Cached:
     is_one_path: bool = False
     session: str | None = None
     moved_end: int | None = None
+    paths: Collection[Tokens] = ()
+    """The paths of all present entries of the namespace, those that a plan may not use too."""
 
     def shared_prefix(self, tokens: Tokens, policy: ReusePolicy) -> Tokens | None:
         """The prompt's first blocks, if a cached path begins with them."""
         end = policy.shared_prefix * self.block_size
         shared = tokens[:end]
-        is_cached = any(path[:end] == shared for path in self.entries)
+        is_cached = any(path[:end] == shared for path in self.paths)
         return shared if end <= len(tokens) and is_cached else None
 
     def scope(self, tokens: Tokens, policy: ReusePolicy) -> Callable[[Tokens, Entry], bool]:
         """Whether moved runs may come from the block at the end of a path (P18)."""
         if policy.scope == "namespace" or self.is_one_path:
             return lambda _path, _entry: True
+        return self.conversation(tokens, policy)
+
+    def conversation(self, tokens: Tokens, policy: ReusePolicy) -> Callable[[Tokens, Entry], bool]:
+        """Whether the block at the end of a path is of the conversation, whatever the scope."""
         shared = self.shared_prefix(tokens, policy)
 
-        def in_scope(path: Tokens, entry: Entry) -> bool:
+        def is_of_conversation(path: Tokens, entry: Entry) -> bool:
             least = 0 if shared is None else min(len(path), len(shared))
             shares = shared is not None and path[:least] == shared[:least]
             return shares or self.session in entry.sessions
 
-        return in_scope
+        return is_of_conversation
 
     def is_without_scope(self, tokens: Tokens, keep_last: int, policy: ReusePolicy) -> bool:
         """Whether no moved run is looked for, because nothing is in scope."""
@@ -108,6 +114,7 @@ def draft(
         previous = used.sources[-1] if used.sources else None
         pieces += cover(slots, start, policy.min_run or cached.min_run, previous)
     paths = {id(entry): path for path, entry in cached.entries.items()}
+    is_of_conversation = cached.conversation(tokens, policy)
     runs, copied = [], []
     in_place = len(found)
     for number, piece in enumerate(pieces, IN_PLACE + 1):
@@ -119,7 +126,9 @@ def draft(
             run = context(found, piece.start, origins, path, paths)
             if run is None or not run.is_within(policy):
                 continue
-            runs.append(run)
+            left = [origin.source.entry for origin in origins if origin is not None]
+            is_own = all(is_of_conversation(paths[id(entry)], entry) for entry in left)
+            runs.append(run._replace(same_conversation=is_own))
         copied.append((piece.start, whole))
         found += origins
     # Contexts are those before the share is computed.

@@ -145,6 +145,7 @@ class ModelIndex(Removal):
             message = f"policy.min_run is {policy.min_run}, below the index's {self.min_run}"
             raise ValueError(message)
         entries = {own: entry for (ns, own), entry in self._entries.items() if ns == namespace}
+        paths = list(entries)
         if path is not None:
             other, whole = read(path)
             if other != namespace:
@@ -160,6 +161,7 @@ class ModelIndex(Removal):
             path is not None,
             session,
             moved_end,
+            paths,
         )
         self._plans_without_scope += cached.is_without_scope(tokens, keep_last, policy)
         origins, moved_runs = draft(cached, tokens, keep_last, policy)

@@ -390,6 +390,7 @@ impl RadixIndex {
             config: &self.config,
             path,
             scope: scope.as_deref(),
+            session: options.session,
             moved_end: options.moved_end.unwrap_or(usize::MAX),
         };
         let draft = Draft::new(&cached, seq, (policy, asked), len, (end, &ids), effort);

@@ -4,6 +4,7 @@ use crate::config::Config;
 use crate::moved::Windows;
 use crate::plan::path::CachedPath;
 use crate::plan::scope::InScope;
+use crate::session::SessionId;
 use crate::storage::forest::Forest;
 use crate::tagging::Tagging;
 
@@ -18,6 +19,8 @@ pub(crate) struct Cached<'a> {
     pub(crate) path: Option<&'a CachedPath>,
     /// If set, moved runs come only from blocks in this scope.
     pub(crate) scope: Option<&'a InScope<'a>>,
+    /// The session of the plan.
+    pub(crate) session: Option<SessionId>,
     /// Moved runs supply no token of the prompt at or after this position.
     pub(crate) moved_end: usize,
 }

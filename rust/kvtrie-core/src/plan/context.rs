@@ -19,8 +19,8 @@ const MOST_STRETCHES: usize = 512;
 /// Room for the stretches of most plans.
 const USUAL: usize = 32;
 
-/// The most edges that are followed for the contexts of one plan.
-const MOST_EDGES: usize = 1 << 14;
+/// The most edges that are followed for the contexts of one plan, and to find whose blocks it moves.
+pub(super) const MOST_EDGES: usize = 1 << 14;
 
 /// A run of moved tokens in a plan, and how the context that it was computed in differs from the prompt before it.
 ///
@@ -42,6 +42,9 @@ pub struct MovedRun {
     pub lost_context: f64,
     /// Share of the tokens before the run in the prompt that are not kept; 1 if this was not worked out.
     pub new_context: f64,
+    /// Whether all its blocks are what [`Scope::Conversation`](crate::Scope::Conversation) would have allowed, whatever
+    /// the policy's scope is; `false` if this was not worked out.
+    pub same_conversation: bool,
 }
 
 impl MovedRun {
@@ -139,6 +142,7 @@ impl<'a> Contexts<'a> {
             cuts: ReusePolicy::MAX_CUTS,
             lost_context: 1.0,
             new_context: 1.0,
+            same_conversation: false,
         };
         // The first stretch is what is in place.
         if self.stretches.len() > 1 + MOST_STRETCHES || self.steps > MOST_EDGES {

@@ -111,6 +111,8 @@ pub(super) struct Cover<'a> {
     /// The slot that the previous piece, or what is in place, ended at: its edge, and one past its position. A run
     /// continues in order if its path has this slot and its own slot is after it.
     previous: (NodeIndex, usize),
+    /// Edges that were found to be on a path after `previous`, or not.
+    goes_on: HashMap<NodeIndex, bool, FixedState>,
     /// Whether `previous` changed since the later runs were compared with it.
     moved_on: bool,
     pub(super) search: Option<Search<'a>>,
@@ -145,6 +147,7 @@ impl<'a> Cover<'a> {
         let block_size = follower.forest.block_size();
         Self {
             previous: (in_place.node, in_place.depth as usize * block_size),
+            goes_on: HashMap::with_hasher(FixedState::with_seed(seed)),
             moved_on: false,
             follower,
             own,
@@ -197,6 +200,7 @@ impl<'a> Cover<'a> {
                     Kinship::Own => self.tried = self.tried.min(end),
                 }
                 self.previous = run.last_slot().unwrap_or(self.previous);
+                self.goes_on.clear();
                 self.moved_on = true;
                 runs.push(run.tail(start));
                 at = end;
@@ -548,26 +552,38 @@ impl<'a> Cover<'a> {
     }
 
     /// Whether the slot `source` of an edge is after the previous one on a path that has both. Each edge between them is
-    /// a look. If none is left, this counts as a place that was not tried.
-    fn goes_on(&mut self, mut node: NodeIndex, source: usize, at: usize) -> bool {
+    /// a look, once for each previous slot. If none is left, this counts as a place that was not tried.
+    fn goes_on(&mut self, node: NodeIndex, source: usize, at: usize) -> bool {
         let (previous, end) = self.previous;
         if source < end {
             return false;
         }
         let forest = self.follower.forest;
-        while end > 0 && node != previous {
-            let edge = forest.node(node);
+        let mut above = node;
+        let goes_on = loop {
+            if end == 0 || above == previous {
+                break true;
+            }
+            if let Some(&known) = self.goes_on.get(&above) {
+                break known;
+            }
+            let edge = forest.node(above);
             if (edge.depth as usize * forest.block_size()) < end {
-                return false;
+                break false;
             }
             if self.budget.is_spent(at, self.found(at)) {
                 self.skipped += 1;
                 return false;
             }
             self.budget.spend(1);
-            node = edge.parent;
+            above = edge.parent;
+        };
+        let mut below = node;
+        while below != above {
+            self.goes_on.insert(below, goes_on);
+            below = forest.node(below).parent;
         }
-        true
+        goes_on
     }
 
     /// Whether a run through `place` and the prompt's token `last` may be better than `known`, if both continue in order

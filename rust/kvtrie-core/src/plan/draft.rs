@@ -1,12 +1,13 @@
 //! Drafts a plan: everything it will say, before anything is pinned or touched.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use crate::effort::Effort;
 use crate::grade::Grade;
 use crate::ids::{BlockId, Depth};
 use crate::plan::cached::Cached;
-use crate::plan::context::{Contexts, MovedRun};
+use crate::plan::context::{Contexts, MOST_EDGES, MovedRun};
 use crate::plan::cover::{Cover, OwnPath, Run};
 use crate::plan::reach::{Follower, Piece};
 use crate::plan::scope::InScope;
@@ -67,6 +68,7 @@ impl Draft {
             usable,
             moves_after: None,
             contexts: None,
+            conversation: None,
             len,
             front: policy.recompute_first,
             draft: Self::default(),
@@ -105,6 +107,8 @@ struct Drafting<'a> {
     moves_after: Option<Position>,
     /// Made with the first copy, if runs may be moved.
     contexts: Option<Contexts<'a>>,
+    /// Made with the first moved run, if runs may come from other conversations.
+    conversation: Option<Box<InScope<'a>>>,
     len: usize,
     /// Approximate tokens at the start of each run that are computed (P7).
     front: usize,
@@ -299,7 +303,8 @@ impl<'a> Drafting<'a> {
             }
         }
         self.draft.candidates_dropped = cover.dropped();
-        self.draft.looks = cover.budget.looks();
+        let conversation = self.conversation.as_deref();
+        self.draft.looks = cover.budget.looks() + conversation.map_or(0, InScope::take_looks);
         Some(())
     }
 
@@ -323,12 +328,36 @@ impl<'a> Drafting<'a> {
         let Some((contexts, piece)) = self.contexts().zip(piece) else {
             return false;
         };
-        let moved = contexts.of(start, end, piece.node, source);
-        let is_allowed = moved.is_within(policy);
-        if is_allowed {
+        let mut moved = contexts.of(start, end, piece.node, source);
+        if !moved.is_within(policy) {
+            return false;
+        }
+        moved.same_conversation = self.is_of_conversation(&run.path, source..source + end - start);
+        if let Some(contexts) = &mut self.contexts {
             contexts.add(moved);
         }
-        is_allowed
+        true
+    }
+
+    /// Whether the blocks of a moved run, at these positions of its path, belong to the plan's conversation. A plan of
+    /// that scope uses no others.
+    fn is_of_conversation(&mut self, path: &[Piece], source: Range<usize>) -> bool {
+        let cached = self.cached;
+        if cached.scope.is_some() {
+            return true;
+        }
+        let (seq, policy) = (self.seq, self.policy);
+        let conversation = self.conversation.get_or_insert_with(|| {
+            let (session, seed) = (cached.session, cached.config.seed);
+            let most_looks = MOST_EDGES as u64;
+            let whose =
+                InScope::of_conversation(cached.forest, seq, session, policy, seed, most_looks);
+            Box::new(whose)
+        });
+        path.iter().all(|piece| {
+            let (start, end) = (piece.start.max(source.start), piece.end.min(source.end));
+            conversation.end(piece.node, start, end) == end
+        })
     }
 
     /// Copies runs without the tokens at their fronts that the policy's share asks for. Contexts are those before these

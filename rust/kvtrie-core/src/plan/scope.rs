@@ -1,4 +1,5 @@
-//! Which cached blocks the moved runs of a plan may come from (rule P18).
+//! Which cached blocks the moved runs of a plan may come from (rule P18), and whether those of a wider plan come from
+//! the same conversation (rule P17).
 //!
 //! A block is in scope if it belongs to the plan's session, or if it is on a cached path that begins with the prompt's
 //! first blocks. The latter holds for an edge as a whole. Whether it does is found by following the edge's path
@@ -28,6 +29,8 @@ pub(crate) struct InScope<'a> {
     shared_end: OnceCell<Option<Position>>,
     known: RefCell<HashMap<NodeIndex, bool, FixedState>>,
     looks: Cell<u64>,
+    /// The most looks. Where none is left, no path is found to begin as the prompt does.
+    most_looks: u64,
 }
 
 impl<'a> InScope<'a> {
@@ -42,16 +45,32 @@ impl<'a> InScope<'a> {
         seed: u64,
     ) -> Option<Box<Self>> {
         (policy.scope == Scope::Conversation).then(|| {
-            Box::new(Self {
-                forest,
-                seq,
-                session,
-                shared: Depth::try_from(policy.shared_prefix).unwrap_or(Depth::MAX),
-                shared_end: OnceCell::new(),
-                known: RefCell::new(HashMap::with_hasher(FixedState::with_seed(seed))),
-                looks: Cell::new(0),
-            })
+            let any = u64::MAX;
+            Box::new(Self::of_conversation(
+                forest, seq, session, policy, seed, any,
+            ))
         })
+    }
+
+    /// The blocks of the plan's conversation, whatever the policy's scope is.
+    pub(super) fn of_conversation(
+        forest: &'a Forest,
+        seq: &'a TokenSequence,
+        session: Option<SessionId>,
+        policy: &ReusePolicy,
+        seed: u64,
+        most_looks: u64,
+    ) -> Self {
+        Self {
+            forest,
+            seq,
+            session,
+            shared: Depth::try_from(policy.shared_prefix).unwrap_or(Depth::MAX),
+            shared_end: OnceCell::new(),
+            known: RefCell::new(HashMap::with_hasher(FixedState::with_seed(seed))),
+            looks: Cell::new(0),
+            most_looks,
+        }
     }
 
     /// Whether there is neither a session nor a cached path that begins as the prompt does: no block is in scope then.
@@ -136,6 +155,7 @@ impl<'a> InScope<'a> {
             known.extend(edges.into_iter().map(|(node, ..)| (node, true)));
         }
         let (mut at, mut passed) = (node, Vec::new());
+        let left = self.most_looks.saturating_sub(self.looks.get());
         let is_shared = loop {
             if let Some(&is_shared) = known.get(&at) {
                 break is_shared;
@@ -143,7 +163,7 @@ impl<'a> InScope<'a> {
             passed.push(at);
             let edge = self.forest.node(at);
             // An edge that begins before the end of the shared blocks is one of them, or on another path.
-            if edge.is_root() || edge.depth < self.shared {
+            if edge.is_root() || edge.depth < self.shared || passed.len() as u64 > left {
                 break false;
             }
             at = edge.parent;

@@ -387,7 +387,13 @@ impl Naive {
         if start >= end {
             return false;
         }
-        let moved = self.context(&cover.segments, (start, end, pair.source), &run.path);
+        let mut moved = self.context(&cover.segments, (start, end, pair.source), &run.path);
+        let mut pairs = run.pairs[start - run.start..end - run.start].iter();
+        moved.same_conversation = pairs.all(|pair| {
+            let mut entries = self.entries.iter();
+            let found = entries.find(|(_, entry)| entry.id == pair.block);
+            found.is_some_and(|((_, tokens), entry)| self.is_of_conversation(ask, tokens, entry))
+        });
         let is_allowed = ask.policy.max_cuts.is_none_or(|most| moved.cuts <= most)
             && moved.lost_context <= ask.policy.max_lost_context
             && moved.new_context <= ask.policy.max_new_context;
@@ -413,6 +419,7 @@ impl Naive {
                 cuts: ReusePolicy::MAX_CUTS,
                 lost_context: 1.0,
                 new_context: 1.0,
+                same_conversation: false,
             };
         }
         let tokens = cached.flat_map(|part| {
@@ -447,6 +454,7 @@ impl Naive {
             cuts: u16::try_from(cuts).unwrap(),
             lost_context: without(old_start),
             new_context: without(start),
+            same_conversation: false,
         }
     }
 
@@ -515,11 +523,14 @@ impl Naive {
 
     /// Whether moved runs may come from the block whose path has these tokens (P18).
     fn is_in_scope(&self, ask: &Ask<'_>, block: &[u32], entry: &Entry) -> bool {
+        ask.policy.scope == Scope::Namespace || self.is_of_conversation(ask, block, entry)
+    }
+
+    /// Whether the block whose path has these tokens belongs to the plan's conversation, whatever the scope is.
+    fn is_of_conversation(&self, ask: &Ask<'_>, block: &[u32], entry: &Entry) -> bool {
         let shares = |shared: &[u32]| block.starts_with(shared) || shared.starts_with(block);
-        ask.policy.scope == Scope::Namespace
-            || ask
-                .session
-                .is_some_and(|session| entry.sessions.contains(&session))
+        ask.session
+            .is_some_and(|session| entry.sessions.contains(&session))
             || self.shared_prefix(ask).is_some_and(shares)
     }
 
