@@ -6,9 +6,9 @@ import copy
 import json
 from typing import Any
 
-import fidelity
 import pytest
 
+import fidelity
 from kvtrie import gates
 
 

@@ -116,7 +116,9 @@ def test_a_share_of_what_moved_is_computed(
     text, prompt = edited(ids)
     generator = make(architecture, num_blocks=256, gate="unchecked", records="model")
     generator.generate(text, max_new_tokens=1)
-    plain = generator.generate(prompt, max_new_tokens=1, policy=kvtrie.ReusePolicy(scope="namespace")).usage
+    plain = generator.generate(
+        prompt, max_new_tokens=1, policy=kvtrie.ReusePolicy(scope="namespace")
+    ).usage
     generator.forget()
     generator.generate(text, max_new_tokens=1)
     policy = kvtrie.ReusePolicy(scope="namespace", recompute_share=0.25, repair=repair, max_hops=9)

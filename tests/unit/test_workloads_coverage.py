@@ -68,8 +68,8 @@ class Cache:
         # Every reused token is cached somewhere.
         assert not (reused(segments, len(prompt)) & ~reach.mask).any()
         found = coverage(segments, reach)
-        # What is left of a run may be shorter than min_run where texts share words, and in such texts the few looks of a
-        # short prompt may be used up before its long run is met.
+        # What is left of a run may be shorter than min_run where texts share words, and there the
+        # few looks of a short prompt may be used up before its long run is met.
         assert found >= (0.88 if dropped else 0.98)
         return found, dropped
 

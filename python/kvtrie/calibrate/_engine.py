@@ -37,6 +37,7 @@ MOST_TOKENS: Final = 16
 """Tokens of the model's own reply that are compared, at most."""
 _APPROXIMATE: Final = 1
 
+
 @dataclass(frozen=True, slots=True)
 class TokenSources:
     """The sources of a prompt's KV, in tokens."""

@@ -44,9 +44,7 @@ class Lease:
         self.refused: Decision | None = None
 
         def planned(policy: ReusePolicy) -> ReusePlan:
-            return store.index.plan(
-                seq, policy, keep_last=1, session=session, moved_end=moved_end
-            )
+            return store.index.plan(seq, policy, keep_last=1, session=session, moved_end=moved_end)
 
         self.plan = planned(policy)
         judged = None if decision is None else decision.of(self.plan)

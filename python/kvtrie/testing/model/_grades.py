@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 class Grade(NamedTuple):
     """The fields of a policy that bound approximate KV; `kinds` are the forbidden ones.
 
-    `shared_prefix` is 0 with `scope="namespace"`. Of the shares, by who chooses what is computed, only that of the policy's
-    `repair` is not 0.
+    `shared_prefix` is 0 with `scope="namespace"`. Of the shares, by who chooses what is computed,
+    only that of the policy's `repair` is not 0.
     """
 
     min_run: float
@@ -80,7 +80,9 @@ def grade_of(policy: ReusePolicy | None, known: Iterable[str]) -> Grade:
 
 def meet(grades: Iterable[Grade], known: Iterable[str]) -> Grade:
     """The strictest grade that all are at least as strict as."""
-    met = Grade(math.inf, 0, 0.0, math.inf, math.inf, 0, 0.0, 0.0, *[math.inf] * 5, frozenset(known))
+    met = Grade(
+        math.inf, 0, 0.0, math.inf, math.inf, 0, 0.0, 0.0, *[math.inf] * 5, frozenset(known)
+    )
     for grade in grades:
         met = Grade(
             min(met.min_run, grade.min_run),
