@@ -344,10 +344,10 @@ def cover() -> Axes:
         segments = _segments(plan)
     candidates = _candidates(prompt)
     taken: list[tuple[Segment, Candidate]] = []
-    for one in segments:
-        if one[3] != "compute":
+    for segment in segments:
+        if segment[3] != "compute":
             previous = taken[-1][1] if taken else None
-            taken.append((one, _chosen(candidates, one, previous)))
+            taken.append((segment, _chosen(candidates, segment, previous)))
 
     axes = canvas(9.0, 3.7, (0.145, 0.0, 0.85, 1.0))
     axes.set_xlim(-0.3, len(prompt) + 0.3)
@@ -365,7 +365,7 @@ def cover() -> Axes:
         for (start, end, _, kind), run in taken:
             if run == one:
                 bar(axes, row, [Part(start, end, CLASSES[kind][0])])
-        first = min((segment[0] for segment, run in taken if run == one), default=one.end)
+        first = min((part[0] for part, run in taken if run == one), default=one.end)
         # In the part that is not taken, if there is one.
         middle, ink = (one.start + first) / 2, BLACK
         if first == one.start:

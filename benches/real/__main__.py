@@ -31,18 +31,12 @@ MODEL: Final = ROOT / "target" / "models" / "smollm2-135m-instruct"
 ROWS: Final = ROOT / "target" / "fidelity" / "rows.jsonl"
 FOREIGN_TOKENS: Final = 1024
 
-QUICK: Final = ("exact", "rotated", "foreign", "fronts20", "question+probe20")
+QUICK: Final = ("exact", "rotated", "foreign", "fronts20", "question20")
 LONG: Final = (
-    *("exact", "rotated", "foreign", "first16", "random20", "blend20", "question20", "fronts20"),
-    *("fronts30", "probe30", "question+probe20", "question+probe28", "oracle30"),
+    *("exact", "rotated", "foreign", "first16", "random20", "blend20", "query20", "fronts20"),
+    *("fronts30", "probe20", "probe30", "question20", "question30", "oracle20"),
 )
 """At 7k tokens, where a row takes most of a minute."""
-
-
-def by(name: str) -> tuple[str, ...]:
-    """A policy's name, and what chooses for it if that is the package."""
-    is_own = policies.OURS and name.rstrip("0123456789") in policies.OWN
-    return (name, policies.OURS) if is_own else (name,)
 
 
 class Suite:
@@ -94,7 +88,7 @@ class Suite:
         """The rows of one case that are missing."""
         case = self.case(kind, size, wording, seed)
         plan = measure.plan_digest(self.reader, case)
-        keys = {name: self.key(case.digest, plan, *by(name)) for name in names}
+        keys = {name: self.key(case.digest, plan, name) for name in names}
         missing = {
             name: policies.POLICIES[name] for name, key in keys.items() if key not in self.rows
         }
@@ -126,7 +120,7 @@ class Suite:
         digest = measure.key([one.digest for one in steps])
         truths: list[Any] = []
         for name in names:
-            keys = [self.key("chain", digest, *by(name), str(step)) for step in range(len(steps))]
+            keys = [self.key("chain", digest, name, str(step)) for step in range(len(steps))]
             if all(key in self.rows for key in keys):
                 continue
             truths = truths or [measure.reference(self.reader, one) for one in steps]

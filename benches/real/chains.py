@@ -9,8 +9,8 @@ import torch
 from kvtrie import COMPUTED, EXACT_ONLY, Imported
 from real import measure
 from real.plans import BLOCK, REUSE, Shelf
-from real.policies import View
 from real.reader import Kept
+from real.views import View
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from real.policies import Policy
     from real.reader import Reader
 
-POLICIES: Final = ("exact", "rotated", "fronts20", "probe30", "question+probe20")
+POLICIES: Final = ("exact", "rotated", "fronts20", "probe30", "question20")
 
 
 def rows(
@@ -89,4 +89,5 @@ def _leave(
         torch.cat([kept.outputs[:num], new.outputs]),
     )
     # The index is told that all but the first block may be approximate, which is what it is.
-    shelf.add(context, whole, Imported(exact_until=BLOCK) if is_approximate else COMPUTED)
+    source = Imported(exact_until=BLOCK, policy=REUSE) if is_approximate else COMPUTED
+    shelf.add(context, whole, source)

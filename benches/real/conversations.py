@@ -362,6 +362,9 @@ KINDS: Final[dict[str, Callable[[Writer], Case]]] = {
 }
 HARD: Final = ("strip one", "strip all", "stub", "prune", "reorder", "assembled")
 EASY: Final = ("drop", "window", "date", "nonce")
+FROM_OTHERS: Final = ("assembled",)
+"""Kinds whose text is cached by other conversations."""
+
 IDS: Final = {
     "strip one": "W01",
     "strip all": "W03, W11",

@@ -11,18 +11,20 @@ import torch
 
 from kvtrie import EXACT_ONLY
 from real import policies
-from real.plans import REUSE, Assembled, Shelf
-from real.policies import View
+from real.conversations import FROM_OTHERS
+from real.plans import REUSE, REUSE_OTHERS, SESSION, Assembled, Shelf
 from real.reader import Kept
+from real.views import View
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from kvtrie import ReusePolicy
     from real.cases import Tokens
     from real.policies import Policy
     from real.reader import Reader
 
-VERSION: Final = 1
+VERSION: Final = 2
 """Raised when what a row says changes."""
 
 REPLY_TOKENS: Final = 20
@@ -32,14 +34,25 @@ REPLY_TOKENS: Final = 20
 def plan_digest(reader: Reader, case: Tokens) -> str:
     """Names what kvtrie plans for a case, without any KV."""
     shelf = Shelf(reader, room(case), records=False)
-    for one in case.contexts:
-        shelf.name(one)
+    for one, session in zip(case.contexts, sessions(case), strict=True):
+        shelf.name(one, session)
     total = hashlib.sha256()
-    for policy in (EXACT_ONLY, REUSE):
-        with shelf.index.plan(shelf.sequence(case.prompt), policy) as plan:
+    for policy in (EXACT_ONLY, approximate(case)):
+        with shelf.plan(case.prompt, policy, case.moved_end) as plan:
             for field in ("start", "end", "old_start", "class"):
                 total.update(plan.segments[field].astype("<i8").tobytes())
     return total.hexdigest()[:16]
+
+
+def approximate(case: Tokens) -> ReusePolicy:
+    """What moved runs a case needs: those of other conversations only where its text is theirs."""
+    return REUSE_OTHERS if case.kind in FROM_OTHERS else REUSE
+
+
+def sessions(case: Tokens) -> list[str]:
+    """The conversation that each context belongs to."""
+    is_other = case.kind in FROM_OTHERS
+    return [f"other {at}" if is_other else SESSION for at in range(len(case.contexts))]
 
 
 def room(case: Tokens) -> int:
@@ -83,9 +96,9 @@ class Bench:
         self._reader = reader
         self._case = case
         self._shelf = Shelf(reader, room(case) + len(foreign[0]))
-        for ids in case.contexts:
+        for ids, session in zip(case.contexts, sessions(case), strict=True):
             kept, _ = reader.full(ids)
-            self._shelf.add(ids, kept)
+            self._shelf.add(ids, kept, session=session)
             self._shelf.receive(ids, received(reader, kept))
         self._foreign = self._shelf.park(*foreign)
         self.reference = reference(reader, case)
@@ -137,7 +150,7 @@ class Bench:
     def _plan(self, reuse: str) -> Assembled:
         return self._shelf.assemble(
             self._case.prompt,
-            EXACT_ONLY if reuse == "exact" else REUSE,
+            EXACT_ONLY if reuse == "exact" else approximate(self._case),
             moved_end=self._case.moved_end,
             rotates=reuse != "unrotated",
             foreign=self._foreign if reuse == "foreign" else None,

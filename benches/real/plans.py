@@ -22,16 +22,22 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from kvtrie import Imported, ReusePlan
+    from kvtrie._core import ComputedSource
     from real.reader import Kept, Reader
 
 BLOCK: Final = 16
 MIN_RUN: Final = 16
 EXACT, MOVED, COMPUTE = 0, 1, 2
 
-# The fields that tell a context of the same conversation are not needed: a shelf has one tenant.
-_OPEN: Final[dict[str, Any]] = {"scope": "namespace"} if hasattr(ReusePolicy, "scope") else {}
-REUSE: Final = ReusePolicy(max_hops=100, **_OPEN)
-"""What every approximate policy of the suite starts from."""
+REUSE: Final = ReusePolicy(max_hops=100)
+"""What every approximate policy of the suite starts from: moved runs of the own conversation."""
+
+REUSE_OTHERS: Final = ReusePolicy(max_hops=100, scope="namespace")
+"""The same for kinds whose text is cached by other conversations."""
+
+SESSION: Final = "own"
+"""The id of the conversation that a prompt belongs to."""
 
 
 _ROPES: dict[int, Any] = {}
@@ -55,7 +61,7 @@ class Assembled:
         contexts: For each token the slot it came from, or -1.
         k: As in `Kept`; rows of tokens to compute are not meaningful.
         v: Likewise.
-        segments: The plan's, moved ones cut at the last message.
+        segments: The plan's.
         num_in_place: Tokens in whole blocks that are used where they are.
         inputs: Records of the middle layer, as in `Kept`.
         outputs: Likewise.
@@ -101,15 +107,26 @@ class Shelf:
         self.inputs = torch.zeros(slots, config.hidden_size, dtype=dtype)
         self.outputs = torch.zeros_like(self.inputs)
 
-    def add(self, ids: Sequence[int], kept: Kept, source: Any = COMPUTED) -> None:  # noqa: ANN401 - a plan or a constant
-        """Cache the whole blocks of a sequence."""
+    def add(
+        self,
+        ids: Sequence[int],
+        kept: Kept,
+        source: ComputedSource | Imported = COMPUTED,
+        session: str = SESSION,
+    ) -> None:
+        """Cache the whole blocks of a conversation's sequence."""
         table = self.allocator.allocate(len(ids) // BLOCK)
         self._write(table, ids[: len(table) * BLOCK], kept)
-        self._insert(ids, table, source)
+        self._insert(ids, table, source, session)
 
-    def name(self, ids: Sequence[int]) -> None:
+    def name(self, ids: Sequence[int], session: str = SESSION) -> None:
         """Cache the whole blocks of a sequence without KV, to see what is planned."""
-        self._insert(ids, self.allocator.allocate(len(ids) // BLOCK), COMPUTED)
+        self._insert(ids, self.allocator.allocate(len(ids) // BLOCK), COMPUTED, session)
+
+    def plan(self, ids: Sequence[int], policy: ReusePolicy, moved_end: int) -> ReusePlan:
+        """The plan of a prompt of the conversation ``SESSION``."""
+        seq = self.sequence(ids)
+        return self.index.plan(seq, policy, session=SESSION, moved_end=moved_end)
 
     def receive(self, ids: Sequence[int], received: torch.Tensor) -> None:
         """Record what attention each token of a cached sequence drew."""
@@ -141,7 +158,7 @@ class Shelf:
             rotates: False keeps K as it was rotated before: a control.
             foreign: Slots of another text, whose KV replaces what is moved: a control.
         """
-        with self.index.plan(self.sequence(ids), policy) as plan:
+        with self.plan(ids, policy, moved_end) as plan:
             fresh = self.allocator.allocate(plan.num_new_blocks)
             table = np.concatenate([plan.blocks, fresh])
             moves = plan.moves(table)
@@ -152,7 +169,6 @@ class Shelf:
                     table,
                     moves,
                     segments,
-                    moved_end,
                     in_place,
                     rotates=rotates,
                     foreign=foreign,
@@ -166,7 +182,6 @@ class Shelf:
         table: NDArray[np.int32],
         moves: NDArray[Any],
         segments: NDArray[Any],
-        moved_end: int,
         in_place: int,
         *,
         rotates: bool,
@@ -178,11 +193,6 @@ class Shelf:
             start, end = int(one["start"]), int(one["end"])
             kind = int(one["class"])
             if kind == MOVED:
-                end = min(end, moved_end)
-                if end <= start:
-                    one["class"] = COMPUTE
-                    continue
-                one["end"] = end
                 runs.append((start, end, int(one["old_start"])))
             source[start:end] = kind
         slots = np.asarray(self.pool.slots(table, 0, len(ids)).cpu().numpy()).copy()
@@ -219,9 +229,15 @@ class Shelf:
             outputs=self.outputs[came_from],
         )
 
-    def _insert(self, ids: Sequence[int], table: NDArray[np.int32], source: Any) -> None:  # noqa: ANN401 - likewise
-        end = len(table) * BLOCK
-        done = self.index.insert(self.sequence(ids), table, num_computed=end, source=source)
+    def _insert(
+        self,
+        ids: Sequence[int],
+        table: NDArray[np.int32],
+        source: ComputedSource | Imported,
+        session: str,
+    ) -> None:
+        seq, end = self.sequence(ids), len(table) * BLOCK
+        done = self.index.insert(seq, table, num_computed=end, source=source, session=session)
         self.allocator.free(done.duplicates)
 
     def _write(self, table: NDArray[np.int32], ids: Sequence[int], kept: Kept) -> None:

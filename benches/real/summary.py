@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import platform
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -145,35 +146,78 @@ def render(document: Figures) -> str:
             "blocks of 16 tokens, runs of at least 16."
         ),
     ]
+    lines += ["", _shown(document)]
     for size, found in document["sizes"].items():
         for group, title in (("hard", "Hard kinds"), ("easy", "Easy kinds")):
             if group in found["groups"]:
                 lines += ["", f"### {title}, prompts of {size} tokens", ""]
                 lines += _table(found["groups"][group])
         lines += ["", f"### KL by kind, prompts of {size} tokens", "", *_by_kind(found["kinds"])]
+        lines += ["", f"### Points lost by kind, prompts of {size} tokens", ""]
+        lines += _lost(found["kinds"])
     if document["chains"]:
         lines += ["", "### Ten edits in a row", "", *_chains(document["chains"])]
     if document["undetected"]:
-        lines += ["", f"No control is detected in: {', '.join(document['undetected'])}."]
+        names = ", ".join(document["undetected"])
+        lines += [
+            "",
+            f"**No control is detected in: {names}.** What is said of these shows nothing.",
+        ]
     return "\n".join(lines)
+
+
+def _shown(document: Figures) -> str:
+    """How much was measured, what moved KV costs without repair, and what was not measured."""
+    said = []
+    for size, found in document["sizes"].items():
+        floors = [one["exact"] for one in found["kinds"].values()]
+        cases, questions, right = (
+            sum(row[name] for row in floors) for name in ("cases", "questions", "right_full")
+        )
+        said.append(
+            f"At {size}: {counted(cases, 'conversation')} of {counted(len(floors), 'kind')}, with "
+            f"{counted(questions, 'question')}, "
+            f"of which full recomputation answers {right}."
+        )
+        moved = {kind: one["rotated"] for kind, one in found["kinds"].items() if "rotated" in one}
+        if moved:
+            by_kl = sorted(moved, key=lambda kind: float(moved[kind]["kl"]))
+            widest = max(moved.values(), key=lambda row: row["loss_high"] - row["loss_low"])
+            half = 50 * (widest["loss_high"] - widest["loss_low"])
+            said.append(
+                f"Moved KV without repair (`rotated`) has a mean KL of "
+                f"{small(moved[by_kl[0]]['kl'])} ({by_kl[0]}) to {small(moved[by_kl[-1]]['kl'])} "
+                f"({by_kl[-1]}), exact reuse at most {small(max(row['kl'] for row in floors))}. "
+                f"An interval of points lost in one kind is up to ±{half:.0f} points wide."
+            )
+    missing = [
+        f"prompts of {size} tokens" for size in conversations.SIZES if size not in document["sizes"]
+    ]
+    if not document["chains"]:
+        missing.append("ten edits in a row")
+    if missing:
+        said.append(f"Not measured yet: {', '.join(missing)}.")
+    return " ".join(said)
+
+
+def points(row: Figures) -> str:
+    """Net points lost of all questions, with the interval."""
+    if not row["questions"]:
+        return ""
+    net = 100 * (row["lost"] - row["gained"]) / row["questions"] + 0.0
+    return f"{net:.1f} [{100 * row['loss_low']:.1f}, {100 * row['loss_high']:.1f}]"
 
 
 COLUMNS: Final[tuple[tuple[str, Callable[[Figures], str]], ...]] = (
     ("computed", lambda row: f"{row['cost']:.1%}"),
-    ("KL mean", lambda row: _small(row["kl"])),
-    ("KL 99 %", lambda row: _small(row["kl_p99"])),
+    ("KL mean", lambda row: small(row["kl"])),
+    ("KL 99 %", lambda row: small(row["kl_p99"])),
     ("top 1", lambda row: f"{row['top1']:.1%}"),
     (
         "answers",
         lambda row: f"{row['right_full'] - row['lost'] + row['gained']}/{row['right_full']}",
     ),
-    (
-        "points lost (95 %)",
-        lambda row: (
-            f"{100 * (row['lost'] - row['gained']) / row['questions'] + 0.0:.1f} "
-            f"[{100 * row['loss_low']:.1f}, {100 * row['loss_high']:.1f}]"
-        ),
-    ),
+    ("points lost (95 %)", points),
     ("sure lost", lambda row: f"{row['sure_lost']}/{row['sure']}"),
     ("same reply", lambda row: f"{row['greedy']}/{row['cases']}"),
 )
@@ -198,7 +242,7 @@ def _by_kind(kinds: Figures) -> list[str]:
         cells = []
         for one in kinds.values():
             row = one.get(name)
-            cells.append("" if row is None else f"{_small(row['kl'])} at {row['cost']:.0%}")
+            cells.append("" if row is None else f"{small(row['kl'])} at {row['cost']:.0%}")
         lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
     lines.append(
         "| *cases* | "
@@ -208,16 +252,41 @@ def _by_kind(kinds: Figures) -> list[str]:
     return lines
 
 
+LOST: Final = ("exact", "rotated", "fronts20", "fronts30", "probe20", "probe30", "question20")
+"""Policies of the table of losses, with the controls."""
+
+
+def _lost(kinds: Figures) -> list[str]:
+    names = [
+        name for name in (*LOST, *policies.CONTROLS) if all(name in one for one in kinds.values())
+    ]
+    lines = [
+        "| kind | conversations | right | " + " | ".join(f"`{name}`" for name in names) + " |",
+        "|---|--:|--:|" + "--:|" * len(names),
+    ]
+    for kind, one in kinds.items():
+        row = one["exact"]
+        cells = [str(row["cases"]), f"{row['right_full']}/{row['questions']}"]
+        cells += [points(one[name]) for name in names]
+        lines.append(f"| {kind} ({conversations.IDS[kind]}) | " + " | ".join(cells) + " |")
+    return lines
+
+
 def _chains(chains: Figures) -> list[str]:
     steps = range(1, 11)
     lines = ["| KL after edit | " + " | ".join(map(str, steps)) + " |", "|---|" + "--:|" * 10]
     for name, values in chains.items():
-        lines.append(f"| `{name}` | " + " | ".join(map(_small, values)) + " |")
+        lines.append(f"| `{name}` | " + " | ".join(map(small, values)) + " |")
     return lines
 
 
-def _small(value: float) -> str:
+def small(value: float) -> str:
+    """A KL as the tables show it."""
     return "0" if value < 1e-9 else f"{value:.2g}" if value < 0.01 else f"{value:.3f}"
+
+
+def counted(number: int, name: str) -> str:
+    return f"{number} {name}" if number == 1 else f"{number} {name}s"
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -263,4 +332,13 @@ def main(path: Path, *, quick: bool, wording: str) -> int:
     if not quick and wording == "reporting":
         FIGURES.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         PAGE.write_text(put(PAGE.read_text(encoding="utf-8"), text), encoding="utf-8")
+    for name in found["undetected"]:
+        size, _, kind = name.partition(" ")
+        row = found["sizes"][size]["kinds"][kind]["exact"]
+        cases = counted(row["cases"], "conversation")
+        print(
+            f"fidelity: no control is detected in {name}, over {row['right_full']} answers of "
+            f"{cases}: its figures show nothing; measure more of them (--cases, --easy or --long)",
+            file=sys.stderr,
+        )
     return 1 if found["undetected"] else 0

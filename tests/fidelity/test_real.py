@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from real import chains, conversations, measure, policies, recorded, summary, texts
+from real import chains, conversations, measure, ours, policies, recorded, summary, texts
 from real.cases import Renderer
 from real.plans import BLOCK, REUSE, Shelf
 from real.reader import Reader
 from real.recorded import Passage
 from real.rows import Rows
+from real.views import Choice, View
 from tests.byte_tokenizer import byte_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -137,6 +138,20 @@ def test_moved_runs_supply_nothing_of_the_last_message(reader: Reader, renderer:
     assert all(end <= case.moved_end for _, end, _ in plan.runs)
 
 
+def test_moved_runs_are_of_the_own_conversation(reader: Reader, renderer: Renderer) -> None:
+    case = renderer.tokens(written("assembled"))
+    shelf = Shelf(reader, measure.room(case))
+    assert set(measure.sessions(case)).isdisjoint(
+        measure.sessions(renderer.tokens(written("drop")))
+    )
+    for ids, session in zip(case.contexts, measure.sessions(case), strict=True):
+        shelf.name(ids, session)
+    with shelf.plan(case.prompt, REUSE, case.moved_end) as plan:
+        assert not plan.num_approximate
+    with shelf.plan(case.prompt, measure.approximate(case), case.moved_end) as plan:
+        assert plan.num_approximate
+
+
 def test_plan_without_kv_has_the_same_name(reader: Reader, renderer: Renderer) -> None:
     case = renderer.tokens(written("prune"))
     other = renderer.tokens(written("prune", seed=2))
@@ -216,16 +231,17 @@ def test_choice_is_moved_tokens_within_the_budget(name: str, bench: measure.Benc
     assert torch.equal(choice.chosen, policy.chooses(view, policy.share).chosen)
 
 
-def test_fronts_are_the_largest_that_fit(bench: measure.Bench) -> None:
+def test_fronts_are_the_shortest_that_give_the_share(bench: measure.Bench) -> None:
     view = bench.view()
-    chosen = policies.fronts(view, 0.2).chosen  # the suite's own
+    chosen = policies.POLICIES["fronts20"].chooses(view, 0.2).chosen
     numbers = {int(chosen[start:end].sum()) for start, end, _ in view.plan.runs if end - start > 60}
     assert len(numbers) == 1
-    assert int(policies.first(view, numbers.pop() + 1).sum()) > view.budget(0.2)
+    wanted = 0.2 * view.num_moved
+    assert int(policies.first(view, numbers.pop() - 1).sum()) < wanted <= int(chosen.sum())
 
 
 def test_computing_all_that_is_moved_is_full_recomputation(bench: measure.Bench) -> None:
-    row = bench.row(policies.Policy("all", lambda view, _: policies.Choice(view.plan.is_moved)))
+    row = bench.row(policies.Policy("all", lambda view, _: Choice(view.plan.is_moved)))
     kl = row["kl_reply"] + row["kl_quotes"]
     assert max(kl) < 1e-5
     assert row["greedy"]
@@ -247,10 +263,10 @@ def test_probe_finds_nothing_where_nothing_changed(reader: Reader) -> None:
     shelf = Shelf(reader, 512)
     shelf.add((9, *ids), reader.full((9, *ids))[0])
     plan = shelf.assemble(ids, REUSE, moved_end=79)
-    view = policies.View(reader, plan, kept, kept, torch.zeros(80), 79, 0)
-    changed = policies.probed(view)[plan.is_moved].mean()
+    view = View(reader, plan, kept, kept, torch.zeros(80), 79, 0)
+    changed = ours.changes(view, ours.moved_by(view)).mean()
     plan.inputs[:], plan.outputs[:] = kept.inputs, kept.outputs
-    assert policies.probed(view)[plan.is_moved].mean() < changed / 100
+    assert ours.changes(view, ours.moved_by(view)).mean() < changed / 100
 
 
 def test_chain_over_exact_kv_stays_exact(reader: Reader, renderer: Renderer) -> None:
@@ -326,9 +342,30 @@ def test_kind_whose_control_is_not_bad_is_named() -> None:
     fine: dict[str, Any] = {"kl_reply": [0.0], "kl_quotes": [0.0], "facts": []}
     rows = [row("exact", **fine), row("rotated"), row("foreign", **fine)]
     assert summary.document(rows, "reporting")["undetected"] == ["1k reorder"]
+    assert "shows nothing" in summary.render(summary.document(rows, "reporting"))
     lost = [{"nll": [0.05, 9.0], "right": [True, False]}] * 20
     rows[2] = row("foreign", facts=lost)
     assert summary.document(rows, "reporting")["undetected"] == []
+
+
+def test_run_whose_control_is_not_bad_says_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fine: dict[str, Any] = {"kl_reply": [0.0], "kl_quotes": [0.0], "facts": []}
+    rows = Rows(tmp_path / "rows.jsonl")
+    for one in (row("exact", **fine), row("rotated"), row("foreign", **fine)):
+        rows.add(one)
+    assert summary.main(rows.path, quick=True, wording="reporting") == 1
+    said = capsys.readouterr().err
+    assert "no control is detected in 1k reorder, over 0 answers of 1 conversation: " in said
+    assert "--cases" in said
+
+
+def test_loss_by_kind_has_its_interval() -> None:
+    found = summary.document([row("exact"), row("rotated"), row("foreign")], "reporting")
+    text = summary.render(found)
+    assert "### Points lost by kind, prompts of 1k tokens" in text
+    assert "| reorder (W19) | 1 | 2/2 | 50.0 [" in text
 
 
 def test_rows_go_on_after_a_line_that_was_cut(tmp_path: Path) -> None:
@@ -349,6 +386,25 @@ def test_page_holds_what_the_figures_say() -> None:
     found = json.loads(summary.FIGURES.read_text(encoding="utf-8"))
     page = summary.PAGE.read_text(encoding="utf-8")
     assert summary.put(page, summary.render(found)) == page
+
+
+def test_readme_quotes_the_figures() -> None:
+    found = json.loads(summary.FIGURES.read_text(encoding="utf-8"))["sizes"]["1k"]
+    hard, easy = (found["groups"][name] for name in ("hard", "easy"))
+    floor = max(group["exact"]["kl"] for group in (hard, easy))
+    cases = sum(one["exact"]["cases"] for one in found["kinds"].values())
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").replace("> ", "").split())
+    assert (
+        f"a mean KL of {summary.small(hard['rotated']['kl'])} nats from full recomputation after "
+        f"hard edits and {summary.small(easy['rotated']['kl'])} after easy ones, exact reuse at "
+        f"most {summary.small(floor)}, in {cases} conversations"
+    ) in readme
+
+
+def test_page_says_what_was_not_measured() -> None:
+    text = summary.render(summary.document([row("exact"), row("rotated")], "reporting"))
+    assert "At 1k: 1 conversation of 1 kind, with 2 questions, of which full recomputation" in text
+    assert "Not measured yet: prompts of 7k tokens, ten edits in a row." in text
 
 
 def test_page_without_its_marks_is_refused() -> None:
