@@ -355,11 +355,12 @@ def test_moved_runs_stop_at_moved_end(make: Make, ids: Ids) -> None:
     generator.generate(text, max_new_tokens=1)
     prompt = [*new, *text[:100]]
     assert generator.generate(prompt, max_new_tokens=1, moved_end=90).usage.moved == 50
-    for options, error in [
+    refused: list[tuple[dict[str, Any], str]] = [
         ({"moved_end": 141}, r"moved_end is 141.*\[0, 140\]"),
         ({"moved_end": -1}, "moved_end is -1"),
         ({"session": ""}, "session has 0 bytes"),
         ({"session": "s" * 257}, "session has 257 bytes"),
-    ]:
+    ]
+    for options, error in refused:
         with pytest.raises(ValueError, match=error):
             generator.submit(prompt, **options)

@@ -11,7 +11,7 @@ import collections
 import gc
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 import numpy as np
 
@@ -40,7 +40,7 @@ STATS = (
     "plans_without_scope",
 )
 REFUSED = (kvtrie.KvTrieError, TypeError, ValueError)
-SCOPES = ("namespace", "conversation")
+SCOPES: Final[tuple[Literal["namespace"], Literal["conversation"]]] = ("namespace", "conversation")
 MAX_SEQUENCES = 10
 MAX_PLANS = 6
 MIN_RUN = 8

@@ -454,7 +454,7 @@ def test_approximate_history_is_used_in_place_as_the_policy_allows(
     tracker = kvtrie.TurnTracker()
     source = kvtrie.Imported(exact_until=10, hops=2)
     tracker.keep(seq(range(30)), num_computed=29, source=source)
-    policy = kvtrie.ReusePolicy(**({"max_hops": 2, "scope": "namespace"} | limits))
+    policy = kvtrie.ReusePolicy(max_hops=2, scope="namespace").replace(**limits)
     answer = tracker.compare(seq(range(30)), policy=policy)
     assert (answer.kind, answer.num_exact) == ("exact_extension", 10)
     assert answer.num_tokens == num_tokens

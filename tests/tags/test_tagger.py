@@ -437,11 +437,12 @@ def test_tagger_is_shared_between_streams() -> None:
 
 def test_moved_end_is_where_the_last_message_of_a_user_or_a_tool_begins() -> None:
     stream = tagger().stream()
-    assert stream.moved_end is None
-    stream.feed([ASSISTANT, 40, END])
-    assert stream.moved_end is None
-    stream.feed([USER, 41, 42])
-    assert stream.moved_end == 3, "the message is still open"
+    ends = [stream.moved_end]
+    for ids in ([ASSISTANT, 40, END], [USER, 41, 42]):
+        stream.feed(ids)
+        ends.append(stream.moved_end)
+    # The last message is still open.
+    assert ends == [None, None, 3]
     stream.feed([END, ASSISTANT, CALL, 43, UNCALL, END, TOOL, 44, END])
     assert stream.moved_end == 12
     stream.feed([TOOL, 45, END, ASSISTANT, THINK])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import kvtrie
 from kvtrie.testing.model import ModelIndex
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 SPACE = kvtrie.Namespace(model="m", salt="tenant")
 POLICY = kvtrie.ReusePolicy()
@@ -93,12 +96,13 @@ def test_moved_runs_stop_at_moved_end_and_the_plan_says_so(make: Any) -> None:
 def test_a_session_has_1_to_256_bytes(make: Any, session: str) -> None:
     index = cached(make, "chat-7")
     digest = index.digest()
-    for call in (
+    calls: list[Callable[[], Any]] = [
         lambda: index.plan(seq(*EDITED), session=session),
         lambda: index.insert(
             seq(range(8)), [20, 21], num_computed=8, source=kvtrie.COMPUTED, session=session
         ),
-    ):
+    ]
+    for call in calls:
         with pytest.raises(ValueError, match=f"session has {len(session.encode())} bytes"):
             call()
     assert index.digest() == digest
@@ -107,16 +111,21 @@ def test_a_session_has_1_to_256_bytes(make: Any, session: str) -> None:
 def test_malformed_arguments_name_value_and_limit() -> None:
     index = cached(kvtrie.RadixIndex, None)
     ledger = kvtrie.SequenceLedger(block_size=4)
-    for call, error, what in [
+    wrong: list[tuple[Callable[[], Any], type[Exception], str]] = [
         (lambda: index.plan(seq(*EDITED), moved_end=44), ValueError, r"moved_end is 44.*\[0, 43\]"),
         (lambda: index.explain(seq(*EDITED), moved_end=44), ValueError, r"44.*\[0, 43\]"),
         (lambda: index.plan(seq(*EDITED), moved_end=-1), ValueError, "moved_end is -1"),
         (lambda: index.plan(seq(*EDITED), session=7), TypeError, "session"),
         (lambda: index.explain(seq(*EDITED), session=""), ValueError, "session has 0 bytes"),
         (lambda: ledger.begin("a", seq(), [], session=""), ValueError, "session has 0 bytes"),
-        (lambda: kvtrie.ReusePolicy(scope="tenant"), ValueError, 'scope is "tenant"'),
+        (
+            lambda: kvtrie.ReusePolicy(scope="tenant"),  # type: ignore[arg-type]
+            ValueError,
+            'scope is "tenant"',
+        ),
         (lambda: kvtrie.ReusePolicy(shared_prefix=0), ValueError, "shared_prefix is 0"),
-    ]:
+    ]
+    for call, error, what in wrong:
         with pytest.raises(error, match=what):
             call()
 

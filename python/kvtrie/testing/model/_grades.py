@@ -27,10 +27,7 @@ class Grade(NamedTuple):
     max_lost_context: float
     max_new_context: float
     shared_prefix: float
-    fronts: float
-    ngrams: float
-    probe: float
-    question: float
+    shares: tuple[float, ...]
     kinds: frozenset[str]
 
     def is_at_least_as_strict_as(self, other: Grade) -> bool:
@@ -44,15 +41,12 @@ class Grade(NamedTuple):
             and self.max_lost_context <= other.max_lost_context
             and self.max_new_context <= other.max_new_context
             and self.shared_prefix >= other.shared_prefix
-            and self.fronts >= other.fronts
-            and self.ngrams >= other.ngrams
-            and self.probe >= other.probe
-            and self.question >= other.question
+            and all(mine >= its for mine, its in zip(self.shares, other.shares, strict=True))
             and self.kinds >= other.kinds
         )
 
 
-LAXEST = Grade(0, 255, 1.0, 0, 0, math.inf, 1.0, 1.0, 0, 0, 0, 0, 0, frozenset())
+LAXEST = Grade(0, 255, 1.0, 0, 0, math.inf, 1.0, 1.0, 0, (0.0,) * 4, frozenset())
 """The grade of a policy that bounds nothing, and of KV whose policy is not known."""
 
 
@@ -73,16 +67,15 @@ def grade_of(policy: ReusePolicy | None, known: Iterable[str]) -> Grade:
         policy.max_lost_context,
         policy.max_new_context,
         policy.shared_prefix if policy.scope == "conversation" else 0,
-        *(policy.recompute_share * (policy.repair == name) for name in _REPAIRS),
+        tuple(policy.recompute_share * (policy.repair == name) for name in _REPAIRS),
         frozenset(policy.forbid_kinds) & frozenset(known),
     )
 
 
 def meet(grades: Iterable[Grade], known: Iterable[str]) -> Grade:
     """The strictest grade that all are at least as strict as."""
-    met = Grade(
-        math.inf, 0, 0.0, math.inf, math.inf, 0, 0.0, 0.0, *[math.inf] * 5, frozenset(known)
-    )
+    huge = math.inf
+    met = Grade(huge, 0, 0.0, huge, huge, 0, 0.0, 0.0, huge, (huge,) * 4, frozenset(known))
     for grade in grades:
         met = Grade(
             min(met.min_run, grade.min_run),
@@ -94,10 +87,7 @@ def meet(grades: Iterable[Grade], known: Iterable[str]) -> Grade:
             max(met.max_lost_context, grade.max_lost_context),
             max(met.max_new_context, grade.max_new_context),
             min(met.shared_prefix, grade.shared_prefix),
-            min(met.fronts, grade.fronts),
-            min(met.ngrams, grade.ngrams),
-            min(met.probe, grade.probe),
-            min(met.question, grade.question),
+            tuple(map(min, met.shares, grade.shares)),
             met.kinds & grade.kinds,
         )
     return met
