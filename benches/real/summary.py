@@ -190,6 +190,21 @@ def _shown(document: Figures) -> str:
                 f"({by_kl[-1]}), exact reuse at most {small(max(row['kl'] for row in floors))}. "
                 f"An interval of points lost in one kind is up to ±{half:.0f} points wide."
             )
+        worse = [
+            f"`{name}` ({group} kinds)"
+            for group, by_policy in found["groups"].items()
+            for name, row in by_policy.items()
+            if name not in policies.CONTROLS and row["loss_low"] > 0
+        ]
+        if worse:
+            said.append(f"The interval of points lost is above 0 for {', '.join(worse)}.")
+        blind = [
+            kind
+            for kind, one in found["kinds"].items()
+            if "unrotated" in one and one["unrotated"]["loss_low"] <= 0
+        ]
+        if blind:
+            said.append(f"No answers lost by `unrotated` beyond chance: {', '.join(blind)}.")
     missing = [
         f"prompts of {size} tokens" for size in conversations.SIZES if size not in document["sizes"]
     ]
