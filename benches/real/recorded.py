@@ -59,10 +59,9 @@ def write(model: Any, tokenizer: Any, passages: Sequence[str], path: Path = PATH
         prompts = [_prompt(tokenizer, text) for text in some]
         said = _greedy(model, tokenizer, prompts + [one + OPEN for one in prompts])
         for at, text in enumerate(some):
-            thought = (OPEN.removeprefix("<think>\n") + said[len(some) + at]).partition("</think>")[
-                0
-            ]
-            rows.append({"passage": name(text), "reply": said[at], "reasoning": thought})
+            whole = OPEN.removeprefix("<think>\n") + said[len(some) + at]
+            reasoning = whole.partition("</think>")[0]
+            rows.append({"passage": name(text), "reply": said[at], "reasoning": reasoning})
         print(f"recorded: {len(rows)} of {len(passages)}", flush=True)
     lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     path.write_text("".join(lines), encoding="utf-8")

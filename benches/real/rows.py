@@ -12,7 +12,7 @@ Row = dict[str, Any]
 
 
 class Rows:
-    """Rows by key. A line that a kill cut short is ignored, and the next one starts afresh."""
+    """Rows by key. A line that a kill cut short is ignored, and the next one starts again."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

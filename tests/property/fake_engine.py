@@ -427,7 +427,7 @@ class Traffic:
             return kvtrie.EXACT_ONLY
         if self.rng.random() < 0.6:
             # Of one policy, because policies that differ share little approximate KV.
-            return kvtrie.ReusePolicy(max_hops=5)
+            return kvtrie.ReusePolicy(max_hops=5, scope="namespace")
         return kvtrie.ReusePolicy(
             max_hops=choice([0, 1, 1, 2, 5]),
             scope="namespace",

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+from tests.property.kit import imported
 
 import kvtrie
 
@@ -215,7 +216,7 @@ class World:
         source: Any = kvtrie.COMPUTED
         if self.rng.random() < 0.3:
             exact_until, hops = int(self.rng.integers(0, end + 1)), int(self.rng.integers(0, 3))
-            source = kvtrie.Imported(exact_until=exact_until, hops=hops)
+            source = imported(exact_until, hops)
         done = self.index.insert(seq, offered, num_computed=end, source=source)
         self.free += done.duplicates.tolist() + done.surplus.tolist()
         self.record(tokens, space, done, (exact_until, hops))
@@ -343,6 +344,8 @@ class World:
 
     def recompute(self, plan: kvtrie.ReusePlan) -> None:
         """Compute some tokens of moved runs; the others must come from where they came from."""
+        if not len(plan.segments):
+            return  # an empty prompt
         before = self.segments(plan, int(plan.segments["end"][-1]))
         slots = self.sources(plan, *before)
         label = before[0]["class"][before[1]].copy()

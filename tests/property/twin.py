@@ -824,7 +824,7 @@ class Twin:
         self.same("digest of the restored index", self.real.digest(), digest)
         if self.mirror is not None:
             self.mirror = _restored(self.mirror)
-        # A restored index counts anew.
+        # A restored index counts again.
         self.model._plans_without_scope = 0
 
     def tag(self) -> None:
