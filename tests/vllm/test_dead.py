@@ -162,6 +162,7 @@ def test_prompt_and_answer_survive_the_eviction_of_the_reasoning(
     answer = ids.index(t.ids("</think>")[0]) + 2
     whole = ids.index(t.ids("<think>")[0]) + len(ids) - answer
     if dead_thinking:
-        assert kept > 0.95 * whole
+        # The template's few tokens after the answer are those of the last message: they are not moved.
+        assert kept > 0.9 * whole
     else:
         assert kept < 0.8 * whole

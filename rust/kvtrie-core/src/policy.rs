@@ -24,7 +24,7 @@ pub enum Repair {
     Ngrams,
     /// The engine: half of them at fronts, half where a layer's output changes most.
     Probe,
-    /// The engine: half of them where the last message attends, half as [`Probe`](Self::Probe).
+    /// The engine: tokens that the last message attends to, or that [`Probe`](Self::Probe) scores: the better of both ranks.
     Question,
 }
 
