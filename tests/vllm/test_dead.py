@@ -162,7 +162,7 @@ def test_prompt_and_answer_survive_the_eviction_of_the_reasoning(
     answer = ids.index(t.ids("</think>")[0]) + 2
     whole = ids.index(t.ids("<think>")[0]) + len(ids) - answer
     if dead_thinking:
-        # The template's few tokens after the answer are those of the last message: they are not moved.
+        # The template's few tokens after the answer belong to the last message: they stay.
         assert kept > 0.9 * whole
     else:
         assert kept < 0.8 * whole
