@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
-    from kvtrie.calibrate.edits import Prompt
+    from kvtrie.calibrate.edits import EditedPrompt
 
 _OPEN: Final = "<think>"
 _CLOSE: Final = "</think>"
@@ -117,7 +117,7 @@ class Renderer:
             steps.pop()
         return steps
 
-    def step(self, prompt: Prompt) -> Step:
+    def step(self, prompt: EditedPrompt) -> Step:
         """One prompt of a shipped edit, with its given reply.
 
         Raises:

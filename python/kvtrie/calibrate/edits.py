@@ -22,7 +22,7 @@ STUB: Final = "[removed]"
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class EditedPrompt:
     """One prompt of a case.
 
     Attributes:
@@ -48,7 +48,7 @@ class Case:
             a cache of its own.
     """
 
-    prompts: list[Prompt] = field(default_factory=list)
+    prompts: list[EditedPrompt] = field(default_factory=list)
     is_chain: bool = False
 
 
@@ -87,8 +87,8 @@ def _nonce(rng: Random) -> Case:
     longer = [*history, _assistant(asked.answer), _user(again.question(rng))]
     return Case(
         [
-            Prompt([_system(before), *history], asked.answer),
-            Prompt([_system(after), *longer], is_measured=True),
+            EditedPrompt([_system(before), *history], asked.answer),
+            EditedPrompt([_system(after), *longer], is_measured=True),
         ]
     )
 
@@ -112,9 +112,9 @@ def _last(rng: Random, sent: Messages) -> dict[str, Any]:
     return _user(f"Once more: when was {name[0].lower()}{name[1:]} opened, and who planned it?")
 
 
-def _whole(history: Messages) -> Prompt:
+def _whole(history: Messages) -> EditedPrompt:
     """A history as it was cached: up to its last reply, with this reply."""
-    return Prompt([_system(), *history[:-1]], history[-1]["content"])
+    return EditedPrompt([_system(), *history[:-1]], history[-1]["content"])
 
 
 def _window(rng: Random) -> Case:
@@ -122,7 +122,7 @@ def _window(rng: Random) -> Case:
     history, _ = _exchanges(rng, 5)
     kept = history[2:]
     return Case(
-        [_whole(history), Prompt([_system(), *kept, _last(rng, kept)], is_measured=True)],
+        [_whole(history), EditedPrompt([_system(), *kept, _last(rng, kept)], is_measured=True)],
     )
 
 
@@ -134,7 +134,7 @@ def _reasoning(rng: Random) -> Case:
     return Case(
         [
             _whole([*history, *written]),
-            Prompt([_system(), *history, *sent, asked], is_measured=True),
+            EditedPrompt([_system(), *history, *sent, asked], is_measured=True),
         ]
     )
 
@@ -142,7 +142,9 @@ def _reasoning(rng: Random) -> Case:
 def _reasonings(rng: Random) -> Case:
     """The reasoning of all replies leaves at once."""
     written, sent = _exchanges(rng, rng.randint(3, 5), musings=5)
-    return Case([_whole(written), Prompt([_system(), *sent, _last(rng, sent)], is_measured=True)])
+    return Case(
+        [_whole(written), EditedPrompt([_system(), *sent, _last(rng, sent)], is_measured=True)]
+    )
 
 
 def _prune(rng: Random) -> Case:
@@ -153,7 +155,7 @@ def _prune(rng: Random) -> Case:
         question = pruned[number]["content"].rpartition("\n\n")[2]
         pruned[number] = _notes([STUB], question)
     asked = _last(rng, pruned[4:])
-    return Case([_whole(history), Prompt([_system(), *pruned, asked], is_measured=True)])
+    return Case([_whole(history), EditedPrompt([_system(), *pruned, asked], is_measured=True)])
 
 
 def _reorder(rng: Random) -> Case:
@@ -163,10 +165,10 @@ def _reorder(rng: Random) -> Case:
     other = rng.sample(found, len(found))
     return Case(
         [
-            Prompt(
+            EditedPrompt(
                 [_system(), _notes([one.note for one in found], asked.question(rng))], asked.answer
             ),
-            Prompt(
+            EditedPrompt(
                 [_system(), _notes([one.note for one in other], again.question(rng))],
                 is_measured=True,
             ),
@@ -181,11 +183,11 @@ def _assembled(rng: Random) -> Case:
     for number in range(0, len(found), 2):
         pair = found[number : number + 2]
         notes = _notes([one.note for one in pair], pair[0].question(rng))
-        prompts.append(Prompt([_system(), notes], pair[0].answer, conversation=number + 1))
+        prompts.append(EditedPrompt([_system(), notes], pair[0].answer, conversation=number + 1))
     asked = rng.choice(found)
     order = rng.sample(found, len(found))
     notes = _notes([one.note for one in order], asked.question(rng))
-    return Case([*prompts, Prompt([_system(), notes], is_measured=True)])
+    return Case([*prompts, EditedPrompt([_system(), notes], is_measured=True)])
 
 
 def _afterwards(rng: Random) -> Case:
@@ -196,7 +198,8 @@ def _afterwards(rng: Random) -> Case:
     reply = "That is in the notes above, as I said."
     later = [*before, _assistant(reply), _last(rng, sent)]
     return Case(
-        [first.prompts[0], Prompt(before, reply), Prompt(later, is_measured=True)], is_chain=True
+        [first.prompts[0], EditedPrompt(before, reply), EditedPrompt(later, is_measured=True)],
+        is_chain=True,
     )
 
 

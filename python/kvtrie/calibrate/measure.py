@@ -124,7 +124,7 @@ class Progress:
 
 
 @dataclass(slots=True)
-class _Source:
+class _Conversations:
     """Conversations of one edit.
 
     Attributes:
@@ -256,7 +256,7 @@ def calibrate(
 
 def _replay_all(
     bench: _Bench,
-    sources: Sequence[_Source],
+    sources: Sequence[_Conversations],
     tally: Tally,
     limits: gates.Thresholds,
     before: Sequence[dict[str, Any]],
@@ -410,37 +410,37 @@ def _chosen(policies: Sequence[str], min_run: int) -> list[Policy]:
 
 def _shipped(
     renderer: Renderer, chosen: Sequence[str] | None, seed: int, most: int
-) -> list[_Source]:
+) -> list[_Conversations]:
     names = list(edits.EDITS) if chosen is None else list(dict.fromkeys(chosen))
     for name in names:
         if name not in edits.EDITS:
             msg = f"unknown edit {name!r} (known: {', '.join(edits.EDITS)})"
             raise ValueError(msg)
 
-    def source(name: str) -> _Source:
+    def source(name: str) -> _Conversations:
         def make(number: int) -> tuple[list[Step], bool]:
             case = edits.case(name, seed * 1_000_000 + number)
             return [renderer.step(prompt) for prompt in case.prompts], case.is_chain
 
-        return _Source(name, most, make)
+        return _Conversations(name, most, make)
 
     return [source(name) for name in names]
 
 
-def _recall(renderer: Renderer, seed: int, most: int) -> list[_Source]:
-    def source(scenario: Scenario) -> _Source:
+def _recall(renderer: Renderer, seed: int, most: int) -> list[_Conversations]:
+    def source(scenario: Scenario) -> _Conversations:
         def make(number: int) -> tuple[list[Step], bool]:
             first = recall.HELD_OUT + seed * 1_000_000 + number
             exchanges = 3 * (scenario.window or scenario.most_edits or 1)
             messages = recall.conversation(first, exchanges, scenario.window or exchanges)
             return renderer.steps(messages, scenario), True
 
-        return _Source(scenario.name, most, make)
+        return _Conversations(scenario.name, most, make)
 
     return [source(scenario) for scenario in _RECALL]
 
 
-def _recorded(renderer: Renderer, conversations: Sequence[Conversation]) -> list[_Source]:
+def _recorded(renderer: Renderer, conversations: Sequence[Conversation]) -> list[_Conversations]:
     found = [renderer.steps(one.messages, RECORDED, tools=one.tools) for one in conversations]
     kept = [steps for steps in found if count_measured(steps)[0] > 1]
     if not kept:
@@ -450,10 +450,10 @@ def _recorded(renderer: Renderer, conversations: Sequence[Conversation]) -> list
             "--conversations on the shipped edits"
         )
         raise CalibrationError(msg)
-    return [_Source(RECORDED.name, len(kept), lambda number: (kept[number], True))]
+    return [_Conversations(RECORDED.name, len(kept), lambda number: (kept[number], True))]
 
 
-def _content(sources: Sequence[_Source]) -> str:
+def _content(sources: Sequence[_Conversations]) -> str:
     total = hashlib.blake2b(digest_size=16, person=b"kvtrie.replay.2")
     for source in sources:
         # Shipped edits depend on their number alone: the first shows what they are.

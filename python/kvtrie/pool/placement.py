@@ -210,7 +210,7 @@ class _Finder:
                     )
 
     def _check_overlap(self, tensors: Sequence[TensorLike]) -> None:
-        boxes = [_Box.of(tensor, number) for number, tensor in enumerate(tensors)]
+        boxes = [_Extent.of(tensor, number) for number, tensor in enumerate(tensors)]
         for box in boxes:
             if not box.is_nested:
                 self._refuse(
@@ -298,7 +298,7 @@ class _Finder:
 
 
 @dataclass(frozen=True, slots=True)
-class _Box:
+class _Extent:
     """The addresses of a strided tensor, in bytes."""
 
     number: int
@@ -308,7 +308,7 @@ class _Box:
     strides: tuple[int, ...]
 
     @classmethod
-    def of(cls, tensor: TensorLike, number: int) -> _Box:
+    def of(cls, tensor: TensorLike, number: int) -> _Extent:
         return cls(
             number,
             int(tensor.data_ptr()),
@@ -333,7 +333,7 @@ class _Box:
                 reach += (size - 1) * step
         return True
 
-    def shares_with(self, other: _Box) -> bool:
+    def shares_with(self, other: _Extent) -> bool:
         """Whether two tensors of equal strides share the address of an element."""
         apart, rest = divmod(other.start - self.start, self.item_size)
         if rest:
@@ -341,7 +341,7 @@ class _Box:
         axes = sorted(zip(self.strides, self.shape, other.shape, strict=True), reverse=True)
         return _can_meet(apart, tuple(axes))
 
-    def may_meet(self, other: _Box) -> bool:
+    def may_meet(self, other: _Extent) -> bool:
         """Whether the addresses of two tensors may overlap; False is certain for any strides.
 
         Axes with equal strides in both stay axes; everything inside counts as a run without gaps.
@@ -388,7 +388,7 @@ def _can_meet(apart: int, axes: tuple[tuple[int, int, int], ...]) -> bool:
     )
 
 
-def _meeting(boxes: Sequence[_Box]) -> Iterator[tuple[_Box, _Box]]:
+def _meeting(boxes: Sequence[_Extent]) -> Iterator[tuple[_Extent, _Extent]]:
     ordered = sorted(boxes, key=lambda box: box.start)
     if all(one.end <= two.start for one, two in pairwise(ordered)):
         return

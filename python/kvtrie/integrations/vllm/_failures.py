@@ -25,7 +25,7 @@ _SLOTS: Final = ("source_slot", "dest_slot", "num_tokens")
 
 
 @dataclass(slots=True)
-class _Step:
+class _CopyStep:
     """Tables of the requests that may read what this or an earlier step copies, and its copies."""
 
     tables: list[Sequence[int]]
@@ -47,7 +47,7 @@ class Failures:
     def __init__(self, manager: KVCacheManager, block_size: int) -> None:
         self._manager = manager
         self._block_size = block_size
-        self._steps: deque[_Step] = deque(maxlen=_MAX_STEPS)
+        self._steps: deque[_CopyStep] = deque(maxlen=_MAX_STEPS)
         # Requests that were admitted, or got a copy, since the oldest of these steps.
         self._readers: set[str] = set()
 
@@ -67,7 +67,7 @@ class Failures:
             ]
         else:
             self._readers.clear()
-        self._steps.append(_Step(tables, list(loads)))
+        self._steps.append(_CopyStep(tables, list(loads)))
 
     def done(self) -> None:
         """The oldest step's output is known, and its failures are handled."""
