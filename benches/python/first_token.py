@@ -23,12 +23,12 @@ from kvtrie.engines.transformers import Generator
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_PASSAGES, PASSAGE, HEAD, QUESTION = 6, 150, 40, 31
-ROTATED = kvtrie.ReusePolicy()
+ROTATED = kvtrie.ReusePolicy(scope="namespace")
 POLICIES = {
     "exact": kvtrie.EXACT_ONLY,
     "rotated": ROTATED,
     **{
-        f"{name} {share}": kvtrie.ReusePolicy(recompute_share=share, repair=name)
+        f"{name} {share}": kvtrie.ReusePolicy(scope="namespace", recompute_share=share, repair=name)
         for share in (0.2, 0.32)
         for name in ("fronts", "ngrams", "probe", "question")
     },

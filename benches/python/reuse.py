@@ -57,13 +57,17 @@ VARIANTS = (
 )
 
 
+COMPLETE = 0.98
+
+
 @dataclass
 class Tally:
     """What plans reused of some prompts, in tokens.
 
     `exact` are in the whole blocks of the exact prefix; `possible` could be reused, and `found` of
     them is. `lowest` is the lowest share of one prompt; `incomplete` counts prompts of which less
-    is reused though no place was dropped.
+    than `COMPLETE` of that is reused though no place was dropped: what is left of a run may be
+    shorter than `min_run` (rule P5).
     """
 
     prompts: int = 0
@@ -88,7 +92,7 @@ class Tally:
             message = f"reuse: a plan reuses {np.flatnonzero(mask & ~possible)[:8]}, cached nowhere"
             raise RuntimeError(message)
         share = int(np.count_nonzero(mask)) / max(1, int(np.count_nonzero(possible)))
-        if share < 1 and not dropped:
+        if share < COMPLETE and not dropped:
             self.incomplete.append(self.prompts)
         self.prompts += 1
         self.tokens += len(prompt)
@@ -203,7 +207,7 @@ def main(arguments: list[str] | None = None) -> None:
         if row["unit"] != "share":
             print(
                 f"{row['work']}: {row['incomplete_without_drops']} of {row['kvtrie']:,} prompts "
-                "with less than could be reused though nothing was dropped"
+                f"with less than {COMPLETE:.0%} of what could be reused though nothing was dropped"
             )
             continue
         print(

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _POLICIES: Final = ("full", "exact", "rotated", "rotated+first4")
 _KEPT: Final = {"preserve_thinking": True}
 _STRIPPED: Final = {"preserve_thinking": False}
+_SESSION: Final = "edited"
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,10 +194,13 @@ def _last(
     for run in range(repeats + 1):
         generator.forget()
         if policy.mode != "full":
-            generator.generate([*before.prompt, *before.reply], max_new_tokens=1)
+            generator.generate([*before.prompt, *before.reply], max_new_tokens=1, session=_SESSION)
         began = time.perf_counter()
         events = generator.stream(
-            last.prompt, max_new_tokens=1 if run else max_new_tokens, policy=policy.reuse
+            last.prompt,
+            max_new_tokens=1 if run else max_new_tokens,
+            policy=policy.reuse,
+            session=_SESSION,
         )
         first = next(events)
         if run:
