@@ -88,6 +88,6 @@ def _leave(
         torch.cat([kept.inputs[:num], new.inputs]),
         torch.cat([kept.outputs[:num], new.outputs]),
     )
-    # The index is told that all but the first block may be approximate, which is what it is.
+    # All but the first block may be approximate: the index labels it so.
     source = Imported(exact_until=BLOCK, policy=REUSE) if is_approximate else COMPUTED
     shelf.add(context, whole, source)
