@@ -55,7 +55,9 @@ class Cache:
         ceiling = Ceiling(cached, block_size=size, num_computed=computed)
         return Cache(index, slots.ravel(), ceiling, num_blocks)
 
-    def check(self, prompt: npt.NDArray[np.uint32]) -> tuple[float, int]:
+    def check(
+        self, prompt: npt.NDArray[np.uint32], least: float = 1.0, least_dropped: float = 0.97
+    ) -> tuple[float, int]:
         """Plan a prompt; share of the ceiling, and how many candidates were dropped."""
         reach = self.ceiling.of(prompt, keep_last=1)
         with self.index.plan(kvtrie.TokenSequence(prompt, SPACE), MOVED) as plan:
@@ -68,9 +70,7 @@ class Cache:
         # Every reused token is cached somewhere.
         assert not (reused(segments, len(prompt)) & ~reach.mask).any()
         found = coverage(segments, reach)
-        # What is left of a run may be shorter than min_run where texts share words, and there the
-        # few looks of a short prompt may be used up before its long run is met.
-        assert found >= (0.88 if dropped else 0.98)
+        assert found >= (least_dropped if dropped else least)
         return found, dropped
 
     def _check_moves(
@@ -118,8 +118,12 @@ def test_coverage_of(name: str, block_size: int) -> None:
 def test_coverage_with_shared_boilerplate_of(name: str, text: str) -> None:
     made = conversations(name, 20, shared=True, text=text)
     cache = Cache.of([each.cached for each in made], [each.num_computed for each in made], 16)
+    # Where texts share words, what is left of a run may be shorter than min_run (P5), ...
+    least = 1.0 if text == "uniform" else 0.98
+    # ... and one short prompt uses up its looks (P16) before its long run is met.
+    least_dropped = 0.88 if (name, text) == ("W18", "worded") else 0.97
     for each in made[::3]:
-        cache.check(each.prompt)
+        cache.check(each.prompt, least, least_dropped)
 
 
 def test_coverage_where_candidates_are_dropped() -> None:
