@@ -142,6 +142,6 @@ def test_a_request_names_its_conversation() -> None:
     read = _settings.request_session
     assert read(None) is read({}) is read({"kvtrie": "exact"}) is None
     assert read({"session": "chat-7"}) == "chat-7"
-    for wrong in ("", "s" * 257, 7, ["a"]):
+    for wrong in ("", "s" * 257, 7, ["a"], "\ud800"):
         with pytest.raises(_settings.SettingsError, match="session must be a text of 1 to 256"):
             read({"session": wrong})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, cast
 
 from kvtrie._core import EXACT_ONLY, ReusePolicy
 
@@ -122,15 +122,19 @@ def request_session(params: Mapping[str, Any] | None) -> str | None:
     """The conversation of one request, by ``{"session": ...}`` in its parameters.
 
     Raises:
-        SettingsError: It is not a text of 1 to 256 bytes.
+        SettingsError: It is not a text of 1 to 256 bytes of UTF-8.
     """
     session: object = (params or {}).get("session")
     if session is None:
         return None
-    if not isinstance(session, str) or not 1 <= len(session.encode()) <= MAX_SESSION:
-        msg = f"kv_transfer_params: session must be a text of 1 to {MAX_SESSION} bytes"
+    try:
+        is_valid = isinstance(session, str) and 1 <= len(session.encode()) <= MAX_SESSION
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON allows
+        is_valid = False
+    if not is_valid:
+        msg = f"kv_transfer_params: session must be a text of 1 to {MAX_SESSION} bytes of UTF-8"
         raise SettingsError(msg)
-    return session
+    return cast("str", session)
 
 
 def _policy(given: Mapping[str, Any]) -> ReusePolicy:
