@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import cache
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ def naive(cached: list[list[int]], prompt: list[int], min_run: int, keep_last: i
     """Every place of the prompt with every place of the cache, token by token."""
     sought = prompt[: max(0, len(prompt) - keep_last)]
     matched = np.zeros(len(prompt), dtype=np.bool_)
+    longest = [0] * len(sought)
     prefix = 0
     for ids in cached:
         for start in range(len(sought)):
@@ -29,9 +31,18 @@ def naive(cached: list[list[int]], prompt: list[int], min_run: int, keep_last: i
                     length += 1
                 if length >= min_run:
                     matched[start : start + length] = True
+                longest[start] = max(longest[start], length)
                 if start == old_start == 0:
                     prefix = max(prefix, length)
-    return Reach(prefix, matched)
+
+    @cache
+    def most(start: int) -> int:
+        """Every choice of pieces from a token on."""
+        pieces = range(min_run, longest[start] + 1) if start < len(sought) else range(0)
+        later = most(start + 1) if start < len(sought) else 0
+        return max([later, *(length + most(start + length) for length in pieces)])
+
+    return Reach(prefix, matched, prefix + most(prefix))
 
 
 token_ids = st.lists(st.integers(0, 3), max_size=24)
@@ -62,18 +73,41 @@ def test_ceiling_is_that_of_every_pair_of_places(
     found = ceiling.of(prompt, keep_last=keep_last)
     assert found.prefix == expected.prefix
     assert found.matched.tolist() == expected.matched.tolist()
+    assert found.most == expected.most
+    assert found.most <= np.count_nonzero(found.mask)
     assert ceiling.num_tokens == sum(map(len, whole))
 
 
 def test_ceiling_of_nothing() -> None:
-    assert Ceiling([]).of([1, 2, 3]).total == 0
+    assert Ceiling([]).of([1, 2, 3]).most == 0
     assert Ceiling([[1, 2, 3]], block_size=1, min_run=2).of([]).share == 0.0
-    assert Ceiling([[], [1]], block_size=1, min_run=1).of([1]).total == 1
+    assert Ceiling([[], [1]], block_size=1, min_run=1).of([1]).most == 1
 
 
 def test_windows_do_not_go_on_into_the_next_sequence() -> None:
     ceiling = Ceiling([[1, 2], [3, 4]], block_size=1, min_run=3)
-    assert ceiling.of([0, 1, 2, 3, 4]).total == 0
+    assert ceiling.of([0, 1, 2, 3, 4]).most == 0
+
+
+def test_what_is_left_of_a_run_may_be_too_short() -> None:
+    """Both runs have four tokens and share one: a plan uses one of them whole."""
+    cached = [[1, 2, 3, 4], [4, 5, 6, 7]]
+    ceiling = Ceiling(cached, block_size=1, min_run=4)
+    found = ceiling.of([9, 1, 2, 3, 4, 5, 6, 7])
+    assert (int(np.count_nonzero(found.matched)), found.most) == (7, 4)
+    # Its own prefix has no shortest piece.
+    assert ceiling.of([1, 2, 9, 4, 5, 6, 7]).most == 6
+
+
+def test_moved_pieces_end_before_moved_end_and_come_from_the_scope() -> None:
+    cached = [1, 2, 3, 4, 5, 6]
+    ceiling = Ceiling([cached], block_size=1, min_run=2, out_of_scope=[[1, 2, 3, 9, 7, 8, 7]])
+    prompt = [1, 2, 3, 9, 2, 3, 4, 7, 8]
+    assert [ceiling.of(prompt, moved_end=end).most for end in (0, 4, 5, 6, 7, 9, None)] == [
+        *(4, 4, 4, 6, 7, 7, 7)
+    ]
+    with pytest.raises(ValueError, match=r"moved_end is 10, it must be in \[0, 9\]"):
+        ceiling.of(prompt, moved_end=10)
 
 
 def test_ids_up_to_the_last_u32_are_distinguished() -> None:
@@ -142,7 +176,7 @@ def test_coverage_is_the_share_of_what_could_be_reused() -> None:
     matched = np.zeros(10, dtype=np.bool_)
     matched[5:9] = True
     assert reused(segments, 10).tolist() == [True] * 4 + [False] * 2 + [True] * 2 + [False] * 2
-    assert coverage(segments, Reach(4, matched)) == 6 / 8
+    assert coverage(segments, Reach(4, matched, 8)) == 6 / 8
     # Tokens reused beyond the ceiling do not count.
-    assert coverage(segments, Reach(1, np.zeros(10, dtype=np.bool_))) == 1.0
-    assert coverage(segments, Reach(0, np.zeros(10, dtype=np.bool_))) == 1.0
+    assert coverage(segments, Reach(1, np.zeros(10, dtype=np.bool_), 1)) == 1.0
+    assert coverage(segments, Reach(0, np.zeros(10, dtype=np.bool_), 0)) == 1.0

@@ -129,7 +129,7 @@ def test_the_same_seed_is_the_same_conversation(workload: Workload) -> None:
     assert one.cached.tolist() == same.cached.tolist()
     assert one.prompt.tolist() == same.prompt.tolist()
     assert (one.edits, one.kept, one.spans) == (other.edits, other.kept, other.spans)
-    assert Ceiling([one.cached], block_size=1).of(other.cached).total <= 2
+    assert Ceiling([one.cached], block_size=1).of(other.cached).most <= 2
 
 
 @pytest.mark.parametrize(
@@ -287,7 +287,7 @@ def test_conversations_share_nothing_unless_asked(text: str) -> None:
     one, other = (build(number, text=text, shared=True) for number in (0, 1))
     reach = Ceiling([one.cached], block_size=1, min_run=16).of(other.cached)
     assert reach.prefix > 1_000
-    assert reach.total > reach.prefix + 1_000
+    assert reach.most > reach.prefix + 1_000
 
 
 def test_worded_texts_repeat_themselves() -> None:
