@@ -1,7 +1,8 @@
 """What one plan reuses of every workload: `python benches/python/reuse.py`.
 
 An index holds 200 conversations of one workload, 1,000,000 tokens together. The next prompts of 40
-are planned, and compared with what `workloads.ceiling` finds without the index. Conversations have
+are planned, and compared with the most that any choice of pieces could reuse, which
+`workloads.ceiling` finds without the index. Conversations have
 their own texts, or share boilerplate, plain or repetitive as written text is. Newcomers send their
 first prompt, so boilerplate is all that they could reuse.
 """
@@ -64,10 +65,10 @@ COMPLETE = 0.98
 class Tally:
     """What plans reused of some prompts, in tokens.
 
-    `exact` are in the whole blocks of the exact prefix; `possible` could be reused, and `found` of
-    them is. `lowest` is the lowest share of one prompt; `incomplete` counts prompts of which less
-    than `COMPLETE` of that is reused though no place was dropped: what is left of a run may be
-    shorter than `min_run` (rule P5).
+    `exact` are in the whole blocks of the exact prefix; `possible` is the most that plans could
+    reuse, and `found` what they do. `lowest` is the lowest share of one prompt; `incomplete` counts
+    prompts of which less than `COMPLETE` of that is reused though no place was dropped: pieces are
+    taken from left to right (rule P5), and another choice may cover more.
     """
 
     prompts: int = 0
@@ -82,22 +83,26 @@ class Tally:
 
     def add(self, index: kvtrie.RadixIndex, ceiling: Ceiling, prompt: Tokens) -> None:
         """Plan one more prompt."""
-        possible = ceiling.of(prompt, keep_last=1).mask
+        reach = ceiling.of(prompt, keep_last=1)
         with index.plan(sequence(prompt), POLICY) as plan:
             segments = plan.segments
             dropped = plan.candidates_dropped
             blocks = plan.blocks.size
         mask = reused(segments, len(prompt))
-        if (mask & ~possible).any():
-            message = f"reuse: a plan reuses {np.flatnonzero(mask & ~possible)[:8]}, cached nowhere"
+        nowhere = np.flatnonzero(mask & ~reach.mask)
+        if nowhere.size:
+            message = f"reuse: a plan reuses {nowhere[:8]}, cached nowhere"
             raise RuntimeError(message)
-        share = int(np.count_nonzero(mask)) / max(1, int(np.count_nonzero(possible)))
+        share = int(np.count_nonzero(mask)) / max(1, reach.most)
+        if share > 1:
+            message = f"reuse: a plan reuses more than the most that could be, {reach.most} tokens"
+            raise RuntimeError(message)
         if share < COMPLETE and not dropped:
             self.incomplete.append(self.prompts)
         self.prompts += 1
         self.tokens += len(prompt)
         self.exact += blocks * BLOCK_SIZE
-        self.possible += int(np.count_nonzero(possible))
+        self.possible += reach.most
         self.found += int(np.count_nonzero(mask))
         self.dropped += dropped
         self.pieces += int(np.count_nonzero(segments["class"] == 1))
