@@ -13,7 +13,8 @@ use crate::error::Result;
 #[cfg(feature = "failpoints")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Failure {
-    /// The call fails with [`BrokenInvariant`](crate::ErrorKind::BrokenInvariant). Only at points before the first change.
+    /// The call fails with [`BrokenInvariant`](crate::ErrorKind::BrokenInvariant). Only at points before the first
+    /// change.
     Error,
     /// The call panics. Possible at every point.
     Panic,

@@ -82,8 +82,8 @@
 //!
 //! # Structure
 //!
-//! Each folder owns its fields and counters: `storage`, `pins`, `eviction`, `moved` and `tagging` are the components of an
-//! index; `index` has the calls, one algorithm per file; `plan`, `inspection` and `snapshot` read.
+//! Each folder owns its fields and counters: `storage`, `pins`, `eviction`, `moved` and `tagging` are the components of
+//! an index; `index` has the calls, one algorithm per file; `plan`, `inspection` and `snapshot` read.
 //!
 //! # Hashes
 //!

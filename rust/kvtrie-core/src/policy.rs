@@ -24,7 +24,8 @@ pub enum Repair {
     Ngrams,
     /// The engine: half of them at fronts, half where a layer's output changes most.
     Probe,
-    /// The engine: tokens that the last message attends to, or that [`Probe`](Self::Probe) scores: the better of both ranks.
+    /// The engine: tokens that the last message attends to, or that [`Probe`](Self::Probe) scores: the better of both
+    /// ranks.
     Question,
 }
 
@@ -106,42 +107,31 @@ impl ReusePolicy {
     pub const MAX_CUTS: u16 = u16::MAX;
 
     /// Allows approximate KV and bounds nothing. KV of unknown origin counts as built under it (rule P19).
-    pub const LAXEST: Self = Self {
-        approximate: true,
-        min_run: None,
-        max_hops: Self::MAX_HOPS,
-        max_approximate_share: 1.0,
-        recompute_first: 0,
-        recompute_last: 0,
-        forbid_kinds: Vec::new(),
-        max_cuts: None,
-        max_lost_context: 1.0,
-        max_new_context: 1.0,
-        scope: Scope::Namespace,
-        shared_prefix: 16,
-        recompute_share: 0.0,
-        repair: Repair::Fronts,
-        partial_blocks: true,
-    };
+    pub const LAXEST: Self = Self::bounding_only(true, Self::MAX_HOPS, Scope::Namespace);
 
     /// Allows only exact KV. This is the default everywhere.
-    pub const EXACT_ONLY: Self = Self {
-        approximate: false,
-        min_run: None,
-        max_hops: 1,
-        max_approximate_share: 1.0,
-        recompute_first: 0,
-        recompute_last: 0,
-        forbid_kinds: Vec::new(),
-        max_cuts: None,
-        max_lost_context: 1.0,
-        max_new_context: 1.0,
-        scope: Scope::Conversation,
-        shared_prefix: 16,
-        recompute_share: 0.0,
-        repair: Repair::Fronts,
-        partial_blocks: true,
-    };
+    pub const EXACT_ONLY: Self = Self::bounding_only(false, 1, Scope::Conversation);
+
+    /// A policy that bounds nothing else.
+    const fn bounding_only(approximate: bool, max_hops: u16, scope: Scope) -> Self {
+        Self {
+            approximate,
+            min_run: None,
+            max_hops,
+            max_approximate_share: 1.0,
+            recompute_first: 0,
+            recompute_last: 0,
+            forbid_kinds: Vec::new(),
+            max_cuts: None,
+            max_lost_context: 1.0,
+            max_new_context: 1.0,
+            scope,
+            shared_prefix: 16,
+            recompute_share: 0.0,
+            repair: Repair::Fronts,
+            partial_blocks: true,
+        }
+    }
 
     /// Checks the fields, and [`min_run`](Self::min_run) against the shortest run that can be found.
     ///

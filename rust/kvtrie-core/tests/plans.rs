@@ -490,8 +490,8 @@ fn windows_with_too_many_places_are_tried_at_the_most_recent_ones() {
     assert!(is_dropped);
 }
 
-/// Runs that are one token too short, each cached at 64 places: a search remembers 256 such runs. A long run before them pays for
-/// trying them all.
+/// Runs that are one token too short, each cached at 64 places: a search remembers 256 such runs. A long run before
+/// them pays for trying them all.
 #[test]
 fn a_search_that_forgets_places_finds_runs_after_them() {
     let mut index = RadixIndex::new(Config {
@@ -564,8 +564,8 @@ fn a_hole_is_covered_from_another_path_at_the_same_positions() {
     assert_eq!(plan.source_blocks(), ids((6..10).chain(12..16)));
 }
 
-/// In a text that repeats itself many places reach the prompt's end: the nearest is taken, and of two as near the lowest slot,
-/// within a block and between blocks.
+/// In a text that repeats itself many places reach the prompt's end: the nearest is taken, and of two as near the
+/// lowest slot, within a block and between blocks.
 #[test]
 fn of_places_that_reach_as_far_the_nearest_and_lowest_is_taken() {
     const LEN: usize = 48;
@@ -605,7 +605,8 @@ fn of_places_that_reach_as_far_the_nearest_and_lowest_is_taken() {
     }
 }
 
-/// Five texts of 32 equal tokens go on differently in the middle of a block, so that a run ends in one of five children.
+/// Five texts of 32 equal tokens go on differently in the middle of a block, so that a run ends in one of five
+/// children.
 #[test]
 fn of_children_that_share_as_much_the_lowest_id_is_copied() {
     for (order, max_candidates) in [

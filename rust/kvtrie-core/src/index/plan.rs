@@ -358,8 +358,8 @@ impl RadixIndex {
         self.bound_holes();
     }
 
-    /// Drafts a plan, from the blocks of `path` alone if one is given, with approximate blocks at least as strict as the
-    /// grade. Returns `None` if this takes more than `effort`.
+    /// Drafts a plan, from the blocks of `path` alone if one is given, with approximate blocks at least as strict as
+    /// the grade. Returns `None` if this takes more than `effort`.
     pub(crate) fn draft(
         &mut self,
         seq: &mut TokenSequence,

@@ -9,8 +9,8 @@ use crate::storage::forest::Forest;
 
 impl RadixIndex {
     /// A digest of the logical state: every entry with its tokens, block, label, grade, tags, sessions, mark and last
-    /// use; pins; condemned and waiting blocks (these in order); the clock and the kinds. It does not depend on seeds or on the
-    /// order of splits.
+    /// use; pins; condemned and waiting blocks (these in order); the clock and the kinds. It does not depend on seeds
+    /// or on the order of splits.
     #[must_use]
     pub fn digest(&self) -> u64 {
         let forest = self.forest();

@@ -24,8 +24,8 @@ pub(super) const MOST_EDGES: usize = 1 << 14;
 
 /// A run of moved tokens in a plan, and how the context that it was computed in differs from the prompt before it.
 ///
-/// The run's KV was computed after the tokens before `old_start` on its path. Of these, the *kept* ones are the tokens of
-/// the prompt before `start` whose KV comes from there, in place or by a copy.
+/// The run's KV was computed after the tokens before `old_start` on its path. Of these, the *kept* ones are the tokens
+/// of the prompt before `start` whose KV comes from there, in place or by a copy.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct MovedRun {
     /// First token of the prompt.

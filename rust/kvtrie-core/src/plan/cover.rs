@@ -1,5 +1,5 @@
-//! Chooses the cached runs that cover the rest of a prompt, from left to right (rule P5 in `docs/design.md`): first a run
-//! that continues in order, then the one that reaches furthest.
+//! Chooses the cached runs that cover the rest of a prompt, from left to right (rule P5 in `docs/design.md`): first a
+//! run that continues in order, then the one that reaches furthest.
 
 use std::cell::OnceCell;
 use std::cmp::Reverse;
@@ -551,8 +551,8 @@ impl<'a> Cover<'a> {
         piece.is_some_and(|piece| self.goes_on(piece.node, source, at))
     }
 
-    /// Whether the slot `source` of an edge is after the previous one on a path that has both. Each edge between them is
-    /// a look, once for each previous slot. If none is left, this counts as a place that was not tried.
+    /// Whether the slot `source` of an edge is after the previous one on a path that has both. Each edge between them
+    /// is a look, once for each previous slot. If none is left, this counts as a place that was not tried.
     fn goes_on(&mut self, node: NodeIndex, source: usize, at: usize) -> bool {
         let (previous, end) = self.previous;
         if source < end {
@@ -586,8 +586,8 @@ impl<'a> Cover<'a> {
         goes_on
     }
 
-    /// Whether a run through `place` and the prompt's token `last` may be better than `known`, if both continue in order
-    /// or neither: at the token `at`, which both contain, or at any token. It examines one edge only.
+    /// Whether a run through `place` and the prompt's token `last` may be better than `known`, if both continue in
+    /// order or neither: at the token `at`, which both contain, or at any token. It examines one edge only.
     fn may_be_better(
         &self,
         known: &Run,
@@ -685,8 +685,8 @@ impl<'a> Cover<'a> {
     }
 
     /// Whether the first of two runs that contain the token `at` is better. The order is: in order, further end, fewer
-    /// hops from `at` on, smaller distance, lower source slot of `at`. Runs that share that slot end equally far in siblings:
-    /// then fewer hops in the sibling win, then its lower slot.
+    /// hops from `at` on, smaller distance, lower source slot of `at`. Runs that share that slot end equally far in
+    /// siblings: then fewer hops in the sibling win, then its lower slot.
     fn is_better(&self, first: &Run, second: &Run, at: usize) -> bool {
         let order = second
             .in_order

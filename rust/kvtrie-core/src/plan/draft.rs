@@ -49,7 +49,8 @@ impl Draft {
     }
 
     /// Drafts the plan of a prompt of which at most `len` tokens may be matched, given the end and the ids of its exact
-    /// prefix. Approximate blocks must be at least as strict as `asked`. Returns `None` if searching for moved runs takes more than `effort`.
+    /// prefix. Approximate blocks must be at least as strict as `asked`. Returns `None` if searching for moved runs
+    /// takes more than `effort`.
     #[inline]
     pub(crate) fn new(
         cached: &Cached<'_>,

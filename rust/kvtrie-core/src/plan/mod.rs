@@ -5,10 +5,10 @@
 //!
 //! `draft` assembles the parts, `cover` covers one token at a time, `search` looks up windows, `reach` follows the
 //! prompt along a source by comparing memory, `usable` says what a policy allows, and `context` what a moved run was
-//! computed after. A run with `min_run` tokens from a token on has a kept window of eight tokens within `min_run` tokens
-//! after it, so about a dozen windows are looked up per run, whatever its length. Of several places, only those that may
-//! continue in order, or reach further than the best so far, are followed. So a plan costs the lookup, one comparison of
-//! each run, a few cache misses per run, and one window lookup per token that no run covers.
+//! computed after. A run with `min_run` tokens from a token on has a kept window of eight tokens within `min_run`
+//! tokens after it, so about a dozen windows are looked up per run, whatever its length. Of several places, only those
+//! that may continue in order, or reach further than the best so far, are followed. So a plan costs the lookup, one
+//! comparison of each run, a few cache misses per run, and one window lookup per token that no run covers.
 
 mod budget;
 mod cached;

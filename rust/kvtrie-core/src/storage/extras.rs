@@ -1,4 +1,5 @@
-//! The data that only few edges have: holes, labels, tags, sessions, items, dead marks, and uses that end inside the edge.
+//! The data that only few edges have: holes, labels, tags, sessions, items, dead marks, and uses that end inside the
+//! edge.
 
 use smallvec::SmallVec;
 

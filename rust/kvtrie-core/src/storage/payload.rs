@@ -2,8 +2,8 @@
 
 use crate::ids::ABSENT;
 
-/// The class, the grade and the hops of an entry, in one bit, seven and eight. The grade is a number in the table of the
-/// entry's tree (rule P19).
+/// The class, the grade and the hops of an entry, in one bit, seven and eight. The grade is a number in the table of
+/// the entry's tree (rule P19).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Label(u16);
 

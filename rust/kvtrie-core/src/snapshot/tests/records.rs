@@ -268,7 +268,8 @@ fn labels_of_blocks_that_left_are_not_written() {
 fn an_edge_ends_above_the_greatest_number_of_a_depth() {
     let bytes = two_edges(3, &Edge::default(), &Edge::default());
     let tree = bytes.windows(4).position(|name| name == b"TREE").unwrap();
-    // The name and length of the section, two counts, the namespace and the numbers of grades and edges precede the first edge.
+    // The name and length of the section, two counts, the namespace and the numbers of grades and edges precede the
+    // first edge.
     let first = tree + 12 + 16 + (9 + 16 + 15) + 2 * 10 + 1 + 8;
     // Each edge has 17 bytes, plus 20 per block.
     let second = first + 17 + 2 * 20;
