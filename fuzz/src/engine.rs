@@ -4,12 +4,14 @@
 //! who owns it, and what its slots contain. It then makes every call of the index in any order and at any moment, and
 //! looks for blocks that were lost, handed out twice, written while shared, or found with the wrong KV in them.
 
+use std::collections::HashSet;
 use std::ops::Range;
 use std::sync::Arc;
 
 use kvtrie_core::{
     BlockId, Class, Config, ErrorKind, Imported, InsertOptions, Inserted, Item, LookupOptions,
-    Namespace, PlanOptions, RadixIndex, ReusePlan, ReusePolicy, Salt, Source, Span, TokenSequence,
+    Namespace, PlanOptions, RadixIndex, ReusePlan, ReusePolicy, Salt, Scope, Segment, SessionId,
+    Source, Span, TokenSequence,
 };
 
 use crate::bytes::Bytes;
@@ -54,6 +56,19 @@ pub struct Seen {
     pub dead: u64,
     /// Blocks that were removed from the middle.
     pub removed: u64,
+    /// Tokens of moved runs that a plan copies.
+    pub moved: u64,
+    /// Tokens of moved runs that a plan was told to compute.
+    pub repaired: u64,
+}
+
+/// What a slot of the index is of.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Fact {
+    /// The token, and its place in an item.
+    content: (u32, u64),
+    /// The token's KV if all before it is exact, which stands for its whole prefix.
+    prefix: u64,
 }
 
 #[derive(Clone, Debug)]
@@ -81,6 +96,11 @@ struct Engine {
     namespaces: Vec<Arc<Namespace>>,
     owners: Vec<Owner>,
     slots: Vec<u64>,
+    facts: Vec<Fact>,
+    /// Per block: its path, by the last `prefix` of each block.
+    paths: Vec<Vec<u64>>,
+    /// The paths that were inserted with each session.
+    named: HashSet<(u64, u8)>,
     prompts: Vec<Prompt>,
     requests: Vec<Request>,
     seen: Seen,
@@ -142,6 +162,9 @@ impl Engine {
             namespaces: namespaces.to_vec(),
             owners: vec![Owner::Free; num_blocks],
             slots: vec![0; num_blocks * block_size],
+            facts: vec![Fact::default(); num_blocks * block_size],
+            paths: vec![Vec::new(); num_blocks],
+            named: HashSet::new(),
             prompts: vec![Prompt {
                 namespace: 0,
                 ids: Vec::new(),
@@ -205,6 +228,7 @@ impl Engine {
                 }
                 3 => self.roll_back(bytes),
                 4 => self.quarantine(bytes),
+                5 => self.move_runs(bytes),
                 _ => self.tag(bytes),
             },
         }
@@ -414,13 +438,14 @@ impl Engine {
     fn share(&mut self, request: &mut Request, from: usize) {
         let options = InsertOptions {
             start: from * self.block_size,
+            session: session(session_of(&request.seq)),
             ..InsertOptions::new(request.num_computed, Source::Plan(&request.plan))
         };
         let done = self
             .index
             .insert(&mut request.seq, &request.table[from..], options)
             .expect("a valid insert");
-        self.take(&done);
+        self.take(&done, &request.seq, from);
         request.table[from..from + done.blocks.len()].copy_from_slice(&done.blocks);
         request.num_indexed = request.num_indexed.max(from + done.blocks.len());
         let shared = from + done.blocks.len();
@@ -431,12 +456,15 @@ impl Engine {
     }
 
     fn finish(&mut self, mut request: Request) {
-        let options = InsertOptions::new(request.num_computed, Source::Plan(&request.plan));
+        let options = InsertOptions {
+            session: session(session_of(&request.seq)),
+            ..InsertOptions::new(request.num_computed, Source::Plan(&request.plan))
+        };
         let done = self
             .index
             .insert(&mut request.seq, &request.table, options)
             .expect("a valid insert");
-        self.take(&done);
+        self.take(&done, &request.seq, 0);
         let wanted = request.num_computed / self.block_size;
         self.seen.epochs += u64::from(wanted > 0 && done.blocks.is_empty());
         self.give_back_held(&done.duplicates);
@@ -484,15 +512,15 @@ impl Engine {
         }
         let hops = 1 + u16::from(bytes.one_in(2));
         let source = Source::Imported(Imported::new(exact_until, hops));
+        let options = InsertOptions {
+            session: session(session_of(&seq)),
+            ..InsertOptions::new(prompt.ids.len(), source)
+        };
         let done = self
             .index
-            .insert(
-                &mut seq,
-                &table,
-                InsertOptions::new(prompt.ids.len(), source),
-            )
+            .insert(&mut seq, &table, options)
             .expect("a valid insert");
-        self.take(&done);
+        self.take(&done, &seq, 0);
         self.give_back_held(&done.duplicates);
         self.give_back_held(&done.surplus);
         self.give_back(&done.freed);
@@ -615,6 +643,136 @@ impl Engine {
             tags.iter()
                 .all(|span| span.start < span.end && span.end <= seq.len())
         );
+    }
+
+    /// A plan that may move runs, in a scope and up to a position, and one that computes some of their tokens. Nothing
+    /// is built with it: what it would copy is compared with what the slots are of.
+    fn move_runs(&mut self, bytes: &mut Bytes<'_>) {
+        // Mostly the text of a live request, whose blocks are there, without its beginning.
+        let mut prompt = self.prompts[bytes.below(self.prompts.len())].clone();
+        let mut known = session_of(&self.sequence(&prompt));
+        if let Some(at) = self.pick_request(bytes) {
+            let seq = &self.requests[at].seq;
+            prompt.ids = seq.tokens().to_vec();
+            known = session_of(seq);
+            let mut spaces = self.namespaces.iter();
+            let space = spaces.position(|space| space == seq.namespace());
+            prompt.namespace = space.expect("a known one");
+        }
+        let cut = bytes.below(prompt.ids.len().min(12) + 1);
+        prompt.ids.splice(..cut, vec![5; bytes.below(6)]);
+        prompt.item = None;
+        let mut seq = self.sequence(&prompt);
+        let number = [known, known, Some(0), None][bytes.below(4)];
+        let moved_end = bytes.one_in(2).then(|| bytes.below(seq.len() + 1));
+        let policy = ReusePolicy {
+            max_hops: [1, 0, 2, ReusePolicy::MAX_HOPS][bytes.below(4)],
+            scope: [Scope::Conversation, Scope::Namespace][bytes.below(2)],
+            shared_prefix: 1 + bytes.below(3),
+            recompute_first: bytes.below(3),
+            recompute_share: [0.0, 0.25, 0.5][bytes.below(3)],
+            max_cuts: [None, Some(1)][bytes.below(2)],
+            ..ReusePolicy::LAXEST
+        };
+        let options = PlanOptions {
+            keep_last: bytes.below(3),
+            pin: bytes.one_in(2),
+            session: session(number),
+            moved_end,
+        };
+        let plan = self.index.plan(&mut seq, &policy, options);
+        let plan = plan.expect("a valid plan");
+        self.expect_moves(&seq, &plan, &policy, number);
+        let in_place = plan.blocks().len() * self.block_size;
+        let mut segments = plan.segments().iter();
+        let moved = |part: &&Segment| part.class == Class::Approximate && part.start >= in_place;
+        let plan = if let Some(part) = segments.find(moved) {
+            let start = part.start + bytes.below((part.end - part.start).min(3));
+            let end = start + bytes.below(part.end - start + 1);
+            let repaired = self.index.recompute(&plan, &[(start, end)]);
+            let repaired = repaired.expect("tokens of a moved run");
+            assert_eq!(
+                repaired.num_tokens(Class::Compute),
+                plan.num_tokens(Class::Compute) + end - start,
+                "tokens to compute"
+            );
+            assert_eq!(repaired.source_blocks(), plan.source_blocks());
+            self.expect_moves(&seq, &repaired, &policy, number);
+            self.seen.repaired += (end - start) as u64;
+            repaired
+        } else {
+            plan
+        };
+        self.index.release(&plan).expect("a live plan");
+    }
+
+    /// Every token that a plan copies is what its segment says, and moved ones are in scope.
+    fn expect_moves(
+        &mut self,
+        seq: &TokenSequence,
+        plan: &ReusePlan,
+        policy: &ReusePolicy,
+        number: Option<u8>,
+    ) {
+        let (size, truth, contents) = (self.block_size, self.truth(seq), contents(seq));
+        let used: Vec<BlockId> = [plan.blocks().to_vec(), plan.source_blocks()].concat();
+        let pool = (0..self.owners.len()).map(|id| BlockId(u32::try_from(id).expect("small")));
+        let others: Vec<BlockId> = pool.filter(|id| !used.contains(id)).collect();
+        let Some(fresh) = others.get(..plan.num_new_blocks()) else {
+            return;
+        };
+        let table = [plan.blocks(), fresh].concat();
+        for (at, &value) in truth.iter().enumerate().take(plan.blocks().len() * size) {
+            let fact = self.facts[self.slot(&table, at)];
+            assert_eq!(fact.prefix, value, "in place, and of another prefix");
+        }
+        let end = plan.moved_end().unwrap_or(seq.len());
+        for copy in plan.moves(&table, 0, seq.len()).expect("a table that fits") {
+            let (source, dest) = (index(copy.source_slot), index(copy.dest_slot));
+            let depth = table.iter().position(|id| id.0 as usize == dest / size);
+            let start = depth.expect("a block of the table") * size + dest % size;
+            for offset in 0..index(copy.num_tokens) {
+                let (at, slot) = (start + offset, source + offset);
+                let fact = self.facts[slot];
+                let holds = |part: &&Segment| (part.start..part.end).contains(&at);
+                let part = plan.segments().iter().find(holds).expect("a segment");
+                assert_eq!(self.owners[slot / size], Owner::Index, "nobody's source");
+                assert_eq!(fact.content, contents[at], "another token");
+                assert!(part.class != Class::Compute, "a copy of what is computed");
+                assert!(part.class == Class::Exact || part.hops <= policy.max_hops);
+                if part.class == Class::Exact {
+                    assert_eq!(self.slots[slot], truth[at], "exact KV of something else");
+                }
+                if fact.prefix != truth[at] {
+                    assert_eq!(part.class, Class::Approximate, "moved KV is approximate");
+                    assert!(at < end, "a moved token at {at}, moved_end is {end}");
+                    assert!(
+                        policy.scope == Scope::Namespace
+                            || self.is_in_scope(slot / size, &truth, policy, number),
+                        "a source of another conversation"
+                    );
+                    self.seen.moved += 1;
+                }
+            }
+        }
+    }
+
+    /// Whether a block may be of the conversation: its path was inserted with the session at some time, or begins as the
+    /// prompt does.
+    fn is_in_scope(
+        &self,
+        block: usize,
+        truth: &[u64],
+        policy: &ReusePolicy,
+        number: Option<u8>,
+    ) -> bool {
+        let path = &self.paths[block];
+        let last = path.last().copied().unwrap_or_default();
+        let ends = truth.iter().skip(self.block_size - 1);
+        let ends: Vec<u64> = ends.step_by(self.block_size).copied().collect();
+        let common = policy.shared_prefix.min(path.len());
+        let begins = ends.len() >= policy.shared_prefix && path[..common] == ends[..common];
+        begins || number.is_some_and(|number| self.named.contains(&(last, number)))
     }
 
     // --- KV ---------------------------------------------------------------------------------------------------------
@@ -759,8 +917,24 @@ impl Engine {
         Some(ids)
     }
 
-    /// The index owns the blocks that it returned for the sequence.
-    fn take(&mut self, done: &Inserted) {
+    /// The index owns the blocks that it returned for the sequence, from its block `from` on.
+    fn take(&mut self, done: &Inserted, seq: &TokenSequence, from: usize) {
+        let (size, truth, contents) = (self.block_size, self.truth(seq), contents(seq));
+        let ends = truth.iter().skip(size - 1).step_by(size);
+        let path: Vec<u64> = ends.copied().take(from + done.blocks.len()).collect();
+        for (depth, id) in (from..).zip(&done.blocks) {
+            self.paths[id.0 as usize] = path[..=depth].to_vec();
+            for offset in 0..size {
+                let at = depth * size + offset;
+                self.facts[id.0 as usize * size + offset] = Fact {
+                    content: contents[at],
+                    prefix: truth[at],
+                };
+            }
+        }
+        if let Some(session) = session_of(seq) {
+            self.named.extend(path.iter().map(|&end| (end, session)));
+        }
         self.seen.duplicates += done.duplicates.len() as u64;
         self.seen.replaced += done.freed.len() as u64;
         for id in &done.blocks {
@@ -831,6 +1005,30 @@ impl Engine {
     }
 }
 
+/// The token of each position, and its place in an item.
+fn contents(seq: &TokenSequence) -> Vec<(u32, u64)> {
+    let item = |at: usize| {
+        let mut items = seq.items().iter();
+        let item = items.find(|item| (item.start()..item.end()).contains(&at));
+        item.map_or(0, |item| {
+            (u64::from(item.digest()[0]) << 32) + (at - item.start()) as u64 + 1
+        })
+    };
+    let tokens = seq.tokens().iter().enumerate();
+    tokens.map(|(at, &token)| (token, item(at))).collect()
+}
+
+/// One of three conversations, or none, by the length of a sequence.
+fn session_of(seq: &TokenSequence) -> Option<u8> {
+    u8::try_from(seq.len() % 4)
+        .ok()
+        .filter(|&number| number < 3)
+}
+
+fn session(number: Option<u8>) -> Option<SessionId> {
+    number.map(|number| SessionId::new(&number.to_string()).expect("a short id"))
+}
+
 fn index(value: u64) -> usize {
     usize::try_from(value).expect("a small pool")
 }
@@ -868,6 +1066,8 @@ mod tests {
             all.epochs += seen.epochs;
             all.dead += seen.dead;
             all.removed += seen.removed;
+            all.moved += seen.moved;
+            all.repaired += seen.repaired;
         }
         println!("{all:#?}");
         let counts = [
@@ -883,6 +1083,8 @@ mod tests {
             all.epochs,
             all.dead,
             all.removed,
+            all.moved,
+            all.repaired,
         ];
         assert!(counts.iter().all(|&count| count > 100), "{all:#?}");
     }

@@ -3,14 +3,16 @@
     python -m tests.property.soak --operations 1000000
 
 Each episode is an index of a random size with a random sequence of calls, every result compared
-with the model, drained at its end. A mismatch prints the episode that shows it; run it alone with
-`--first N --episodes 1`. The exit status is 1 when there was one.
+with the model, drained at its end. `--plan-weight` has more of the calls plan. A mismatch prints
+the episode that shows it; run it alone with `--first N --episodes 1` and the same weight. The exit
+status is 1 when there was one.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import math
 import multiprocessing
 import sys
 import time
@@ -52,7 +54,7 @@ class Report:
         self.mismatches += other.mismatches
 
 
-def episode(number: int, hash_bits: int | None, steps: int) -> Report:
+def episode(number: int, hash_bits: int | None, steps: int, plan_weight: int = 1) -> Report:
     rng = Random(number)
     report = Report()
     # One in eight has few blocks, small ones, and deep holes: the bound on holes is met there.
@@ -79,6 +81,7 @@ def episode(number: int, hash_bits: int | None, steps: int) -> Report:
         moved_runs=rng.random() < 7 / 8,
         max_candidates=rng.choice([MANY_CANDIDATES] * 5 + [64, 16, 4]),
         long=long,
+        plan_weight=plan_weight,
     )
     try:
         for i in range(steps):
@@ -105,7 +108,7 @@ def episode(number: int, hash_bits: int | None, steps: int) -> Report:
     return report
 
 
-def _worker(task: tuple[int, int | None, int]) -> Report:
+def _worker(task: tuple[int, int | None, int, int]) -> Report:
     return episode(*task)
 
 
@@ -116,18 +119,24 @@ def run(
     episodes: int | None = None,
     hash_bits: int | None = None,
     steps: int = 400,
+    plan_weight: int = 1,
     jobs: int = 1,
+    seconds: float = math.inf,
 ) -> Report:
-    total = Report()
+    total, end = Report(), time.monotonic() + seconds
     count = episodes if episodes is not None else operations // steps + 1
-    tasks = [(first + i, hash_bits, steps) for i in range(count)]
+    tasks = [(first + i, hash_bits, steps, plan_weight) for i in range(count)]
     if jobs == 1:
         for task in tasks:
             total.add(_worker(task))
+            if time.monotonic() > end:
+                break
         return total
     with multiprocessing.get_context("spawn").Pool(jobs) as pool:
         for report in pool.imap_unordered(_worker, tasks, chunksize=8):
             total.add(report)
+            if time.monotonic() > end:
+                break
     return total
 
 
@@ -170,6 +179,12 @@ def main() -> int:
         "--hash-bits", type=int, default=None, help="0, 4, 8 or 64; else they alternate"
     )
     parser.add_argument("--steps", type=int, default=400, help="calls an episode")
+    parser.add_argument(
+        "--plan-weight", type=int, default=1, help="plans and releases so many times as often"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="stop after the episode that ends later"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     args = parser.parse_args()
     began = time.perf_counter()
@@ -179,7 +194,9 @@ def main() -> int:
         episodes=args.episodes,
         hash_bits=args.hash_bits,
         steps=args.steps,
+        plan_weight=args.plan_weight,
         jobs=args.jobs,
+        seconds=args.seconds,
     )
     sys.stdout.write(describe(report, time.perf_counter() - began) + "\n")
     return 1 if report.mismatches else 0

@@ -4,20 +4,22 @@
 
 A side table has for every slot the token, the position, a digest of its whole prefix, the label and
 the tags. Each token of every plan is looked up there: same token, the plan's delta, the class and
-hops that follow from the two prefixes. What is reused is in the union of all usable shared windows.
-Where no candidate was dropped, no such window is computed whole. The exit status is 1 when anything
-is wrong.
+hops that follow from the two prefixes. Moved tokens are before `moved_end`, and come from blocks of
+the plan's session or of a path that begins as the prompt does. What is reused is in the union of
+all usable shared windows. Where no candidate was dropped and the scope is the namespace, no such
+window is computed whole. The exit status is 1 when anything is wrong.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import math
 import multiprocessing
 import sys
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +35,8 @@ EXACT, APPROXIMATE, COMPUTE = range(3)
 NAMESPACES = tuple(kvtrie.Namespace(model="m", salt=salt) for salt in ("one", "two"))
 LONGEST = 1024
 KINDS = ("reasoning", "answer", "tool_result")
+SHARED_PREFIXES = (1, 2, 4)
+SESSIONS = 6
 MIX = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -172,6 +176,12 @@ class World:
         self.present = np.zeros(self.num_blocks, dtype=np.bool_)
         self.space = np.zeros(self.num_blocks, dtype=np.int64)
         self.above = np.zeros(self.num_blocks, dtype=np.uint64)
+        # By length: the digest of the first blocks of each block's path, 0 where it has fewer.
+        self.heads = {
+            count: np.zeros(self.num_blocks, dtype=np.uint64) for count in SHARED_PREFIXES
+        }
+        # A bit per session. There are fewer than a block belongs to at most.
+        self.sessions = np.zeros(self.num_blocks, dtype=np.uint8)
         self.powers = rng.integers(0, 2**63, LONGEST + 1, dtype=np.uint64) | np.uint64(1)
         self.views: dict[tuple[int, int], View] = {}
 
@@ -217,9 +227,13 @@ class World:
         if self.rng.random() < 0.3:
             exact_until, hops = int(self.rng.integers(0, end + 1)), int(self.rng.integers(0, 3))
             source = imported(exact_until, hops)
-        done = self.index.insert(seq, offered, num_computed=end, source=source)
+        number = self.session()
+        session = None if number is None else f"session {number}"
+        done = self.index.insert(seq, offered, num_computed=end, source=source, session=session)
         self.free += done.duplicates.tolist() + done.surplus.tolist()
         self.record(tokens, space, done, (exact_until, hops))
+        if number is not None:
+            self.sessions[done.blocks] |= np.uint8(1 << number)
         self.left(done.freed)
         if done.num_exact != self.exact_tokens(done.blocks):
             raise UnsoundError(f"insert says {done.num_exact} exact, {source}")
@@ -230,6 +244,9 @@ class World:
             if a < b:
                 bit = np.uint64(1) << np.uint64(self.index.kinds.index(kind))
                 self.tags[self.slots(done.blocks.astype(np.int64))[a:b]] |= bit
+
+    def session(self) -> int | None:
+        return None if self.rng.random() < 0.3 else int(self.rng.integers(SESSIONS))
 
     def exact_tokens(self, blocks: Array) -> int:
         wrong = np.flatnonzero(~self.exact[blocks])
@@ -258,6 +275,9 @@ class World:
                 self.hops[block] = 0 if said else hops
                 self.present[block], self.space[block] = True, space
                 self.above[block] = above
+                self.sessions[block] = 0 if old is None else self.sessions[old]
+                for count, heads in self.heads.items():
+                    heads[block] = digests[count * size - 1] if depth + 1 >= count else 0
             exact_so_far = exact_so_far and bool(self.exact[block])
             above = digests[part.stop - 1]
         self.views.clear()
@@ -309,11 +329,17 @@ class World:
         if roll < 0.1:
             return kvtrie.EXACT_ONLY
         max_hops = int(self.rng.choice([0, 1, 1, 1, 2, 9]))
+        conversation = self.rng.random() < 0.4
+        scope: Literal["conversation", "namespace"] = (
+            "conversation" if conversation else "namespace"
+        )
+        shared_prefix = int(self.rng.choice(SHARED_PREFIXES))
         if roll < 0.75:
-            return kvtrie.ReusePolicy(max_hops=max_hops, scope="namespace")
+            return kvtrie.ReusePolicy(max_hops=max_hops, scope=scope, shared_prefix=shared_prefix)
         return kvtrie.ReusePolicy(
             max_hops=max_hops,
-            scope="namespace",
+            scope=scope,
+            shared_prefix=shared_prefix,
             recompute_first=int(self.rng.choice([0, 2, 16])),
             recompute_last=int(self.rng.choice([0, 2, 16])),
             recompute_share=float(self.rng.choice([0.0, 0.0, 0.2, 0.5])),
@@ -325,9 +351,20 @@ class World:
         tokens, space = self.histories.next(), int(self.rng.random() < 0.2)
         policy, keep_last = self.policy(), int(self.rng.choice([0, 1, 1, 7]))
         pin = bool(self.rng.random() < 0.2)
-        plan = self.index.plan(self.sequence(tokens, space), policy, keep_last=keep_last, pin=pin)
+        number, moved_end = self.session(), None
+        if self.rng.random() < 0.3:
+            moved_end = int(self.rng.integers(0, len(tokens) + 1))
+        plan = self.index.plan(
+            self.sequence(tokens, space),
+            policy,
+            keep_last=keep_last,
+            pin=pin,
+            session=None if number is None else f"session {number}",
+            moved_end=moved_end,
+        )
         try:
-            reused = self.check(plan, tokens, space, policy)
+            in_scope = self.scope(tokens, space, policy, number)
+            reused = self.check(plan, tokens, space, policy, in_scope)
             if self.predictable(policy):
                 self.cover(plan, tokens[: max(0, len(tokens) - keep_last)], space, policy, reused)
             if not plan.validate().all():
@@ -337,10 +374,28 @@ class World:
         finally:
             plan.release()
 
+    def scope(
+        self, tokens: Array, space: int, policy: kvtrie.ReusePolicy, session: int | None
+    ) -> Array:
+        """Which blocks moved runs may come from."""
+        within = self.present & (self.space == space)
+        if policy.scope == "namespace" or not policy.approximate:
+            return within
+        found = (self.sessions >> np.uint8(session or 0)) & np.uint8(session is not None) != 0
+        end = policy.shared_prefix * self.size
+        if end <= len(tokens):
+            digests = self.digests(tokens, space)
+            below = self.heads[policy.shared_prefix] == digests[end - 1]
+            if (within & below).any():
+                ends = self.prefix[self.size - 1 :: self.size]
+                found |= below | np.isin(ends, digests[self.size - 1 : end : self.size])
+        return np.asarray(within & found)
+
     @staticmethod
     def predictable(policy: kvtrie.ReusePolicy) -> bool:
         cut = policy.recompute_first or policy.recompute_last or policy.recompute_share
-        return policy.partial_blocks and not (cut or policy.forbid_kinds)
+        is_whole = policy.partial_blocks and not (cut or policy.forbid_kinds)
+        return is_whole and (policy.scope == "namespace" or not policy.approximate)
 
     def recompute(self, plan: kvtrie.ReusePlan) -> None:
         """Compute some tokens of moved runs; the others must come from where they came from."""
@@ -361,7 +416,12 @@ class World:
         self.counts["plans, recomputed"] += bool(len(again))
 
     def check(
-        self, plan: kvtrie.ReusePlan, tokens: Array, space: int, policy: kvtrie.ReusePolicy
+        self,
+        plan: kvtrie.ReusePlan,
+        tokens: Array,
+        space: int,
+        policy: kvtrie.ReusePolicy,
+        in_scope: Array,
     ) -> Array:
         segments, number = self.segments(plan, len(tokens))
         slot = self.sources(plan, segments, number)
@@ -377,6 +437,9 @@ class World:
         same = self.prefix[slot] == self.digests(tokens, space)[at]
         in_place = len(plan.blocks) * self.size
         require("what is in place has the prefix", same[:in_place].all())
+        require("moved tokens are in scope", in_scope[block[~same]].all())
+        end = len(tokens) if plan.moved_end is None else plan.moved_end
+        require("moved tokens are before moved_end", (at[~same] < end).all())
         exact = same & self.exact[block]
         require("classes", ((label == EXACT) == exact).all())
         hops = segments["hops"].astype(np.int64)[number]
@@ -404,6 +467,10 @@ class World:
                 "plans, moved runs": bool((~same).any()),
                 "plans, approximate in place": bool((~exact & (at < in_place)).any()),
                 "plans, more than one hop": bool((hops > 1).any()),
+                "plans, moved_end": plan.moved_end is not None,
+                "plans, moved in a conversation": policy.scope == "conversation"
+                and bool((~same).any()),
+                "plans, share computed": policy.recompute_share > 0,
                 "plans, exact after a gap": bool((exact & (at > first_gap)).any()),
                 "plans, candidates dropped": plan.candidates_dropped > 0,
             }
@@ -469,6 +536,8 @@ class World:
         found = spread(own == self.min_run, count, self.min_run)
         if policy.approximate:
             hits = contains(view.windows, self.windows(tokens))
+            if plan.moved_end is not None:
+                hits[max(0, plan.moved_end - self.min_run + 1) :] = False
             found |= spread(hits, count, self.min_run)
         found[:start] = True
         require("nothing but what is cached", not (reused[:count] & ~found).any())
@@ -536,21 +605,26 @@ def run(
     hash_bits: int | None = None,
     each: int = 2_000,
     jobs: int = 1,
+    seconds: float = math.inf,
     done: Callable[[Report], None] = lambda _: None,
 ) -> Report:
     bits = [64, 8, 4, 0] if hash_bits is None else [hash_bits]
     count = -(-plans // each)
     tasks = [(first + i, bits[i % len(bits)], min(each, plans)) for i in range(count)]
-    total = Report()
+    total, end = Report(), time.monotonic() + seconds
     if jobs == 1:
         for task in tasks:
             total.add(_worker(task))
             done(total)
+            if time.monotonic() > end:
+                break
         return total
     with multiprocessing.get_context("spawn").Pool(jobs) as pool:
         for report in pool.imap_unordered(_worker, tasks):
             total.add(report)
             done(total)
+            if time.monotonic() > end:
+                break
     return total
 
 
@@ -572,11 +646,19 @@ def main() -> int:
     parser.add_argument(
         "--hash-bits", type=int, default=None, help="0, 4, 8 or 64; else they alternate"
     )
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="stop after the index that ends later"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     args = parser.parse_args()
     began = time.perf_counter()
     report = run(
-        args.plans, first=args.first, hash_bits=args.hash_bits, each=args.each, jobs=args.jobs
+        args.plans,
+        first=args.first,
+        hash_bits=args.hash_bits,
+        each=args.each,
+        jobs=args.jobs,
+        seconds=args.seconds,
     )
     sys.stdout.write(describe(report, time.perf_counter() - began) + "\n")
     return 1 if report.wrong else 0

@@ -89,6 +89,7 @@ class Plans:
     model: ModelPlan
     pair: Pair
     used: bool = False
+    moves: bool = False
 
 
 def _plain(value: Any) -> Any:
@@ -154,9 +155,11 @@ class Twin:
         moved_runs: bool = True,
         max_candidates: int = MANY_CANDIDATES,
         long: bool = False,
+        plan_weight: int = 1,
     ) -> None:
         self.rng = rng
         self.long = long
+        self.plan_weight = plan_weight
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.alphabet = alphabet
@@ -179,6 +182,7 @@ class Twin:
         self.model = ModelIndex(num_blocks, block_size, min_run=min_run, moved_runs=moved_runs)
         self.held = set(range(num_blocks))
         self.pairs: list[Pair] = []
+        self.usual: list[kvtrie.ReusePolicy] = []
         self.plans: list[Plans] = []
         self.stale: list[Plans] = []
         self.counts: collections.Counter[str] = collections.Counter()
@@ -368,8 +372,10 @@ class Twin:
         if roll < 0.75:
             return kvtrie.COMPUTED, self.pair()
         pair = self.pair()
-        exact_until = self.rng.randint(0, len(pair.model) + 1)
-        return kvtrie.Imported(exact_until=exact_until, hops=self.rng.randint(0, 3)), pair
+        exact_until, hops = self.rng.randint(0, len(pair.model) + 1), self.rng.randint(0, 3)
+        built = self.policy()
+        policy = built if built.approximate and self.chance(0.5) else None
+        return kvtrie.Imported(exact_until=exact_until, hops=hops, policy=policy), pair
 
     @staticmethod
     def source_of(source: Plans | object, side: str) -> Any:
@@ -504,7 +510,9 @@ class Twin:
             PLAN,
         )
         if made:
-            self.add_plans(Plans(*made, pair))
+            plans = Plans(*made, pair)
+            self.count_plan(plans, policy, session)
+            self.add_plans(plans)
         while len(self.plans) > MAX_PLANS:
             self.release()
 
@@ -514,7 +522,7 @@ class Twin:
             return None
         if self.chance(0.01):
             return self.rng.choice(["", "s" * 257])
-        return f"session {self.rng.randrange(12 if self.chance(0.3) else 3)}"
+        return f"session {self.rng.randrange(12 if self.chance(0.2) else 2)}"
 
     def moved_end(self, length: int) -> int | None:
         if self.chance(0.6):
@@ -524,10 +532,17 @@ class Twin:
         return self.rng.randint(0, length)
 
     def policy(self) -> kvtrie.ReusePolicy:
+        """Often one of a few, so that plans may use what others built."""
+        if len(self.usual) < 3 or self.chance(0.4):
+            self.usual = [*self.usual[-2:], self.any_policy()]
+            return self.usual[-1]
+        return self.rng.choice(self.usual)
+
+    def any_policy(self) -> kvtrie.ReusePolicy:
         if self.chance(0.25):
             return kvtrie.ReusePolicy(approximate=False, partial_blocks=self.chance(0.7))
         choice = self.rng.choice
-        if self.chance(0.4):
+        if self.chance(0.5):
             return kvtrie.ReusePolicy(max_hops=choice([1, 2, 9]), scope=choice(SCOPES))
         min_run = choice([None] * 4 + [self.min_run + more for more in (0, 1, 4)])
         if self.min_run > MIN_RUN and self.chance(0.02):
@@ -549,7 +564,7 @@ class Twin:
             partial_blocks=self.chance(0.8),
         )
 
-    def count_plan(self, plans: Plans) -> None:
+    def count_plan(self, plans: Plans, policy: kvtrie.ReusePolicy, session: str | None) -> None:
         model, segments = plans.model, plans.model.segments
         in_place = len(model.blocks) * self.block_size
         copied = segments[(segments["start"] >= in_place) & (segments["class"] != 2)]
@@ -569,14 +584,19 @@ class Twin:
                 "plans, moved runs": 1 in copied["class"],
                 "plans, exact after a gap": 0 in copied["class"][copied["start"] > in_place],
                 "plans, more than one hop": bool((segments["hops"] > 1).any()),
+                "plans, scope of a conversation": policy.approximate
+                and policy.scope == "conversation",
+                "plans, share computed": policy.approximate and policy.recompute_share > 0,
+                "plans, session": session is not None,
+                "plans, moved_end": model.moved_end is not None,
                 "copies": len(model.source_blocks),
             }
         )
+        plans.moves = 1 in copied["class"]
 
     def add_plans(self, plans: Plans) -> None:
         self.plans.append(plans)
         model = plans.model
-        self.count_plan(plans)
         for _ in range(2):
             # Mostly a table of other blocks, sometimes one that would overwrite what is read.
             used = {*model.blocks.tolist(), *model.source_blocks.tolist()}
@@ -599,7 +619,8 @@ class Twin:
         """Compute tokens of moved runs, sometimes of anything else."""
         if not self.plans:
             return
-        plans = self.rng.choice(self.plans)
+        moved = [plans for plans in self.plans if plans.moves]
+        plans = self.rng.choice(moved if moved and self.chance(0.8) else self.plans)
         in_place = len(plans.model._in_place) * self.block_size
         ranges = []
         for part in plans.model.segments:
@@ -618,7 +639,8 @@ class Twin:
             for name in PLAN:
                 real, model = pick(plans.real, [name]), pick(plans.model, [name])
                 self.same(f"{name} after recompute({ranges})", real, model)
-            self.counts["recomputed"] += plans.model._state.recomputed and bool(ranges)
+            again = plans.model._state.recomputed and bool(ranges)
+            self.counts["plans, recomputed"] += again
 
     def insert(self) -> None:
         source, pair = self.source()
@@ -889,6 +911,10 @@ class Twin:
         names, weights = zip(*self.CALLS, strict=True)
         if self.long:
             weights = tuple(self.LONG.get(name, weight) for name, weight in self.CALLS)
+        weights = tuple(
+            weight * (self.plan_weight if each in ("plan", "release") else 1)
+            for each, weight in zip(names, weights, strict=True)
+        )
         name = self.rng.choices(names, weights)[0]
         if self.chance(0.1 * self.holes):
             name = "hollow"
