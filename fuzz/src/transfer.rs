@@ -53,12 +53,7 @@ pub fn run(data: &[u8]) -> Outcome {
         block_size: Some(3),
         blocks: Some(&table),
     }];
-    let policy = ReusePolicy {
-        approximate: true,
-        min_run: Some(8),
-        max_hops: 2,
-        ..ReusePolicy::EXACT_ONLY
-    };
+    let policy = policy();
     let options = TransferOptions {
         policy: &policy,
         ..TransferOptions::default()
@@ -79,6 +74,16 @@ pub fn run(data: &[u8]) -> Outcome {
             Outcome::Planned
         }
         Err(error) => refused(&error),
+    }
+}
+
+/// What the true manifest's approximate KV was built under, and the receiver asks for.
+fn policy() -> ReusePolicy {
+    ReusePolicy {
+        approximate: true,
+        min_run: Some(8),
+        max_hops: 2,
+        ..ReusePolicy::EXACT_ONLY
     }
 }
 
@@ -110,7 +115,9 @@ fn true_manifest(tokens: &[u32], table: &[BlockId], key: &TransferKey) -> Transf
         label(20, 30, Class::Approximate, 1),
         label(36, 45, Class::Exact, 0),
     ];
-    TransferManifest::new(&sequence(tokens), &[group], &labels, 56, key).expect("a true manifest")
+    let seq = sequence(tokens);
+    let made = TransferManifest::built_under(Some(&policy()), &seq, &[group], &labels, 56, key);
+    made.expect("a true manifest")
 }
 
 /// Bytes with some of them changed, cut out or doubled.

@@ -2814,7 +2814,8 @@ class TransferManifest:
                 drafts have none.
             block_size: Tokens per block, or a dict from group number to tokens per block.
             source: Where the KV came from: `kvtrie.COMPUTED`, which None means, or a
-                `kvtrie.Imported`.
+                `kvtrie.Imported`. Its `policy` is the manifest's; without one, only receivers whose
+                policy bounds nothing load the approximate KV.
             num_lookahead: Positions issued after `num_computed`. Blocks that hold only such
                 positions are look-ahead.
             context: What the manifest is about, up to 1,024 bytes, such as the engine, the request
@@ -2921,6 +2922,30 @@ class TransferManifest:
         The highest end of a run with KV, in tokens.
         """
     @property
+    def policy(self, /) -> ReusePolicy | None:
+        """
+        The policy that the approximate KV was built under, without the kinds that it forbids: a
+        manifest has no tags. None if it is not known, or if nothing is approximate.
+
+        A receiver loads approximate KV only if this policy is at least as strict as its own.
+
+        Example:
+            >>> seq = kvtrie.TokenSequence(
+            ...     [1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+            ... )
+            >>> first2 = kvtrie.ReusePolicy(recompute_first=2)
+            >>> manifest = kvtrie.TransferManifest.from_blocks(
+            ...     seq,
+            ...     [8, 3],
+            ...     key=b"k" * 32,
+            ...     num_computed=3,
+            ...     block_size=2,
+            ...     source=kvtrie.Imported(2, policy=first2),
+            ... )
+            >>> manifest.policy == first2
+            True
+        """
+    @property
     def rope(self, /) -> str:
         """
         How K is rotated by position.
@@ -2932,7 +2957,7 @@ class TransferManifest:
         """
     def to_bytes(self, /) -> bytes:
         """
-        Return the manifest as bytes for `from_bytes`: MessagePack, version 1. Equal manifests have
+        Return the manifest as bytes for `from_bytes`: MessagePack, version 2. Equal manifests have
         equal bytes.
 
         The bytes contain block ids, positions and digests, no token ids and no salt.

@@ -14,7 +14,7 @@ from random import Random
 from tests.pd import faults
 from tests.pd.leases import LeaseError
 from tests.pd.serving import Envelope, Live, ServingEngine
-from tests.truth.check import EXACT
+from tests.truth.check import APPROXIMATE, EXACT
 
 import kvtrie
 
@@ -32,6 +32,19 @@ Planner = Callable[..., kvtrie.TransferPlan]
 
 class WrongError(Exception):
     """A slot with a wrong label, or something that was not freed."""
+
+
+def check_grade(
+    manifest: kvtrie.TransferManifest, transfer: kvtrie.TransferPlan, policy: kvtrie.ReusePolicy
+) -> int:
+    """How many pairs load what the sender has as approximate: built under a policy as strict."""
+    runs = [run for run in manifest.runs if run.class_ == APPROXIMATE]
+    sent = {(run.group, block) for run in runs for block in run.blocks.tolist()}
+    count = sum((group, remote) in sent for group, remote, *_ in transfer.pairs.tolist())
+    lax = kvtrie.ReusePolicy(max_hops=255, scope="namespace")
+    if count and not (manifest.policy or lax).is_at_least_as_strict_as(policy):
+        raise WrongError(f"{count} blocks of {manifest.policy} are loaded under {policy}")
+    return count
 
 
 @dataclass
@@ -73,6 +86,7 @@ class Episode:
         self.phrases = [[rng.randrange(40) for _ in range(rng.randrange(3, 24))] for _ in range(6)]
         self.conversations = [Conversation() for _ in range(rng.randrange(1, 4))]
         self.longest = rng.choice((60, 150, 150))
+        self.usual: list[kvtrie.ReusePolicy] = []
         self.names = 0
         self.background: dict[str, list[Live]] = {"P": [], "D": []}
 
@@ -118,9 +132,17 @@ class Episode:
             at += len(tokens)
 
     def policy(self) -> kvtrie.ReusePolicy:
+        """Often one of a few: then a receiver may load what a sender has as approximate."""
         rng = self.rng
         if rng.random() < 0.4:
             return kvtrie.EXACT_ONLY
+        if len(self.usual) == 2 and rng.random() < 0.6:
+            return rng.choice(self.usual)
+        self.usual = [*self.usual[-1:], self.approximate_policy()]
+        return self.usual[-1]
+
+    def approximate_policy(self) -> kvtrie.ReusePolicy:
+        rng = self.rng
         return kvtrie.ReusePolicy(
             approximate=True,
             min_run=rng.choice((None, 8, 8, 12)),
@@ -267,8 +289,9 @@ class Episode:
         cached = int(plan.gaps[0][0]) if len(plan.gaps) else len(live.ids)
         policy = self.policy()
         try:
+            manifest = kvtrie.TransferManifest.from_bytes(raw)
             transfer = self.planner(
-                kvtrie.TransferManifest.from_bytes(raw),
+                manifest,
                 seq,
                 live.table,
                 cached=(0, cached),
@@ -289,6 +312,7 @@ class Episode:
             self.counts["changed and accepted"] += 1
         self.check_plan(engine, live, sent, transfer, min(cached, len(live.ids) - keep_last))
         self.check_policy(live, transfer, policy)
+        self.counts["approximate blocks sent on"] += check_grade(manifest, transfer, policy)
         breaks = rng.randrange(len(transfer.pairs) + 1) if rng.random() < 0.03 else None
         try:
             engine.load(live, sent, transfer, breaks_after=breaks)

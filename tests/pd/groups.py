@@ -11,7 +11,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from tests.pd import faults
-from tests.pd.driver import KEYS, REASONS, SPACES, Counts, Planner, WrongError
+from tests.pd.driver import KEYS, REASONS, SPACES, Counts, Planner, WrongError, check_grade
 from tests.truth.check import APPROXIMATE, EXACT, is_loaded_right, wrong_slots
 from tests.truth.labels import LabelledPool, chain
 
@@ -29,7 +29,8 @@ SIZES = (1, 2, 3, 4, 8)
 class Side:
     """One engine's pools, a table per group.
 
-    Its KV is exact up to `exact_until`, and has at most `hops` after it.
+    Its KV is exact up to `exact_until`, and has at most `hops` after it, where it was built under
+    `policy`.
     """
 
     def __init__(self, sizes: dict[int, int], num_tokens: int, rng: Random) -> None:
@@ -41,6 +42,7 @@ class Side:
         }
         self.exact_until = num_tokens
         self.hops = 0
+        self.policy: kvtrie.ReusePolicy | None = None
         self.lookahead = 0
 
     def slots(self, group: int) -> list[int]:
@@ -143,17 +145,19 @@ def hop(
     space = rng.choice(SPACES[1:]) if fault == "namespace" else SPACES[0]
     counts["transfers"] += 1
     keep_last = rng.choice((0, 0, 1, 3))
+    policy = sender.policy if sender.policy and rng.random() < 0.5 else _policy(rng)
     pairs: list[tuple[int, ...]] = []
     compute: list[list[int]] = [[cached, length]] if cached < length else []
     receiver.exact_until, receiver.hops = length, 0
     try:
+        manifest = kvtrie.TransferManifest.from_bytes(raw)
         transfer = planner(
-            kvtrie.TransferManifest.from_bytes(raw),
+            manifest,
             wanted.sequence(space),
             local_tables,
             cached=(0, cached),
             key=KEYS[1] if fault == "key" else KEYS[0],
-            policy=_policy(rng),
+            policy=policy,
             block_size=local_sizes,
             keep_last=keep_last,
         )
@@ -166,6 +170,9 @@ def hop(
             raise WrongError(f"accepted in spite of: {fault}")
         pairs, compute = transfer.pairs.tolist(), transfer.compute.tolist()
         receiver.exact_until, receiver.hops = transfer.exact_until, transfer.hops
+        is_approximate = any(pair[6] != EXACT for pair in pairs)
+        receiver.policy = policy if is_approximate else None
+        counts["approximate blocks sent on"] += check_grade(manifest, transfer, policy)
     for pair in pairs:
         _load(sender, receiver, pair, labels, canon)
         counts["pairs, groups"] += 1
@@ -180,7 +187,7 @@ def hop(
 def _manifest(sender: Side, sent: Text, computed: int) -> bytes:
     source: kvtrie.ComputedSource | kvtrie.Imported = kvtrie.COMPUTED
     if sender.exact_until < computed or sender.hops:
-        source = kvtrie.Imported(exact_until=sender.exact_until, hops=sender.hops)
+        source = kvtrie.Imported(sender.exact_until, sender.hops, sender.policy)
     manifest = kvtrie.TransferManifest.from_blocks(
         sent.sequence(SPACES[0]),
         sender.tables,

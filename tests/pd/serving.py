@@ -64,6 +64,8 @@ class Live:
     done: int = 0
     arrived: list[int] = field(default_factory=list)
     in_flight: int = 0
+    built_under: list[kvtrie.ReusePolicy] = field(default_factory=list)
+    """The policies that approximate KV of the request was planned or loaded under."""
 
 
 class ServingEngine(Engine):
@@ -130,6 +132,8 @@ class ServingEngine(Engine):
         live = Live(
             name, seq, table, self.pool.slots(table), list(ids), self.chain(ids), deque(), []
         )
+        if plan.num_approximate:
+            live.built_under.append(policy)
         moves = plan.moves(np.asarray(table, dtype=np.int32))
         for source, target, count, delta in moves.tolist():
             self._move(live, source, target, count, delta)
@@ -158,6 +162,9 @@ class ServingEngine(Engine):
             plan=plan,
             session=SESSION,
         )
+        source = transfer.source
+        if isinstance(source, kvtrie.Imported) and source.policy is not None:
+            live.built_under.append(source.policy)
         self._begun(live)
 
     def begin_computed(self, live: Live, plan: kvtrie.ReusePlan, loaded: int) -> None:
@@ -405,7 +412,12 @@ class ServingEngine(Engine):
         self.allocator.free(self.index.take_freed())
 
     def export(self, live: Live, key: bytes) -> Envelope:
-        raw = kvtrie.TransferManifest.from_ledger(self.ledger, live.name, key=key).to_bytes()
+        manifest = kvtrie.TransferManifest.from_ledger(self.ledger, live.name, key=key)
+        said = manifest.policy
+        for policy in live.built_under:
+            if said is not None and not policy.is_at_least_as_strict_as(said):
+                raise ValueError(f"the manifest says {said}, KV was built under {policy}")
+        raw = manifest.to_bytes()
         lease = self.leases.grant(live.name, self.ledger.blocks(live.name).tolist())
         return Envelope(self, lease, raw)
 

@@ -31,10 +31,12 @@ class Case:
     cached: tuple[int, int] = (0, 0)
     keep_last: int = 0
     policy: naive.Policy = field(default_factory=naive.Policy)
+    built: naive.Policy | None = None
+    """The policy that approximate KV was built under, if the sender knows it."""
 
     def sent(self) -> naive.Manifest:
         tables, ahead = self.their_tables, self.num_lookahead
-        return naive.manifest_of(self.theirs, tables, self.labels, ahead, KEY)
+        return naive.manifest_of(self.theirs, tables, self.labels, ahead, KEY, self.built)
 
     def planned(self, manifest: naive.Manifest, key: bytes = KEY) -> naive.Plan:
         return naive.plan(
@@ -206,6 +208,7 @@ def policies() -> st.SearchStrategy[naive.Policy]:
             recompute_first=st.sampled_from([0, 0, 1, 3]),
             recompute_last=st.sampled_from([0, 0, 2, 30]),
             recompute_share=st.sampled_from([0.0, 0.0, 0.3]),
+            repair=st.sampled_from(["fronts", "fronts", "probe"]),
             forbid_kinds=st.sampled_from([(), (), (), ("reasoning",)]),
         ),
     )
@@ -233,8 +236,21 @@ def cases(draw: st.DrawFn) -> Case:
         {g: (s, t) for g, s, t in zip(numbers, my_sizes, my_tables, strict=True)},
         draw(st.sampled_from([(0, 0), (start, draw(st.integers(start, len(mine.ids))))])),
         draw(st.sampled_from([0, 0, 1, 5, 1000])),
-        draw(policies()),
+        policy := draw(policies()),
+        draw(st.sampled_from(built_under(policy))),
     )
+
+
+def built_under(policy: naive.Policy) -> list[naive.Policy | None]:
+    """Policies that a sender's approximate KV may be of: unknown, equal, stricter, and laxer."""
+    same = replace(policy, approximate=True)
+    return [
+        None,
+        same,
+        same,
+        replace(same, max_cuts=3, max_hops=1, recompute_first=same.recompute_first + 1),
+        replace(same, scope="namespace", recompute_last=40),
+    ]
 
 
 @st.composite
@@ -309,4 +325,5 @@ def edited(rng: Random) -> Case:
         cached,
         rng.choice([0, 0, 1, 4]),
         policy,
+        rng.choice(built_under(policy)),
     )

@@ -10,7 +10,7 @@ import hmac
 import math
 import struct
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import msgpack
 
@@ -62,10 +62,11 @@ class Group:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A manifest that was read; `namespace` is as it was packed."""
+    """A manifest that was read; `namespace` and `policy` are as they were packed."""
 
     namespace: tuple[Any, ...]
     groups: tuple[Group, ...]
+    policy: tuple[Any, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,13 @@ class Policy:
     recompute_first: int = 0
     recompute_last: int = 0
     forbid_kinds: tuple[str, ...] = ()
+    max_cuts: int | None = None
+    max_lost_context: float = 1.0
+    max_new_context: float = 1.0
+    scope: Literal["conversation", "namespace"] = "conversation"
+    shared_prefix: int = 16
     recompute_share: float = 0.0
+    repair: Literal["fronts", "ngrams", "probe", "question"] = "fronts"
 
 
 Pair = tuple[int, int, int, int, int, int, int, int]
@@ -136,6 +143,44 @@ def packed_space(key: bytes, space: Space) -> tuple[Any, ...]:
     return (space.model, space.kv_dtype, space.rope, space.adapter, salt)
 
 
+def packed_policy(policy: Policy | None) -> tuple[Any, ...] | None:
+    if policy is None:
+        return None
+    return (
+        policy.min_run,
+        policy.max_hops,
+        policy.max_approximate_share,
+        policy.recompute_first,
+        policy.recompute_last,
+        policy.max_cuts,
+        policy.max_lost_context,
+        policy.max_new_context,
+        policy.shared_prefix if policy.scope == "conversation" else None,
+        policy.recompute_share,
+        policy.repair,
+    )
+
+
+def is_strict(built: tuple[Any, ...] | None, policy: Policy) -> bool:
+    """Whether a packed policy is at least as strict as another; None is the laxest."""
+    lax = (None, MAX_HOPS, 1.0, 0, 0, None, 1.0, 1.0, None, 0.0, "fronts")
+    min_run, hops, share, first, last, cuts, lost, new, shared, again, repair = built or lax
+    asked_shared = policy.shared_prefix if policy.scope == "conversation" else 0
+    as_repaired = again >= policy.recompute_share and repair == policy.repair
+    return (
+        (min_run or 0) >= (policy.min_run or 0)
+        and hops <= policy.max_hops
+        and share <= policy.max_approximate_share
+        and first >= policy.recompute_first
+        and last >= policy.recompute_last
+        and (policy.max_cuts is None or (cuts is not None and cuts <= policy.max_cuts))
+        and lost <= policy.max_lost_context
+        and new <= policy.max_new_context
+        and (shared or 0) >= asked_shared
+        and (policy.recompute_share == 0 or as_repaired)
+    )
+
+
 def fields_of(run: Run) -> list[Any]:
     ids = struct.pack(f"<{len(run.blocks)}I", *run.blocks)
     digests = b"".join(run.digests)
@@ -143,9 +188,16 @@ def fields_of(run: Run) -> list[Any]:
 
 
 def run_digest(
-    key: bytes, namespace: tuple[Any, ...], group: int, size: int, run: Run, context: bytes = b""
+    key: bytes,
+    head: tuple[tuple[Any, ...], tuple[Any, ...] | None],
+    group: int,
+    size: int,
+    run: Run,
+    context: bytes = b"",
 ) -> bytes:
-    values = [*([context] if context else []), 1, list(namespace), group, size, *fields_of(run)]
+    """`head` is the namespace and the policy, as packed."""
+    start = [*([context] if context else []), 2]
+    values = [*start, *head, group, size, *fields_of(run)]
     return keyed(key, b"kvtrie.run", b"".join(msgpack.packb(value) for value in values))
 
 
@@ -158,9 +210,12 @@ def manifest_of(
     labels: list[tuple[int, int] | None],
     num_lookahead: int,
     key: bytes,
+    built: Policy | None = None,
 ) -> Manifest:
+    """`built` is the policy that approximate KV was built under."""
     end = len(labels)
     namespace = packed_space(key, prompt.space)
+    head = namespace, packed_policy(built) if is_approximate(labels, tables) else None
     groups = []
     for group in sorted(tables):
         size, table = tables[group]
@@ -185,18 +240,35 @@ def manifest_of(
             ]
             prefix = prefix_digest(key, prompt, first)
             run = Run(first, stop - first, flags, hops, tuple(ids), prefix, tuple(digests))
-            made.append(signed(key, namespace, group, size, run))
+            made.append(signed(key, head, group, size, run))
         held, issued = -(-end // size), -(-(end + num_lookahead) // size)
         if held < issued:
             ids = table[held:issued]
             run = Run(held * size, len(ids) * size, LOOKAHEAD, 0, tuple(ids), b"", ())
-            made.append(signed(key, namespace, group, size, run))
+            made.append(signed(key, head, group, size, run))
         groups.append(Group(group, size, tuple(made)))
-    return Manifest(namespace, tuple(groups))
+    return Manifest(namespace, tuple(groups), head[1])
 
 
-def signed(key: bytes, namespace: tuple[Any, ...], group: int, size: int, run: Run) -> Run:
-    return replace(run, digest=run_digest(key, namespace, group, size, run))
+def is_approximate(
+    labels: list[tuple[int, int] | None], tables: dict[int, tuple[int, list[int]]]
+) -> bool:
+    """Whether a whole block with an approximate token is sent."""
+    return any(
+        None not in block and APPROXIMATE in [label[0] for label in block if label]
+        for size, _ in tables.values()
+        for block in (labels[at : at + size] for at in range(0, len(labels), size))
+    )
+
+
+def signed(
+    key: bytes,
+    head: tuple[tuple[Any, ...], tuple[Any, ...] | None],
+    group: int,
+    size: int,
+    run: Run,
+) -> Run:
+    return replace(run, digest=run_digest(key, head, group, size, run))
 
 
 def as_value(manifest: Manifest) -> list[Any]:
@@ -204,7 +276,7 @@ def as_value(manifest: Manifest) -> list[Any]:
         [group.group, group.block_size, [[*fields_of(run), run.digest] for run in group.runs]]
         for group in manifest.groups
     ]
-    return ["kvtrie.manifest", 1, list(manifest.namespace), groups]
+    return ["kvtrie.manifest", 2, list(manifest.namespace), manifest.policy, groups]
 
 
 def to_bytes(manifest: Manifest) -> bytes:
@@ -230,13 +302,14 @@ def from_bytes(raw: bytes, limits: Limits | None = None) -> Manifest:  # noqa: P
         raise Refused("malformed", "no manifest")
     if not is_count(value[1]):
         raise Refused("malformed", "version")
-    if value[1] != 1:
+    if value[1] != 2:
         raise Refused("version")
-    if len(value) != 4:
+    if len(value) != 5:
         raise Refused("malformed", "entries")
     namespace = checked_namespace(value[2])
+    policy = checked_policy(value[3])
     found: list[Group] = []
-    for item in listed(value[3], None, "groups", limits.max_groups):
+    for item in listed(value[4], None, "groups", limits.max_groups):
         group, size, runs = listed(item, 3, "a group")
         if not is_count(group) or group >= 2**31 or (found and group <= found[-1].group):
             raise Refused("malformed", "group")
@@ -253,7 +326,7 @@ def from_bytes(raw: bytes, limits: Limits | None = None) -> Manifest:  # noqa: P
         if len(set(ids)) < len(ids):
             raise Refused("malformed", "a block twice")
         found.append(Group(group, size, tuple(made)))
-    return Manifest(namespace, tuple(found))
+    return Manifest(namespace, tuple(found), policy)
 
 
 def is_count(value: object) -> bool:
@@ -276,6 +349,24 @@ def checked_namespace(value: Any) -> tuple[Any, ...]:
     if salt is not None and not (isinstance(salt, bytes) and len(salt) == 16):
         raise Refused("malformed", "salt")
     return (model, kv_dtype, rope, adapter, salt)
+
+
+def checked_policy(value: Any) -> tuple[Any, ...] | None:
+    if value is None:
+        return None
+    fields = listed(value, 11, "policy")
+    min_run, hops, share, first, last, cuts, lost, new, shared, again, repair = fields
+    counts = [number for number in (min_run, cuts, shared) if number is not None]
+    if not all(is_count(number) for number in (*counts, hops, first, last)):
+        raise Refused("malformed", "a number of the policy")
+    for one in (share, lost, new, again):
+        if not isinstance(one, float) or not 0 <= one <= 1 or math.copysign(1, one) < 0:
+            raise Refused("malformed", "a share of the policy")
+    if hops > MAX_HOPS or (cuts or 0) >= 2**16 or (min_run or 8) < 8 or shared == 0:
+        raise Refused("malformed", "a limit of the policy")
+    if min_run == 0 or repair not in ("fronts", "ngrams", "probe", "question"):
+        raise Refused("malformed", "the repair of the policy")
+    return tuple(fields)
 
 
 def checked_run(value: Any, size: int, made: list[Run], blocks_left: int, limits: Limits) -> Run:
@@ -329,7 +420,8 @@ def plan(  # noqa: PLR0912 - one step after the other
     policy = policy or Policy()
     for group in manifest.groups:
         for run in group.runs:
-            wanted = run_digest(key, manifest.namespace, group.group, group.block_size, run)
+            head = manifest.namespace, manifest.policy
+            wanted = run_digest(key, head, group.group, group.block_size, run)
             if not hmac.compare_digest(wanted, run.digest):
                 raise Refused("digest")
     if manifest.namespace != packed_space(key, prompt.space):
@@ -378,30 +470,25 @@ def loads_of(
     manifest: Manifest, prompt: Prompt, key: bytes, open_: list[bool], policy: Policy
 ) -> dict[int, list[Load]]:
     """Loads by position, one per group, of positions that all groups have."""
-    groups = [group_loads(group, prompt, key, open_, policy) for group in manifest.groups]
+    takes = policy.approximate and not policy.forbid_kinds and is_strict(manifest.policy, policy)
+    groups = [group_loads(group, prompt, key, open_, policy, takes) for group in manifest.groups]
     if not groups:
         return {}
     common = set.intersection(*(set(loads) for loads in groups))
     return {at: [loads[at] for loads in groups] for at in sorted(common)}
 
 
-def takes_any(policy: Policy) -> bool:
-    """Whether a policy bounds nothing: a manifest does not say what its KV was built under."""
-    bounds = (policy.min_run or 0, policy.recompute_first, policy.recompute_last)
-    is_free = policy.max_hops >= MAX_HOPS and policy.max_approximate_share >= 1
-    return policy.approximate and not any(bounds) and is_free and not policy.forbid_kinds
-
-
 def group_loads(
-    group: Group, prompt: Prompt, key: bytes, open_: list[bool], policy: Policy
+    group: Group, prompt: Prompt, key: bytes, open_: list[bool], policy: Policy, takes: bool
 ) -> dict[int, Load]:
+    """`takes`: whether approximate blocks may be loaded."""
     size, length = group.block_size, len(prompt.ids)
     is_approximate = policy.approximate and not policy.forbid_kinds
     loads: dict[int, Load] = {}
     for run in group.runs:
         if run.flags == LOOKAHEAD or run.start >= length:
             continue
-        if run.flags == APPROXIMATE and (not takes_any(policy) or run.hops > policy.max_hops):
+        if run.flags == APPROXIMATE and (not takes or run.hops > policy.max_hops):
             continue
         if run.prefix != prefix_digest(key, prompt, run.start):
             continue
@@ -414,7 +501,7 @@ def group_loads(
                 if open_[at]:
                     loads[at] = (at, run.flags, run.hops, run.blocks[place])
     if is_approximate:
-        add_moved(group, prompt, key, open_, policy, loads)
+        add_moved(group, prompt, key, open_, policy, loads, takes)
     return loads
 
 
@@ -447,7 +534,7 @@ class Match:
 
 
 def matches_of(  # noqa: PLR0912 - one step after the other
-    group: Group, prompt: Prompt, key: bytes, policy: Policy, min_run: int
+    group: Group, prompt: Prompt, key: bytes, policy: Policy, min_run: int, takes: bool
 ) -> tuple[dict[int, list[Match]], int]:
     """The matches that windows nominate, by position, and the partial block's length."""
     length, size = len(prompt.ids), group.block_size
@@ -455,7 +542,7 @@ def matches_of(  # noqa: PLR0912 - one step after the other
     for run in group.runs:
         if run.flags == LOOKAHEAD or run.hops + 1 > policy.max_hops:
             continue
-        if run.flags == APPROXIMATE and not takes_any(policy):
+        if run.flags == APPROXIMATE and not takes:
             continue
         for place, digest in enumerate(run.digests):
             there = run.start + place * size
@@ -506,10 +593,11 @@ def add_moved(
     open_: list[bool],
     policy: Policy,
     loads: dict[int, Load],
+    takes: bool,
 ) -> None:
     length, size = len(prompt.ids), group.block_size
     min_run = 16 if policy.min_run is None else policy.min_run
-    windows, partial = matches_of(group, prompt, key, policy, min_run)
+    windows, partial = matches_of(group, prompt, key, policy, min_run, takes)
     is_left = [open_[at] and at not in loads for at in range(length)]
     pieces: list[tuple[int, int, Any]] = []
     at = 0

@@ -28,7 +28,11 @@ def _written(case: cases.Case) -> kvtrie.TransferManifest:
         key=KEY,
         num_computed=len(case.labels),
         block_size={group: size for group, (size, _) in case.their_tables.items()},
-        source=kvtrie.Imported(exact_until=len(exact), hops=hops),
+        source=kvtrie.Imported(
+            exact_until=len(exact),
+            hops=hops,
+            policy=None if case.built is None else cases.policy(case.built),
+        ),
         num_lookahead=case.num_lookahead,
     )
 
@@ -105,11 +109,20 @@ def test_moved_runs_equal_the_naive_ones(seed: int) -> None:
         found = cases.as_plan(case.asked(manifest))
         assert found == case.planned(sent), case
         cases.check_loads(case, found)
+        sent_on = {
+            block
+            for group in sent.groups
+            for run in group.runs
+            if run.flags == 1
+            for block in run.blocks
+        }
+        met["approximate as sent"] += any(pair[1] in sent_on for pair in found.pairs)
         met["exact"] += found.num_exact > 0
         met["approximate"] += found.num_approximate > 0
         met["moved"] += any(pair[5] for pair in found.pairs)
         met["several deltas"] += len({pair[5] for pair in found.pairs}) > 2
-    assert all(met[what] > 0 for what in ("exact", "approximate", "moved", "several deltas")), met
+    wanted = ("exact", "approximate", "approximate as sent", "moved", "several deltas")
+    assert all(met[what] > 0 for what in wanted), met
 
 
 @given(cases.cases(), st.data())
@@ -223,7 +236,7 @@ def test_long_names_are_cut_in_messages_and_reprs() -> None:
     """Names that somebody else wrote, without a run whose digest could be wrong."""
     count = 1 << 20
     space = b"\x95\xdb" + count.to_bytes(4, "big") + b"\x01" * count + b"\xa1x\xa1x\xc0\xc0"
-    raw = b"\x94\xafkvtrie.manifest\x01" + space + b"\x90"
+    raw = b"\x95\xafkvtrie.manifest\x02" + space + b"\xc0\x90"
     manifest = kvtrie.TransferManifest.from_bytes(raw)
     assert len(manifest.model) == count
     cut = "\\x01" * 80
@@ -330,6 +343,40 @@ def test_a_plan_can_be_begun_with() -> None:
         (0, 16, 0, 0),
         (16, 31, 1, 1),
     ]
+
+
+def test_approximate_kv_is_loaded_under_a_policy_that_is_no_stricter() -> None:
+    """Before, no policy with a bound could load what a peer had as approximate."""
+    built = kvtrie.ReusePolicy(recompute_first=4, forbid_kinds=["reasoning"])
+    manifest = _manifest(source=kvtrie.Imported(16, policy=built))
+    assert manifest.policy == built.replace(forbid_kinds=())
+    seq = counting(40)
+    for policy, loaded in [
+        (built.replace(forbid_kinds=()), 24),
+        (kvtrie.ReusePolicy(recompute_first=3), 24),
+        (kvtrie.ReusePolicy(recompute_first=5), 0),
+        (kvtrie.ReusePolicy(recompute_first=3, max_cuts=2), 0),
+        (built, 0),
+    ]:
+        move = kvtrie.plan_transfer(manifest, seq, [1, 2, 3], key=KEY, policy=policy)
+        assert move.num_approximate == loaded, policy
+    unknown = _manifest(source=kvtrie.Imported(16))
+    assert unknown.policy is None
+    assert _manifest(source=kvtrie.Imported(40, policy=built)).policy is None
+    move = kvtrie.plan_transfer(unknown, seq, [1, 2, 3], key=KEY, policy=kvtrie.ReusePolicy())
+    assert move.num_approximate == 0
+
+
+def test_what_was_loaded_is_sent_on_with_its_policy() -> None:
+    policy = kvtrie.ReusePolicy(recompute_first=4)
+    manifest = _manifest(source=kvtrie.Imported(16, policy=policy))
+    seq = counting(40)
+    move = kvtrie.plan_transfer(manifest, seq, [1, 2, 3], key=KEY, policy=policy)
+    ledger = kvtrie.SequenceLedger(block_size=16)
+    ledger.begin("a", seq, [1, 2, 3], source=move.source, missing=move.missing)
+    again = kvtrie.TransferManifest.from_ledger(ledger, "a", key=KEY)
+    assert again.policy == policy
+    assert kvtrie.TransferManifest.from_bytes(again.to_bytes()).policy == policy
 
 
 def test_from_ledger_offers_segments_after_gaps_and_lookahead() -> None:

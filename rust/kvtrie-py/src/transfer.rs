@@ -1,6 +1,8 @@
 //! The classes of manifests: `TransferManifest`, `BlockRun` and `TransferLimits`.
 
-use kvtrie_core::{BlockId, Class, Error, ErrorKind, Imported, TokenSequence};
+use std::sync::Arc;
+
+use kvtrie_core::{BlockId, Class, Error, ErrorKind, Imported, ReusePolicy, TokenSequence};
 use kvtrie_transfer::{LabelRun, Offer, SentGroup, TransferKey, TransferLimits, TransferManifest};
 use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::PyValueError;
@@ -15,6 +17,7 @@ use crate::fields::{Value, new_arguments, shown, value_methods};
 use crate::hints::{Ids, NewArguments, ReducedManifest};
 use crate::ledger::{LEDGER, PySequenceLedger};
 use crate::output::{self, listed, quoted_in_short, truth};
+use crate::policy::PyReusePolicy;
 use crate::sequence::{PyTokenSequence, SEQUENCE};
 use crate::source::SourceArg;
 
@@ -240,7 +243,8 @@ impl PyTransferManifest {
     ///         drafts have none.
     ///     block_size: Tokens per block, or a dict from group number to tokens per block.
     ///     source: Where the KV came from: `kvtrie.COMPUTED`, which None means, or a
-    ///         `kvtrie.Imported`.
+    ///         `kvtrie.Imported`. Its `policy` is the manifest's; without one, only receivers whose
+    ///         policy bounds nothing load the approximate KV.
     ///     num_lookahead: Positions issued after `num_computed`. Blocks that hold only such
     ///         positions are look-ahead.
     ///     context: What the manifest is about, up to 1,024 bytes, such as the engine, the request
@@ -287,7 +291,7 @@ impl PyTransferManifest {
         let key = transfer_key(key, context, CALL)?;
         let num_computed = arg("num_computed").count(num_computed)?;
         let num_lookahead = arg("num_lookahead").count(num_lookahead)?;
-        let labels = labels(source, num_computed, arg("source"))?;
+        let (labels, policy) = labels(source, num_computed, arg("source"))?;
         let tables = tables(blocks, arg("blocks"))?;
         let groups: Vec<u32> = tables.iter().map(|table| table.0).collect();
         let sizes = block_sizes(Some(block_size), &groups, arg("blocks"))?;
@@ -306,7 +310,10 @@ impl PyTransferManifest {
             // The lock is released before the copy is hashed.
             let seq = keys.lock(&seq.core, SEQUENCE)?.clone();
             let end = check_counts(&seq, num_computed, num_lookahead)?;
-            Ok(TransferManifest::new(&seq, &groups, &labels, end, &key)?)
+            let policy = policy.as_deref();
+            Ok(TransferManifest::built_under(
+                policy, &seq, &groups, &labels, end, &key,
+            )?)
         })?;
         Ok(Self { core })
     }
@@ -428,7 +435,7 @@ impl PyTransferManifest {
         Ok(Self { core })
     }
 
-    /// Return the manifest as bytes for `from_bytes`: MessagePack, version 1. Equal manifests have
+    /// Return the manifest as bytes for `from_bytes`: MessagePack, version 2. Equal manifests have
     /// equal bytes.
     ///
     /// The bytes contain block ids, positions and digests, no token ids and no salt.
@@ -463,6 +470,24 @@ impl PyTransferManifest {
     #[getter]
     fn block_sizes(&self) -> std::collections::BTreeMap<u32, usize> {
         self.core.groups().collect()
+    }
+
+    /// The policy that the approximate KV was built under, without the kinds that it forbids: a
+    /// manifest has no tags. None if it is not known, or if nothing is approximate.
+    ///
+    /// A receiver loads approximate KV only if this policy is at least as strict as its own.
+    ///
+    /// Example:
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
+    ///     >>> first2 = kvtrie.ReusePolicy(recompute_first=2)
+    ///     >>> manifest = kvtrie.TransferManifest.from_blocks(
+    ///     ...     seq, [8, 3], key=b"k" * 32, num_computed=3, block_size=2,
+    ///     ...     source=kvtrie.Imported(2, policy=first2))
+    ///     >>> manifest.policy == first2
+    ///     True
+    #[getter]
+    fn policy(&self) -> Option<PyReusePolicy> {
+        self.core.policy().cloned().map(PyReusePolicy::of)
     }
 
     /// The highest end of a run with KV, in tokens.
@@ -536,7 +561,7 @@ fn labels(
     source: Option<&Bound<'_, PyAny>>,
     num_computed: usize,
     arg: Arg,
-) -> PyResult<Vec<LabelRun>> {
+) -> PyResult<(Vec<LabelRun>, Option<Arc<ReusePolicy>>)> {
     let imported = match source {
         None => None,
         Some(source) => match SourceArg::open(source, arg) {
@@ -546,7 +571,9 @@ fn labels(
         },
     };
     let Imported {
-        exact_until, hops, ..
+        exact_until,
+        hops,
+        policy,
     } = imported.unwrap_or(Imported::new(usize::MAX, 0));
     let edge = exact_until.min(num_computed);
     let label = |start, end, class, hops| LabelRun {
@@ -559,10 +586,8 @@ fn labels(
         label(0, edge, Class::Exact, 0),
         label(edge, num_computed, Class::Approximate, hops),
     ];
-    Ok(both
-        .into_iter()
-        .filter(|label| label.start < label.end)
-        .collect())
+    let labels = both.into_iter().filter(|label| label.start < label.end);
+    Ok((labels.collect(), policy))
 }
 
 fn check_counts(

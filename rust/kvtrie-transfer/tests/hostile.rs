@@ -166,19 +166,21 @@ impl World {
             label(48, 61, Class::Exact, 0),
         ];
         let key = TransferKey::new(&[7; 32]).unwrap();
+        let policy = ReusePolicy {
+            approximate: true,
+            min_run: Some(8),
+            max_hops: 2,
+            ..ReusePolicy::EXACT_ONLY
+        };
+        let seq = sequence(&tokens);
         let manifest =
-            TransferManifest::new(&sequence(&tokens), &groups, &labels, 70, &key).unwrap();
+            TransferManifest::built_under(Some(&policy), &seq, &groups, &labels, 70, &key).unwrap();
         Self {
             tokens,
             tables,
             manifest,
             key,
-            policy: ReusePolicy {
-                approximate: true,
-                min_run: Some(8),
-                max_hops: 2,
-                ..ReusePolicy::EXACT_ONLY
-            },
+            policy,
         }
     }
 
@@ -295,10 +297,10 @@ fn mutated(world: &World, choices: &mut Choices) -> Vec<u8> {
 /// Values of the right types with any numbers: overlapping ranges, forged digests, repeated ids.
 fn forged(choices: &mut Choices) -> Vec<u8> {
     let mut raw = Vec::new();
-    array(&mut raw, 4);
+    array(&mut raw, 5);
     raw.push(0xaf);
     raw.extend(b"kvtrie.manifest");
-    uint(&mut raw, choices.edge_or(30, 1));
+    uint(&mut raw, choices.edge_or(30, 2));
     array(&mut raw, 5);
     for name in ["m", "auto", "default"] {
         raw.push(0xa0 | u8::try_from(name.len()).unwrap());
@@ -310,6 +312,7 @@ fn forged(choices: &mut Choices) -> Vec<u8> {
     } else {
         bin(&mut raw, &choices.bytes(16));
     }
+    forge_policy(&mut raw, choices);
     let groups = choices.below(4);
     array(&mut raw, groups);
     for group in 0..groups {
@@ -354,11 +357,39 @@ fn forged(choices: &mut Choices) -> Vec<u8> {
     raw
 }
 
+/// No policy, or fields of the right types with any numbers.
+fn forge_policy(raw: &mut Vec<u8>, choices: &mut Choices) {
+    if choices.below(2) == 0 {
+        return raw.push(0xc0);
+    }
+    array(raw, 11);
+    for field in 0..11 {
+        match field {
+            0 | 5 | 8 if choices.below(2) == 0 => raw.push(0xc0),
+            2 | 6 | 7 | 9 => {
+                let wrong = choices.below(40) == 0;
+                let shares = if wrong {
+                    [-0.0, 1.5, f64::NAN]
+                } else {
+                    [0.0, 0.5, 1.0]
+                };
+                let share = shares[choices.below(3)];
+                raw.push(0xcb);
+                raw.extend(f64::to_be_bytes(share));
+            }
+            10 => raw.extend(b"\xa6fronts"),
+            _ => uint(raw, choices.edge_or(30, 9)),
+        }
+    }
+}
+
 /// Arrays in arrays, or groups and runs that announce more than follows.
 fn nested(choices: &mut Choices) -> Vec<u8> {
-    let mut raw = vec![0x94, 0xaf];
+    let mut raw = vec![0x95, 0xaf];
     raw.extend(b"kvtrie.manifest");
-    raw.extend([1, 0x95, 0xa1, b'm', 0xa1, b'm', 0xa1, b'm', 0xc0, 0xc0]);
+    raw.extend([
+        2, 0x95, 0xa1, b'm', 0xa1, b'm', 0xa1, b'm', 0xc0, 0xc0, 0xc0,
+    ]);
     raw.truncate([0, 1, 18, raw.len()][choices.below(4)]);
     let marker = [0x91, 0x93, 0x98, 0x9f, 0xdc, 0xdd, 0x81, 0xc1][choices.below(8)];
     let len = choices.below(3000);
@@ -403,9 +434,9 @@ fn long_names_are_cut_where_they_are_shown(world: &World) {
         .enumerate()
     {
         for groups in [0, 64] {
-            let mut raw = vec![0x94, 0xaf];
+            let mut raw = vec![0x95, 0xaf];
             raw.extend(b"kvtrie.manifest");
-            raw.extend([1, 0x95]);
+            raw.extend([2, 0x95]);
             for (at, own) in ["m", "auto", "default", ""].iter().enumerate() {
                 if at == field {
                     raw.push(0xdb);
@@ -418,7 +449,7 @@ fn long_names_are_cut_where_they_are_shown(world: &World) {
                     raw.extend(own.as_bytes());
                 }
             }
-            raw.push(0xc0);
+            raw.extend([0xc0, 0xc0]);
             array(&mut raw, groups);
             for group in 0..groups {
                 array(&mut raw, 3);

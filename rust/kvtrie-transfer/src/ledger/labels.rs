@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvtrie_core::{Class, Imported, Result, ReusePlan, Source};
+use kvtrie_core::{Class, Imported, Result, ReusePlan, ReusePolicy, Source};
 
 /// The source of a request's KV, as [`Source`] for an insert. A plan is shared with the caller that made it.
 #[derive(Clone, Debug)]
@@ -87,6 +87,35 @@ impl RequestLabels {
             by_source,
             in_place: end,
             by_index: usize::MAX,
+        }
+    }
+
+    /// The policy that all approximate blocks were built under, if it is known. Blocks that an index has in the place
+    /// of the request's own may be of any.
+    pub(super) fn policy<'a>(
+        &self,
+        source: &'a LedgerSource,
+        in_place: Option<&'a ReusePlan>,
+    ) -> Option<&'a ReusePolicy> {
+        if self.by_index != usize::MAX {
+            return None;
+        }
+        let built = match source {
+            LedgerSource::Computed => None,
+            LedgerSource::Imported(imported) => Some(imported.policy.as_deref()?),
+            LedgerSource::Plan(plan) => Some(plan.policy()),
+        };
+        let is_in_place = |first: usize| first < self.in_place;
+        let in_place = in_place.filter(|plan| plan.first_approximate().is_some_and(is_in_place));
+        let (built, in_place) = (
+            built.filter(|policy| policy.approximate),
+            in_place.map(ReusePlan::policy),
+        );
+        match (built, in_place) {
+            (Some(a), Some(b)) if a.is_at_least_as_strict_as(b) => Some(b),
+            (Some(a), Some(b)) if b.is_at_least_as_strict_as(a) => Some(a),
+            (Some(_), Some(_)) => None,
+            (one, other) => one.or(other),
         }
     }
 

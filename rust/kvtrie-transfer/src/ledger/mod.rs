@@ -18,8 +18,8 @@
 //! - *Drafts*: unverified tokens at the last issued positions. The first claim after ids that follow the first draft
 //!   verifies them; the engine has subtracted the rejected drafts. Later drafts under way start right after the ids.
 //! - *V* = min(*F*, *C*, first unverified draft): final and computed. Only [`rollback`] lowers it.
-//! - *Missing*: the part of `0..F` without KV. Cached segments may follow a gap; a claim that reaches the end of the gap
-//!   includes the segment.
+//! - *Missing*: the part of `0..F` without KV. Cached segments may follow a gap; a claim that reaches the end of the
+//!   gap includes the segment.
 //! - *Committed*: whole blocks in an index. At most *V*, and never rolled back.
 //!
 //! # Guarantees
@@ -52,7 +52,9 @@ mod step;
 
 use std::sync::Arc;
 
-use kvtrie_core::{BlockId, Config, Error, Result, ReusePlan, Span, TokenSequence, failpoints};
+use kvtrie_core::{
+    BlockId, Config, Error, Result, ReusePlan, ReusePolicy, Span, TokenSequence, failpoints,
+};
 
 use crate::error::{invalid, stale};
 
@@ -109,7 +111,8 @@ impl SequenceLedger {
     /// Makes a ledger without requests.
     ///
     /// # Errors
-    /// [`InvalidArgument`](kvtrie_core::ErrorKind::InvalidArgument) if `block_size` is not in 1..=[`Config::MAX_BLOCK_SIZE`].
+    /// [`InvalidArgument`](kvtrie_core::ErrorKind::InvalidArgument) if `block_size` is not in
+    /// 1..=[`Config::MAX_BLOCK_SIZE`].
     pub fn new(block_size: usize) -> Result<Self> {
         if block_size == 0 || block_size > Config::MAX_BLOCK_SIZE {
             return Err(invalid!(
@@ -264,8 +267,8 @@ impl SequenceLedger {
     ///
     /// # Errors
     /// - [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle).
-    /// - [`InvalidArgument`](kvtrie_core::ErrorKind::InvalidArgument): a span is reversed, ends after the final ids, or has
-    ///   an empty kind.
+    /// - [`InvalidArgument`](kvtrie_core::ErrorKind::InvalidArgument): a span is reversed, ends after the final ids, or
+    ///   has an empty kind.
     pub fn tag(&mut self, id: RequestId, spans: &[Span]) -> Result<()> {
         const CALL: &str = "SequenceLedger::tag";
         let request = self.request_mut(id, CALL)?;
@@ -373,7 +376,8 @@ impl SequenceLedger {
     ///
     /// # Errors
     /// - [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle).
-    /// - [`InvalidArgument`](kvtrie_core::ErrorKind::InvalidArgument): a range that is reversed or ends after the table.
+    /// - [`InvalidArgument`](kvtrie_core::ErrorKind::InvalidArgument): a range that is reversed or ends after the
+    ///   table.
     ///
     /// # Complexity
     /// O(blocks · log segments) with a plan that copies anything approximate; else O(1).
@@ -389,6 +393,17 @@ impl SequenceLedger {
         }
         let in_place = request.in_place.as_deref();
         Ok(request.labels.runs(&request.source, in_place, start, end))
+    }
+
+    /// The policy that the request's approximate KV was built under. `None` if none is, if it is not known, or if parts
+    /// were built under two policies of which neither is as strict as the other.
+    ///
+    /// # Errors
+    /// [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle).
+    pub fn built_under(&self, id: RequestId) -> Result<Option<&ReusePolicy>> {
+        let request = self.request(id, "SequenceLedger::built_under")?;
+        let in_place = request.in_place.as_deref();
+        Ok(request.labels.policy(&request.source, in_place))
     }
 
     /// The plans with which commits pin their blocks. There are none if the source is a plan.

@@ -144,7 +144,8 @@ impl TransferKey {
         digest(self.salt.clone().update(salt.as_bytes()))
     }
 
-    pub(super) fn runs(&self, namespace: &[u8], group: u32, block_size: usize) -> RunHasher {
+    /// `signed` is the namespace and the policy, as the manifest has them.
+    pub(super) fn runs(&self, signed: &[u8], group: u32, block_size: usize) -> RunHasher {
         let mut before = ByteWriter::default();
         before.uint(VERSION);
         let mut after = ByteWriter::default();
@@ -153,7 +154,7 @@ impl TransferKey {
         let mut state = self.run.clone();
         state
             .update(before.bytes())
-            .update(namespace)
+            .update(signed)
             .update(after.bytes());
         RunHasher(state)
     }

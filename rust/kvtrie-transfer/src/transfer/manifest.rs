@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use kvtrie_core::{BlockId, Class, Error, Namespace, Salt, TokenSequence};
+use kvtrie_core::{BlockId, Class, Error, Namespace, ReusePolicy, Salt, TokenSequence};
 
 use crate::error::{Refusal, TransferError, invalid, refused};
 use crate::ledger::LabelRun;
@@ -60,11 +60,29 @@ impl TransferManifest {
         lookahead_end: usize,
         key: &TransferKey,
     ) -> Result<Self, Error> {
+        Self::built_under(None, seq, groups, labels, lookahead_end, key)
+    }
+
+    /// As [`new`](Self::new), with the policy that the approximate KV was built under. Without one, only receivers
+    /// whose policy bounds nothing load it.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new), and [`InvalidArgument`](kvtrie_core::ErrorKind::InvalidArgument) if the policy allows no
+    /// approximate KV or is beyond its limits.
+    pub fn built_under(
+        policy: Option<&ReusePolicy>,
+        seq: &TokenSequence,
+        groups: &[SentGroup<'_>],
+        labels: &[LabelRun],
+        lookahead_end: usize,
+        key: &TransferKey,
+    ) -> Result<Self, Error> {
         let sent = Sent {
             seq,
             groups,
             labels,
             lookahead_end,
+            policy,
         };
         Self::written("TransferManifest::new", sent, key)
     }
@@ -137,6 +155,21 @@ impl TransferManifest {
         self.offsets.namespace.salt.is_none()
     }
 
+    /// The policy that the approximate KV was built under, without the kinds that it forbids. `None` if it is not known
+    /// or nothing is approximate.
+    #[must_use]
+    pub fn policy(&self) -> Option<&ReusePolicy> {
+        self.offsets.policy.as_ref()
+    }
+
+    /// Whether approximate KV may be loaded under a policy that allows such KV and forbids no kinds (rule P19).
+    pub(super) fn is_strict_enough_for(&self, policy: &ReusePolicy) -> bool {
+        match self.policy() {
+            Some(built) => built.is_at_least_as_strict_as(policy),
+            None => ReusePolicy::LAXEST.is_at_least_as_strict_as(policy),
+        }
+    }
+
     /// The groups with their block sizes, ascending by group.
     pub fn groups(&self) -> impl ExactSizeIterator<Item = (u32, usize)> {
         let groups = self.offsets.groups.iter();
@@ -168,13 +201,13 @@ impl TransferManifest {
     }
 
     pub(super) fn verify(&self, key: &TransferKey, call: &'static str) -> Read<()> {
-        let namespace = self.offsets.namespace.whole.of(&self.raw);
+        let signed = self.offsets.signed.of(&self.raw);
         for (at, (group, block_size)) in self.groups().enumerate() {
             // Without runs there is nothing to check, and the group's context may be long.
             if self.runs_of(at).len() == 0 {
                 continue;
             }
-            let hasher = key.runs(namespace, group, block_size);
+            let hasher = key.runs(signed, group, block_size);
             for run in self.runs_of(at) {
                 // The canary of the fuzz target `transfer`: the digest is not checked.
                 let is_believed = cfg!(feature = "canary");

@@ -12,6 +12,7 @@
 //! block if that is long enough to be moved alone. Each window is hashed at most once. A keyed digest cannot be rolled
 //! from one window to the next, so each window takes about `block_size / 32` compressions.
 
+mod built;
 mod digests;
 mod limits;
 mod manifest;

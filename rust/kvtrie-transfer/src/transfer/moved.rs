@@ -13,7 +13,6 @@ use kvtrie_core::{Class, ReusePolicy};
 
 use crate::transfer::digests::{Digest, Tokens, TransferKey};
 use crate::transfer::manifest::BlockRun;
-use crate::transfer::own::bounds_nothing;
 use crate::transfer::pairs::{Piece, distance};
 use crate::transfer::wire::short;
 
@@ -66,6 +65,7 @@ impl<'a> MoveSearch<'a> {
         prompt: Tokens<'a>,
         key: &'a TransferKey,
         policy: &ReusePolicy,
+        is_strict: bool,
     ) -> Self {
         let mut search = Self {
             runs,
@@ -80,10 +80,9 @@ impl<'a> MoveSearch<'a> {
             windows: [Vec::new(), Vec::new()],
             known: HashMap::default(),
         };
-        let takes_any = bounds_nothing(policy);
         for (at, run) in runs.iter().enumerate() {
             let hops = run.hops() + 1;
-            let is_usable = run.class() == Class::Exact || takes_any;
+            let is_usable = run.class() == Class::Exact || is_strict;
             if run.is_lookahead() || !is_usable || hops > policy.max_hops {
                 continue;
             }

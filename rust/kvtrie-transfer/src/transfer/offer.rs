@@ -1,6 +1,6 @@
 //! Makes the manifest of a live request from its ledger.
 
-use kvtrie_core::{BlockId, Result, TokenSequence};
+use kvtrie_core::{BlockId, Result, ReusePolicy, TokenSequence};
 
 use crate::ledger::{LabelRun, RequestId, SequenceLedger};
 use crate::transfer::digests::TransferKey;
@@ -8,7 +8,7 @@ use crate::transfer::manifest::TransferManifest;
 use crate::transfer::writer::{Sent, SentGroup};
 
 /// The KV of a live request that others may load.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Offer {
     /// Tokens per block.
     pub block_size: usize,
@@ -18,6 +18,8 @@ pub struct Offer {
     pub labels: Vec<LabelRun>,
     /// The end of the issued positions.
     pub lookahead_end: usize,
+    /// The policy that the approximate KV was built under, if it is known.
+    pub policy: Option<ReusePolicy>,
 }
 
 impl Offer {
@@ -42,6 +44,7 @@ impl Offer {
             blocks: ledger.blocks(id)?.to_vec(),
             labels,
             lookahead_end: ledger.lookahead(id)?.1.max(end),
+            policy: ledger.built_under(id)?.cloned(),
         })
     }
 
@@ -65,6 +68,7 @@ impl Offer {
             groups: &[table],
             labels: &self.labels,
             lookahead_end: self.lookahead_end,
+            policy: self.policy.as_ref(),
         };
         TransferManifest::written("Offer::manifest", sent, key)
     }

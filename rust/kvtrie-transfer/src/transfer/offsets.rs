@@ -1,11 +1,11 @@
 //! Constants of the manifest format, and the offsets of a manifest's parts.
 
-use kvtrie_core::BlockId;
+use kvtrie_core::{BlockId, ReusePolicy};
 
 use crate::transfer::wire::ByteRange;
 
 pub(super) const MAGIC: &str = "kvtrie.manifest";
-pub(super) const VERSION: usize = 1;
+pub(super) const VERSION: usize = 2;
 pub(super) const MAX_GROUP: u32 = i32::MAX.cast_unsigned();
 
 pub(super) const EXACT: u8 = 0;
@@ -14,14 +14,16 @@ pub(super) const LOOKAHEAD: u8 = 2;
 
 #[derive(Clone, Debug)]
 pub(super) struct Offsets {
+    /// Namespace and policy: what the digest of each run covers besides the run.
+    pub(super) signed: ByteRange,
     pub(super) namespace: NamespaceOffsets,
+    pub(super) policy: Option<ReusePolicy>,
     pub(super) groups: Vec<GroupOffsets>,
     pub(super) runs: Vec<RunOffsets>,
 }
 
 #[derive(Clone, Copy, Debug)]
 pub(super) struct NamespaceOffsets {
-    pub(super) whole: ByteRange,
     pub(super) model: ByteRange,
     pub(super) kv_dtype: ByteRange,
     pub(super) rope: ByteRange,

@@ -24,26 +24,21 @@ pub(super) fn prefixes(
     starts.into_iter().zip(digests).collect()
 }
 
-/// Whether approximate KV of the sender may be loaded. A manifest does not say which policy it was built under, so it
-/// counts as built under the laxest.
-pub(super) fn bounds_nothing(policy: &ReusePolicy) -> bool {
-    policy.approximate && ReusePolicy::LAXEST.is_at_least_as_strict_as(policy)
-}
-
-/// For each run whose prefix is the prompt's, the blocks before the first that differs.
+/// For each run whose prefix is the prompt's, the blocks before the first that differs. Approximate runs count only if
+/// `is_strict`: they were built under a policy as strict as this one.
 pub(super) fn in_place(
     runs: &[BlockRun<'_>],
     prompt: Tokens<'_>,
     prefixes: &BTreeMap<usize, Digest>,
     key: &TransferKey,
     policy: &ReusePolicy,
+    is_strict: bool,
 ) -> Vec<Piece> {
     let mut pieces = Vec::new();
-    let takes_any = bounds_nothing(policy);
     for (at, run) in runs.iter().enumerate() {
         let is_allowed = match run.class() {
             Class::Exact => true,
-            Class::Approximate => takes_any && run.hops() <= policy.max_hops,
+            Class::Approximate => policy.approximate && is_strict && run.hops() <= policy.max_hops,
             Class::Compute => false,
         };
         let start = run.start();

@@ -6,6 +6,7 @@ use std::ops::Range;
 use kvtrie_core::{BlockId, Class, ReusePolicy, TokenSequence};
 
 use crate::error::{Refusal, TransferError, invalid, refused};
+use crate::transfer::built::LEAST_RUN;
 use crate::transfer::digests::{Digest, Tokens, TransferKey};
 use crate::transfer::manifest::{BlockRun, TransferManifest};
 use crate::transfer::moved::MoveSearch;
@@ -14,8 +15,6 @@ use crate::transfer::pairs::{BlockPair, Piece, cut, gaps, pair_up};
 use crate::transfer::writer::{check_block_size, check_table};
 
 const CALL: &str = "TransferPlan::new";
-/// The shortest run that a policy may ask for.
-const LEAST_RUN: usize = 8;
 
 /// A receiver's group of blocks for a prompt.
 #[derive(Clone, Copy, Debug)]
@@ -96,7 +95,9 @@ impl TransferPlan {
     ///   [`min_run`](ReusePolicy::min_run) tokens (16) at one distance, from left to right.
     ///
     /// Approximate tokens are loaded only if the policy allows them and that many hops, forbids no kinds (a manifest
-    /// has none), and its [`max_approximate_share`](ReusePolicy::max_approximate_share) is not exceeded.
+    /// has none), and its [`max_approximate_share`](ReusePolicy::max_approximate_share) is not exceeded. Those that the
+    /// sender has as approximate must have been built under a [policy](TransferManifest::policy) that is at least as
+    /// strict.
     /// `partial_blocks` has no effect.
     ///
     /// # Errors
@@ -292,7 +293,9 @@ impl Planning<'_> {
         };
         let runs: Vec<BlockRun<'_>> = self.manifest.runs_of(at).collect();
         let prompt = Tokens::of(self.seq);
-        let own = own::in_place(&runs, prompt, &self.prefixes, self.key, policy);
+        let is_strict = self.manifest.is_strict_enough_for(policy);
+        let (prefixes, key) = (&self.prefixes, self.key);
+        let own = own::in_place(&runs, prompt, prefixes, key, policy, is_strict);
         let mut pieces = cut(&own, &self.wanted);
         if policy.approximate {
             let uncovered: Vec<Range<usize>> = self
@@ -301,7 +304,7 @@ impl Planning<'_> {
                 .flat_map(|range| gaps(range.clone(), &pieces))
                 .collect();
             if !uncovered.is_empty() {
-                let mut search = MoveSearch::new(&runs, prompt, self.key, policy);
+                let mut search = MoveSearch::new(&runs, prompt, key, policy, is_strict);
                 pieces.extend(search.cover(&uncovered, policy));
                 pieces.sort_unstable_by_key(|piece| piece.start);
             }

@@ -4,6 +4,7 @@
 use kvtrie_core::{BlockId, ReusePolicy};
 
 use crate::error::{Refusal, refused};
+use crate::transfer::built;
 use crate::transfer::digests::DIGEST;
 use crate::transfer::limits::TransferLimits;
 use crate::transfer::offsets::{
@@ -33,12 +34,15 @@ pub(super) fn read(raw: &[u8], limits: &TransferLimits) -> Read<Offsets> {
             format!("version {version}; this build reads version {VERSION}"),
         ));
     }
-    if entries != 4 {
+    if entries != 5 {
         return Err(cursor.wrong(format!(
-            "the manifest has {entries} entries; it must have 4"
+            "the manifest has {entries} entries; it must have 5"
         )));
     }
+    let start = cursor.at();
     let namespace = read_namespace(&mut cursor)?;
+    let policy = built::read(&mut cursor)?;
+    let signed = ByteRange::new(&(start..cursor.at()));
     let num_groups = count(
         &mut cursor,
         "groups",
@@ -50,7 +54,9 @@ pub(super) fn read(raw: &[u8], limits: &TransferLimits) -> Read<Offsets> {
         raw,
         limits,
         offsets: Offsets {
+            signed,
             namespace,
+            policy,
             groups: Vec::with_capacity(num_groups),
             runs: Vec::new(),
         },
@@ -66,7 +72,6 @@ pub(super) fn read(raw: &[u8], limits: &TransferLimits) -> Read<Offsets> {
 }
 
 fn read_namespace(cursor: &mut ByteReader<'_>) -> Read<NamespaceOffsets> {
-    let start = cursor.at();
     cursor.array_of(5, "the namespace")?;
     let model = ByteRange::new(&cursor.text("the model")?);
     let kv_dtype = ByteRange::new(&cursor.text("kv_dtype")?);
@@ -82,7 +87,6 @@ fn read_namespace(cursor: &mut ByteReader<'_>) -> Read<NamespaceOffsets> {
         Some(ByteRange::new(&cursor.bin_of(DIGEST, "the salt's digest")?))
     };
     Ok(NamespaceOffsets {
-        whole: ByteRange::new(&(start..cursor.at())),
         model,
         kv_dtype,
         rope,

@@ -14,6 +14,7 @@ use crate::ledger::{Begin, LabelRun, LedgerSource, SequenceLedger};
 mod manifest;
 mod model;
 mod moved;
+mod policy;
 mod refusals;
 
 fn key() -> TransferKey {
@@ -302,10 +303,12 @@ fn a_manifest_of_another_version_is_named_so() {
     let sender = Sender::exact(vec![], 16);
     let mut raw = sender.manifest().unwrap().to_bytes().to_vec();
     let at = 1 + 1 + "kvtrie.manifest".len();
-    assert_eq!(raw[at], 1);
-    raw[at] = 2;
-    let error = TransferManifest::from_bytes(&raw, &TransferLimits::default()).unwrap_err();
-    assert_eq!(error.refusal(), Some(Refusal::Version));
+    assert_eq!(raw[at], 2);
+    for other in [1, 3] {
+        raw[at] = other;
+        let error = TransferManifest::from_bytes(&raw, &TransferLimits::default()).unwrap_err();
+        assert_eq!(error.refusal(), Some(Refusal::Version));
+    }
 }
 
 #[test]

@@ -163,6 +163,24 @@ impl<'a> ByteReader<'a> {
         Ok(range)
     }
 
+    /// A share from 0 to 1, without a sign.
+    pub(super) fn share(&mut self, what: &str) -> Read<f64> {
+        match self.marker(what)? {
+            Marker::F64 => {}
+            other => return Err(self.unexpected(what, other)),
+        }
+        let share = f64::from_bits(self.number(8, 0, what)?);
+        if share.is_sign_positive() && (0.0..=1.0).contains(&share) {
+            return Ok(share);
+        }
+        Err(self.wrong(format!("{what} is {share}; it must be in [0, 1]")))
+    }
+
+    /// A text that was read.
+    pub(super) fn shown(&self, text: &Range<usize>) -> &'a str {
+        std::str::from_utf8(&self.raw[text.clone()]).unwrap_or_default()
+    }
+
     pub(super) fn nil(&mut self) -> bool {
         let is_nil = self.raw.get(self.at).copied().map(Marker::from_u8) == Some(Marker::Null);
         self.at += usize::from(is_nil);
@@ -193,6 +211,17 @@ impl ByteWriter {
 
     pub(super) fn nil(&mut self) {
         let Ok(()) = rmp::encode::write_nil(&mut self.0);
+    }
+
+    pub(super) fn share(&mut self, share: f64) {
+        let Ok(()) = rmp::encode::write_f64(&mut self.0, share.abs());
+    }
+
+    pub(super) fn optional(&mut self, number: Option<usize>) {
+        match number {
+            Some(number) => self.uint(number),
+            None => self.nil(),
+        }
     }
 
     pub(super) fn bin(&mut self, bytes: &[u8]) {

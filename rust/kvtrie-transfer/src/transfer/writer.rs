@@ -2,10 +2,11 @@
 
 use std::ops::Range;
 
-use kvtrie_core::{BlockId, Class, Namespace, Result, Salt, TokenSequence};
+use kvtrie_core::{BlockId, Class, Namespace, Result, ReusePolicy, Salt, TokenSequence};
 
 use crate::error::invalid;
 use crate::ledger::LabelRun;
+use crate::transfer::built;
 use crate::transfer::digests::{DIGEST, Tokens, TransferKey};
 use crate::transfer::offsets::{
     APPROXIMATE, EXACT, LOOKAHEAD, MAGIC, MAX_GROUP, VERSION, first_twice,
@@ -29,6 +30,8 @@ pub(super) struct Sent<'a> {
     pub(super) groups: &'a [SentGroup<'a>],
     pub(super) labels: &'a [LabelRun],
     pub(super) lookahead_end: usize,
+    /// The policy that the approximate KV was built under, if it is known.
+    pub(super) policy: Option<&'a ReusePolicy>,
 }
 
 /// The blocks of a group as runs: (first, end, flags, hops).
@@ -41,6 +44,7 @@ pub(super) fn write(call: &'static str, sent: Sent<'_>, key: &TransferKey) -> Re
         groups,
         labels,
         lookahead_end,
+        policy,
     } = sent;
     let runs: Vec<Runs> = groups
         .iter()
@@ -52,19 +56,21 @@ pub(super) fn write(call: &'static str, sent: Sent<'_>, key: &TransferKey) -> Re
 
     let blocks: usize = groups.iter().map(|group| group.blocks.len()).sum();
     let mut out = ByteWriter::with_capacity(256 + (4 + DIGEST) * blocks);
-    out.array(4);
+    out.array(5);
     out.text(MAGIC);
     out.uint(VERSION);
-    let whole = out.bytes().len();
+    let start = out.bytes().len();
     write_namespace(&mut out, seq.namespace(), key);
-    let namespace = out.bytes()[whole..].to_vec();
+    let is_approximate = runs.iter().flatten().any(|run| run.2 == APPROXIMATE);
+    built::write(&mut out, policy.filter(|_| is_approximate));
+    let signed = out.bytes()[start..].to_vec();
     out.array(groups.len());
     for (group, runs) in groups.iter().zip(&runs) {
         out.array(3);
         out.uint(group.group as usize);
         out.uint(group.block_size);
         out.array(runs.len());
-        let hasher = key.runs(&namespace, group.group, group.block_size);
+        let hasher = key.runs(&signed, group.group, group.block_size);
         for &(first, last, flags, hops) in runs {
             let start = first * group.block_size;
             let stop = if flags == LOOKAHEAD {
@@ -120,7 +126,17 @@ fn check(call: &'static str, sent: Sent<'_>) -> Result<usize> {
         groups,
         labels,
         lookahead_end,
+        policy,
     } = sent;
+    if let Some(policy) = policy {
+        if !policy.approximate {
+            return Err(invalid!(
+                call,
+                "the policy has approximate = false; nothing approximate is built under it"
+            ));
+        }
+        policy.check(built::LEAST_RUN, call)?;
+    }
     let mut end = 0;
     for label in labels {
         if label.start < end || label.start >= label.end || label.class == Class::Compute {

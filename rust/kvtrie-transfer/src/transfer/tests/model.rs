@@ -229,6 +229,7 @@ proptest! {
         sizes in prop::collection::vec(prop_oneof![1usize..6, 1usize..18], 1..3), my_size in prop::option::of(1usize..18),
         policy in policy(), approximate in prop::bool::weighted(0.7), share in prop_oneof![3 => Just(1.0), 1 => 0.0..1.0f64], forbids in prop::bool::weighted(0.1),
         (from, until) in prop_oneof![Just((0usize, 0usize)), (0usize..90, 0usize..90)], keep_last in 0usize..4, lookahead in 0usize..40,
+        built in 0..4,
     ) {
         let policy = ReusePolicy {
             approximate: approximate || policy.approximate,
@@ -239,6 +240,17 @@ proptest! {
         };
         let bounds_nothing = approximate && !forbids && share >= 1.0 && keep_last < 3;
         let policy = if bounds_nothing { ReusePolicy::LAXEST } else { policy };
+        // Approximate KV whose policy is not known counts as built under the laxest.
+        let same = ReusePolicy { approximate: true, ..policy.clone() };
+        let built = match built {
+            0 => None,
+            1 => Some(same),
+            2 => Some(ReusePolicy { recompute_first: same.recompute_first + 1, ..same }),
+            _ => Some(ReusePolicy { recompute_first: 0, min_run: None, ..same }),
+        };
+        let lax = ReusePolicy::LAXEST;
+        let is_strict = built.as_ref().unwrap_or(&lax).is_at_least_as_strict_as(&policy);
+        let takes_any = policy.approximate && !forbids && is_strict;
         let mut labels = labels;
         labels.truncate(tokens.len());
         let senders: Vec<Sender> = sizes
@@ -255,8 +267,9 @@ proptest! {
             .zip(&tables)
             .map(|((group, sender), blocks)| SentGroup { group: 3 * group, block_size: sender.block_size, blocks })
             .collect();
+        let (seq, runs) = (sequence(&tokens), senders[0].runs());
         let manifest =
-            TransferManifest::new(&sequence(&tokens), &groups, &senders[0].runs(), end + lookahead, &key()).unwrap();
+            TransferManifest::built_under(built.as_ref(), &seq, &groups, &runs, end + lookahead, &key()).unwrap();
         prop_assert_eq!(manifest.num_tokens(), manifest_end(&senders));
         let (from, until) = (from.min(until).min(mine.len()), from.max(until).min(mine.len()));
         let my_sizes: Vec<usize> = sizes.iter().map(|&size| my_size.unwrap_or(size)).collect();
@@ -282,7 +295,7 @@ proptest! {
             let of_group = |sender: &Sender| {
                 // The share counts what is finally loaded in all groups.
                 let policy = &ReusePolicy { max_approximate_share: 1.0, ..policy.clone() };
-                Model { sender, mine: &mine, policy, takes_any: bounds_nothing, wanted: wanted.clone() }.origins()
+                Model { sender, mine: &mine, policy, takes_any: takes_any && policy.approximate, wanted: wanted.clone() }.origins()
             };
             let mut origins: Vec<_> = senders.iter().map(of_group).collect();
             for at in 0..mine.len() {

@@ -60,13 +60,15 @@ fn group(number: usize, runs: Vec<Run>) -> Group {
 /// Encodes groups and reads the bytes.
 fn read(groups: &[Group], limits: &TransferLimits) -> Result<TransferManifest, TransferError> {
     let mut out = ByteWriter::default();
-    out.array(4);
+    out.array(5);
     out.text("kvtrie.manifest");
-    out.uint(1);
+    out.uint(2);
     out.array(5);
     for name in ["m", "auto", "default"] {
         out.text(name);
     }
+    // The adapter, the salt and the policy.
+    out.nil();
     out.nil();
     out.nil();
     out.array(groups.len());
