@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -123,6 +124,99 @@ def test_shipped_edits_move_what_they_are_for(edit: str) -> None:
     assert (edit == "assembled") == (len({step.conversation for step in steps}) > 1)
 
 
+@pytest.mark.parametrize(
+    ("edit", "name"), [("reorder", "reordered"), ("assembled", "other conversation")]
+)
+def test_notes_in_another_order_or_of_others_are_moved(edit: str, name: str) -> None:
+    """Regression: they were in the last message, where nothing is moved."""
+    found = measure.calibrate(
+        shipped.model_path("gqa"),
+        policies=["rotated+namespace"],
+        chosen_edits=[edit],
+        most_cases=1,
+    )
+    (one,) = found.measured
+    assert [kind.name for kind in one.kinds] == [name]
+    assert one.kinds[0].figures.moved > 0
+
+
+def test_ten_edits_in_a_row_each_drop_reasoning() -> None:
+    case = edits.case("ten", 5)
+    assert case.is_chain
+    assert len(case.prompts) == 11
+    for before, after in pairwise(case.prompts):
+        reasoning, _, answer = (before.reply or "").partition("\n\n")
+        assert reasoning
+        assert after.messages[: len(before.messages)] == before.messages
+        assert after.messages[len(before.messages)]["content"] == answer
+
+
+def test_edit_that_moves_nothing_ends_soon() -> None:
+    """Else an edit that the policies' scope excludes would take most of the time."""
+    path = shipped.model_path("gqa")
+    found = measure.calibrate(path, policies=["rotated"], chosen_edits=["assembled"], most_cases=20)
+    assert found.conversations == {"assembled": measure.ENOUGH_UNMOVED}
+
+
+def test_shortest_run_above_the_default_is_measured() -> None:
+    """Regression: the control asked for runs that the index does not find."""
+    found = measure.calibrate(
+        shipped.model_path("gqa"), policies=["rotated"], is_recall=True, most_cases=1, min_run=24
+    )
+    assert found.measured[0].policy.min_run == 24
+
+
+def test_policy_with_other_conversations_moves_them() -> None:
+    found = measure.calibrate(
+        shipped.model_path("gqa"),
+        policies=["rotated", "rotated+fronts20+namespace"],
+        chosen_edits=["assembled"],
+        most_cases=1,
+    )
+    own, wide = found.measured
+    assert own.kinds == ()
+    (one,) = wide.kinds
+    assert one.name == "other conversation"
+    controls = [control.figures for control in one.controls]
+    assert all(figures.moved > one.figures.moved for figures in controls[1:])
+
+
+def test_probe_is_measured_with_records() -> None:
+    """A tenth of the tokens more than the gaps are computed, and others than the fronts."""
+    found = measure.calibrate(
+        shipped.model_path("gqa"),
+        policies=["rotated", "rotated+fronts30", "rotated+probe30"],
+        chosen_edits=["prune"],
+        most_cases=1,
+    )
+    kinds = [{kind.name: kind.figures for kind in one.kinds} for one in found.measured]
+    lax, fronts, probe = (its["several cuts"] for its in kinds)
+    assert lax.computed < probe.computed
+    assert abs(fronts.computed - probe.computed) < 0.1 * fronts.computed
+    assert fronts.kl_mean != probe.kl_mean
+
+
+def test_chain_begins_with_the_same_kv_for_every_policy() -> None:
+    """The first prompt of a chain reuses nothing: it is computed once, and copied."""
+    path = shipped.model_path("gqa")
+    model = Model(AutoModelForCausalLM.from_pretrained(path).eval(), 16)
+    renderer = Renderer(AutoTokenizer.from_pretrained(path))
+    first, *_ = [renderer.step(prompt) for prompt in edits.case("afterwards", 1).prompts]
+    rotated = policies.policy("rotated")
+    spaces = [Workspace(model, model.pool(tokens_needed([first], 16)), 16) for _ in range(3)]
+    spaces[0].keep(first, rotated)
+    spaces[1].keep(first, rotated)
+    spaces[2].keep(first, rotated, spaces[0])
+    seq = kvtrie.TokenSequence(first.prompt, spaces[0]._space)
+    rows = []
+    for space in spaces:
+        blocks = space._store.index.lookup(seq).blocks
+        assert len(blocks) == len(first.prompt) // 16
+        rows.append(space._copier.pool.gather(blocks, 0, 16 * len(blocks))[0])
+    assert torch.equal(rows[0], rows[2])
+    torch.testing.assert_close(rows[1], rows[2])
+
+
 def test_replay_gives_every_block_back() -> None:
     path = shipped.model_path("gqa")
     for block_size in (1, 5, 16):
@@ -212,6 +306,12 @@ def test_policy_names_say_what_is_recomputed() -> None:
     assert found.can_be_cleared
     names = ("full", "exact", "drop", "unrotated")
     assert not any(policies.policy(name).can_be_cleared for name in names)
+    fronts = policies.policy("rotated+fronts20").reuse
+    assert (fronts.recompute_share, fronts.repair, fronts.scope) == (0.2, "fronts", "conversation")
+    wide = policies.policy("rotated+first4+run8+probe30+namespace").reuse
+    assert (wide.recompute_share, wide.repair, wide.scope) == (0.3, "probe", "namespace")
+    assert (wide.recompute_first, wide.min_run) == (4, 8)
+    assert all(policies.policy(name).can_be_cleared for name in policies.DEFAULT)
 
 
 def test_recorded_conversations_need_no_right_answers() -> None:

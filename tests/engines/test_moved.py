@@ -8,6 +8,7 @@ is not used.
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -314,6 +315,56 @@ def test_a_plan_of_a_kind_that_is_not_cleared_is_made_again_exact(
     check_drained(generator)
 
 
+def test_without_a_policy_each_plan_has_the_cheapest_one_that_the_gate_clears(
+    make: Make, ids: Ids, check_drained: Check
+) -> None:
+    space = make().namespace()
+    lax = kvtrie.ReusePolicy(min_run=16)
+    once, more = gates.Box(cuts=gates.Range(most=1)), gates.Box(cuts=gates.Range(above=1, most=2))
+    own = gates.Gate(
+        space.model,
+        space.kv_dtype,
+        space.rope,
+        gates.Thresholds(),
+        (
+            gates.Measured("rotated", lax, (kind("once", once), kind("more", more, BAD))),
+            gates.Measured(
+                "rotated+fronts20",
+                lax.replace(recompute_share=0.2),
+                (kind("more", more, replace(GOOD, moved=500, computed=400)),),
+            ),
+            # Neither is a rung: nothing is recorded, and the index finds no such runs.
+            gates.Measured("rotated+run8", lax.replace(min_run=8), (kind("all"),)),
+            gates.Measured(
+                "rotated+probe30", lax.replace(recompute_share=0.3, repair="probe"), (kind("all"),)
+            ),
+        ),
+    )
+    text, new = ids(120).tolist(), ids(40, seed=1).tolist()
+    prompts = {
+        "rotated": edits(text, new)["one deletion"],
+        "rotated+fronts20": [*text[:20], *text[30:60], *text[75:], *new[:3]],
+        "exact": [*text[:20], *text[30:50], *text[60:80], *text[90:], *new[:3]],
+    }
+    moved = {}
+    for name, prompt in prompts.items():
+        generator = make(num_blocks=128, gate=own)
+        generator.generate(text, max_new_tokens=1, session="chat")
+        done = generator.generate(prompt, max_new_tokens=1, session="chat", moved_end=len(prompt))
+        moved[name] = done.usage.moved
+        assert done.decision.is_cleared == (name != "exact")
+        wanted = {"rotated": 0.0, "rotated+fronts20": 0.2, "exact": 0.0}[name]
+        assert done.decision.policy.recompute_share == wanted
+        # An explicit policy is judged alone.
+        single = generator.submit(prompt, max_new_tokens=1, policy=lax, session="chat")
+        assert single.decision.policy == lax
+        generator.cancel(single)
+        check_drained(generator)
+    assert moved["exact"] == 0
+    assert 0.7 * 75 <= moved["rotated+fronts20"] <= 0.8 * 75
+    assert moved["rotated"] > 0
+
+
 def test_without_a_gate_nothing_is_moved(make: Make, ids: Ids) -> None:
     generator = make(num_blocks=128, policy=APPROXIMATE)
     text, new = ids(120).tolist(), ids(40, seed=1).tolist()
@@ -329,7 +380,9 @@ def test_a_gate_of_another_model_is_refused(make: Make, ids: Ids, check_drained:
     other = measured(make("qwen3"), GOOD)
     with pytest.raises(gates.GateMismatchError, match="model"):
         make(policy=APPROXIMATE, gate=other)
-    generator = make(gate=other)
+    with pytest.raises(gates.GateMismatchError, match="model"):
+        make(gate=other)
+    generator = make(policy=kvtrie.EXACT_ONLY, gate=other)
     with pytest.raises(gates.GateMismatchError, match="model"):
         generator.submit(ids(9), policy=APPROXIMATE)
     with pytest.raises(TypeError, match="gate must be a"):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.cleared import gate as cleared_gate
+from tests.cleared import kind
 from vllm.engine.arg_utils import EngineArgs
 
 import kvtrie
@@ -54,6 +55,19 @@ def test_gate_of_the_served_directory_clears_what_was_measured(tmp_path: Path) -
     copy = tmp_path / "copy"
     shutil.copytree(MODEL, copy)
     assert cleared(path, served(copy)).approximate
+
+
+def test_without_a_policy_the_measured_ones_that_vllm_can_run_are_used(tmp_path: Path) -> None:
+    path = tmp_path / "gate.json"
+    fronts = ROTATED.replace(recompute_share=0.2)
+    probe = ROTATED.replace(recompute_share=0.3, repair="probe")
+    policies = {"rotated": ROTATED, "rotated+fronts20": fronts, "rotated+probe30": probe}
+    gate(path, measured=tuple(gates.Measured(n, p, (kind(),)) for n, p in policies.items()))
+    found = _gate.decision_of(Settings.read({"gate": str(path)}), served())
+    assert found.reason == ("cleared for edits of the kinds one cut (rotated, rotated+fronts20)")
+    assert found.policy == ROTATED
+    single = _gate.decision_of(Settings.read({"gate": str(path), "policy": {}}), served())
+    assert single.reason == "cleared for edits of the kinds one cut"
 
 
 def refused(path: str, config: Any, why: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 
 from kvtrie._core import (
     BlockAllocator,
+    LayoutError,
     Namespace,
     RadixIndex,
     SequenceLedger,
@@ -19,10 +21,14 @@ from kvtrie._core import (
 from kvtrie.engines._lease import Lease
 from kvtrie.engines._paged_cache import PagedCache
 from kvtrie.engines._probe import check_model, checked_rope, forward_inputs
+from kvtrie.engines._repair import Repair
+from kvtrie.engines._runner import Runner
 from kvtrie.engines._store import Store
 from kvtrie.gates import terms
 from kvtrie.pool.kv_pool import KVPool
 from kvtrie.pool.layout import KVLayout
+from kvtrie.repair.probe import LayerProbe
+from kvtrie.repair.records import Records
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -57,9 +63,33 @@ class Model:
         self.inputs = forward_inputs(model)
         self.rope = checked_rope(model, self.layout)
 
+    @cached_property
+    def probe(self) -> LayerProbe:
+        """The probe of its middle layer; LayoutError if it has none."""
+        if self.layout.v_head_dim == 0:
+            msg = "records are of heads with K and V; this model caches latent rows"
+            raise LayoutError(msg)
+        return LayerProbe(self.model)
+
+    @cached_property
+    def is_sparse(self) -> bool:
+        """Whether one pass may compute several ranges."""
+        return Runner(self.model, self.pool(self.layout.block_size)).is_sparse
+
     def pool(self, num_tokens: int) -> KVPool:
         num_blocks = -(-num_tokens // self.layout.block_size)
         return KVPool(self.layout, self.rope, num_blocks=num_blocks, device=self.model.device)
+
+    def records(self, pool: KVPool) -> Records:
+        """Records of a pool, for the probe."""
+        return Records(
+            pool.num_blocks,
+            self.layout.block_size,
+            self.probe.hidden,
+            layer=self.probe.layer,
+            dtype=pool.dtype,
+            device=pool.device,
+        )
 
     def whole(self, prompt: list[int], reply: list[int]) -> torch.Tensor:
         """Logits that predict each token of a reply, by one pass without a cache.
@@ -139,17 +169,17 @@ class _Copier:
     """A pool that rotates K in moves only while ``rotates``."""
 
     def __init__(self, pool: KVPool) -> None:
-        self._pool = pool
+        self.pool = pool
         self.rotates = True
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - everything else is the pool's
-        return getattr(self._pool, name)
+        return getattr(self.pool, name)
 
     def apply(self, moves: NDArray[Any]) -> None:
         if not self.rotates:
             moves = moves.copy()
             moves["delta"] = 0
-        self._pool.apply(moves)
+        self.pool.apply(moves)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,24 +194,29 @@ class Trial:
 class Workspace:
     """An index and a pool, in which prompts are tried under policies and kept.
 
-    Nothing else may use the pool meanwhile; its contents do not matter.
+    Nothing else may use the pool meanwhile; its contents do not matter. ``has_records``: it keeps
+    what the probe needs.
     """
 
-    def __init__(self, model: Model, pool: KVPool, min_run: int) -> None:
+    def __init__(
+        self, model: Model, pool: KVPool, min_run: int, *, has_records: bool = False
+    ) -> None:
         self._model = model
         num_blocks = pool.num_blocks
         self._copier = _Copier(pool)
+        # The seed makes two runs of one calibration equal.
+        index = RadixIndex(num_blocks, model.layout.block_size, min_run=min_run, seed=0)
+        self._runner = Runner(model.model, pool, is_sparse=model.is_sparse)
+        self._records = model.records(pool) if has_records else None
+        probe = model.probe if has_records else None
+        self._repair = Repair(index, pool, self._runner, probe, self._records)
+        self._runner.repair = self._repair
         self._store = Store(
-            index=RadixIndex(
-                num_blocks,
-                model.layout.block_size,
-                min_run=min_run,
-                # Makes two runs of one calibration equal.
-                seed=0,
-            ),
+            index=index,
             allocator=BlockAllocator(num_blocks),
             pool=cast("KVPool", self._copier),
             ledger=SequenceLedger(model.layout.block_size),
+            repair=self._repair,
         )
         self._space = Namespace(model="calibrate", salt="calibrate")
 
@@ -202,36 +237,66 @@ class Workspace:
         self._copier.rotates = policy.rotates
         seq = TokenSequence(np.array(step.prompt + reply[:-1], dtype=np.uint32), self._space)
         with self._plan(step, policy) as plan:
-            usage = TokenSources(plan.num_exact, plan.num_approximate, plan.num_compute)
             found = terms(plan)
             needed = -(-len(seq) // size) - len(plan.blocks)
             fresh = store.allocator.allocate(needed, evict_from=store.index)
+            self._repair.forget(fresh)
             try:
                 table = np.concatenate([plan.blocks, fresh])
-                in_prompt = len(plan.blocks) + plan.num_new_blocks
-                moves = plan.moves(table[:in_prompt])
+                prompt = table[: len(plan.blocks) + plan.num_new_blocks]
+                moves = plan.moves(prompt)
                 store.pool.apply(moves)
+                asked = TokenSequence(seq[: len(step.prompt)], self._space)
+                self._repair.apply(plan, policy.reuse, asked, prompt, moves)
+                usage = TokenSources(plan.num_exact, plan.num_approximate, plan.num_compute)
                 *gaps, (start, _) = plan.gaps.tolist()
-                for first, last in gaps:
-                    self._model.paged(store.pool, seq, table, first, last)
+                self._compute(seq, table, gaps)
                 # The last token of a prompt is always computed: the reply follows in one pass.
                 rows = self._model.paged(store.pool, seq, table, start, len(seq), len(reply))
             finally:
                 store.allocator.free(fresh)
         return Trial(rows, usage, found)
 
-    def keep(self, step: Step, policy: Policy) -> None:
-        """Build the KV of a prompt and its given reply under a policy, and cache both."""
+    def keep(self, step: Step, policy: Policy, like: Workspace | None = None) -> None:
+        """Build the KV of a prompt and its given reply under a policy, and cache both.
+
+        ``like`` is a workspace that has cached the same without reuse. Into an empty workspace, its
+        KV is copied.
+        """
         self._copier.rotates = policy.rotates
         seq = TokenSequence(np.array(step.prompt, dtype=np.uint32), self._space)
         lease = Lease(self._store, seq, policy.reuse, **_scope(step))
         with contextlib.closing(lease):
             lease.append(np.array(step.reply[:-1], dtype=np.uint32))
+            if like is not None:
+                self._copy(seq, lease, like)
             while not lease.is_computed:
-                start, end = lease.next_range(len(seq))
-                lease.issue(end)
-                self._model.paged(self._store.pool, seq, lease.table, start, end)
-                lease.advance(end)
+                ranges = lease.next_ranges(len(seq))[: None if self._runner.is_sparse else 1]
+                for _, end in ranges:
+                    lease.issue(end)
+                self._runner.run(seq, lease.table, ranges)
+                lease.advance(ranges[-1][1])
+
+    def _copy(self, seq: TokenSequence, lease: Lease, like: Workspace) -> None:
+        """Copy whole blocks of a sequence instead of computing them."""
+        blocks = like._store.index.lookup(seq, touch=False).blocks
+        end = len(blocks) * self._model.layout.block_size
+        lease.issue(end)
+        ours, theirs = self._copier.pool, like._copier.pool
+        ours.scatter(*theirs.gather(blocks, 0, end), lease.table, 0)
+        if self._records is not None and like._records is not None:
+            rows = like._records.read(theirs.slots(blocks, 0, end))
+            if rows is not None:
+                self._records.write(ours.slots(lease.table, 0, end), *rows)
+        lease.advance(end)
+
+    def _compute(
+        self, seq: TokenSequence, table: NDArray[np.int32], gaps: list[tuple[int, int]]
+    ) -> None:
+        """Compute gaps into a table: in one pass, where the model can."""
+        for some in [gaps] if self._runner.is_sparse else [[one] for one in gaps]:
+            if some:
+                self._runner.run(seq, table, some)
 
     def _plan(self, step: Step, policy: Policy) -> ReusePlan:
         seq = TokenSequence(np.array(step.prompt, dtype=np.uint32), self._space)

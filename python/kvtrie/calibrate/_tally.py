@@ -148,6 +148,7 @@ class Tally:
     cells: dict[tuple[str, str], _Cell] = field(default_factory=dict)
     conversations: dict[str, int] = field(default_factory=dict)
     outside: int = 0
+    _moved: set[str] = field(default_factory=set)
     _fed: dict[str, dict[tuple[str, str], int]] = field(default_factory=dict)
 
     def add(self, row: Mapping[str, Any]) -> None:
@@ -161,6 +162,8 @@ class Tally:
             }
             for step in row["steps"]
         ]
+        if steps:
+            self._moved.add(edit)
         fed = self._fed.setdefault(edit, {})
         for policy in self.policies:
             found: dict[str, list[Any]] = {}
@@ -199,6 +202,10 @@ class Tally:
             for one in self.measured()
             for kind in one.kinds
         }
+
+    def has_moved(self, edit: str) -> bool:
+        """Whether a measured prompt of the edit reused anything approximately."""
+        return edit in self._moved
 
     def feeds(self, edit: str) -> list[tuple[str, str]]:
         """The policies and kinds that an edit is measured for."""

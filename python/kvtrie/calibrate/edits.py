@@ -78,6 +78,11 @@ def _notes(notes: list[str], question: str) -> dict[str, Any]:
     return _user("\n\n".join([*notes, question]))
 
 
+def _read(notes: list[str]) -> dict[str, Any]:
+    """The notes before the first message: nothing is moved into the last one."""
+    return _system("\n\n".join([*notes, ""]))
+
+
 def _nonce(rng: Random) -> Case:
     """The first line changes with every request."""
     found = texts.places(rng, 5)
@@ -166,11 +171,10 @@ def _reorder(rng: Random) -> Case:
     return Case(
         [
             EditedPrompt(
-                [_system(), _notes([one.note for one in found], asked.question(rng))], asked.answer
+                [_read([one.note for one in found]), _user(asked.question(rng))], asked.answer
             ),
             EditedPrompt(
-                [_system(), _notes([one.note for one in other], again.question(rng))],
-                is_measured=True,
+                [_read([one.note for one in other]), _user(again.question(rng))], is_measured=True
             ),
         ]
     )
@@ -182,19 +186,19 @@ def _assembled(rng: Random) -> Case:
     prompts = []
     for number in range(0, len(found), 2):
         pair = found[number : number + 2]
-        notes = _notes([one.note for one in pair], pair[0].question(rng))
-        prompts.append(EditedPrompt([_system(), notes], pair[0].answer, conversation=number + 1))
+        read = [_read([one.note for one in pair]), _user(pair[0].question(rng))]
+        prompts.append(EditedPrompt(read, pair[0].answer, conversation=number + 1))
     asked = rng.choice(found)
     order = rng.sample(found, len(found))
-    notes = _notes([one.note for one in order], asked.question(rng))
-    return Case([*prompts, EditedPrompt([_system(), notes], is_measured=True)])
+    read = [_read([one.note for one in order]), _user(asked.question(rng))]
+    return Case([*prompts, EditedPrompt(read, is_measured=True)])
 
 
 def _afterwards(rng: Random) -> Case:
-    """The turn after the reasoning of the last reply has left."""
-    first = _reasoning(rng)
+    """The turn after an edit that has moved notes: their KV is approximate, and in place."""
+    first = rng.choice((_window, _reasonings))(rng)
     before = first.prompts[-1].messages
-    sent = [one for one in before[1:-1] if one["role"] != "system"]
+    sent = before[1:-1]
     reply = "That is in the notes above, as I said."
     later = [*before, _assistant(reply), _last(rng, sent)]
     return Case(
@@ -202,6 +206,24 @@ def _afterwards(rng: Random) -> Case:
         is_chain=True,
     )
 
+
+def _ten(rng: Random) -> Case:
+    """Ten replies in a row lose their reasoning, each before the next prompt."""
+    found = texts.places(rng, 3)
+    sent = [_notes([one.note for one in found], found[0].question(rng))]
+    asked = found[0]
+    prompts = []
+    for _ in range(10):
+        reply = f"{texts.musing(rng, 2)}\n\n{asked.answer}"
+        prompts.append(EditedPrompt([_system(), *sent], reply))
+        sent = [*sent, _assistant(asked.answer)]
+        asked = rng.choice(found)
+        sent.append(_user(asked.question(rng)))
+    return Case([*prompts, EditedPrompt([_system(), *sent], is_measured=True)], is_chain=True)
+
+
+RARELY: Final = {"ten": 4}
+"""Edits that take a turn in one round of so many: their conversations are long."""
 
 EDITS: Final[dict[str, Callable[[Random], Case]]] = {
     "nonce": _nonce,
@@ -212,5 +234,6 @@ EDITS: Final[dict[str, Callable[[Random], Case]]] = {
     "reorder": _reorder,
     "assembled": _assembled,
     "afterwards": _afterwards,
+    "ten": _ten,
 }
 """The shipped edits."""

@@ -7,8 +7,9 @@ is measured for is clear. The verdicts hold at every look (``kvtrie.gates.statis
 from __future__ import annotations
 
 import hashlib
+import itertools
 import time
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Final
 
@@ -72,6 +73,10 @@ LEAST_CASES: Final = 24
 """Conversations that a verdict takes at least, for the estimate."""
 
 
+ENOUGH_UNMOVED: Final = 3
+"""Conversations of an edit after which it ends, if none has moved anything."""
+
+
 @dataclass(frozen=True, slots=True)
 class Report:
     """Everything measured on one model; fields as in `calibrate` and `kvtrie.gates.Gate`."""
@@ -131,11 +136,15 @@ class _Conversations:
         name: Of the edit.
         most: Conversations that there are, or that are replayed at most.
         make: The steps of one, and whether each policy needs a cache of its own.
+        is_alike: Whether they differ by their seed alone.
+        every: It takes a turn in one round of so many.
     """
 
     name: str
     most: int
     make: Callable[[int], tuple[list[Step], bool]]
+    is_alike: bool = False
+    every: int = 1
 
 
 def set_threads(number: int) -> None:
@@ -274,15 +283,19 @@ def _replay_all(
         seconds = time.monotonic() - began
         each = seconds / replayed if replayed else 0.0
         left = [one for one in sources if is_open[one.name]]
-        least = sum(max(0, min(LEAST_CASES, one.most) - count[one.name]) for one in left)
+        least = sum(
+            max(0, min(LEAST_CASES // one.every, one.most) - count[one.name]) for one in left
+        )
         most = sum(one.most - count[one.name] for one in left)
         done = len(before) if edit is None else sum(count.values())
         progress(Progress(edit, done, tally, seconds, each * least, each * most))
 
     tell(None)
+    turns = itertools.count()
     while any(is_open.values()):
+        turn = next(turns)
         for source in sources:
-            if not is_open[source.name]:
+            if not is_open[source.name] or turn % source.every:
                 continue
             row = next(rows, None)
             if row is None:
@@ -295,8 +308,9 @@ def _replay_all(
                     partial.add(row)
             tally.add(row)
             count[source.name] += 1
-            is_open[source.name] = count[source.name] < source.most and not _is_clear(
-                tally, source.name, limits
+            is_open[source.name] = count[source.name] < source.most and not (
+                _is_clear(tally, source.name, limits)
+                or (source.is_alike and _moves_nothing(tally, source.name))
             )
             if replayed:
                 tell(source.name)
@@ -311,15 +325,29 @@ def _is_clear(tally: Tally, edit: str, limits: gates.Thresholds) -> bool:
     return all(found[key].state != "undecided" for key in wanted)
 
 
+def _moves_nothing(tally: Tally, edit: str) -> bool:
+    """Whether no policy has moved anything after an edit, and none ever will."""
+    return tally.conversations[edit] >= ENOUGH_UNMOVED and not tally.has_moved(edit)
+
+
 class _Bench:
     """Replays conversations: every measured reply in every way to build its KV."""
 
     def __init__(self, model: Model, chosen: Sequence[Policy], eos: frozenset[int]) -> None:
         self._model = model
         self._eos = eos
-        self._base = chosen[0]
-        self._ways = [named.policy(FLOOR), named.policy("unrotated"), *chosen]
+        # The controls move what the widest scope moves, and recompute nothing of it.
+        wide = [one.reuse for one in chosen if one.reuse.scope == "namespace"]
+        moved = [*wide, chosen[0].reuse][0].replace(
+            recompute_first=0, recompute_last=0, recompute_share=0.0
+        )
+        self._base = replace(named.policy("unrotated"), reuse=moved)
+        self._ways = [named.policy(FLOOR), self._base, *chosen]
         self._min_run = min(one.reuse.min_run or named.LEAST_RUN for one in chosen)
+        self._has_records = any(
+            one.reuse.repair in ("probe", "question") and one.reuse.recompute_share
+            for one in chosen
+        )
 
     def replay(self, steps: list[Step], *, is_chain: bool) -> list[dict[str, Any]]:
         """What was observed at each measured reply, as JSON."""
@@ -328,7 +356,7 @@ class _Bench:
         for way in self._ways:
             if is_chain or not spaces:
                 pool = self._model.pool(needed)
-                space = Workspace(self._model, pool, self._min_run)
+                space = Workspace(self._model, pool, self._min_run, has_records=self._has_records)
             spaces[way.name] = space
         is_labelled = any(step.is_scored for step in steps)
         found = []
@@ -340,8 +368,10 @@ class _Bench:
             if number + 1 == len(steps) or not step.reply:
                 continue
             # Without approximate KV before a measured prompt, all ways share what is exact.
+            first = spaces[self._ways[0].name]
             for way in self._ways if is_chain else self._ways[:1]:
-                spaces[way.name].keep(step, way)
+                space = spaces[way.name]
+                space.keep(step, way, None if number or space is first else first)
         return found
 
     def _measure(
@@ -422,7 +452,8 @@ def _shipped(
             case = edits.case(name, seed * 1_000_000 + number)
             return [renderer.step(prompt) for prompt in case.prompts], case.is_chain
 
-        return _Conversations(name, most, make)
+        every = edits.RARELY.get(name, 1)
+        return _Conversations(name, most // every, make, is_alike=True, every=every)
 
     return [source(name) for name in names]
 

@@ -11,16 +11,22 @@ from kvtrie._core import EXACT_ONLY, ReusePolicy
 
 Mode = Literal["full", "drop", "unrotated", "plan"]
 
-DEFAULT: Final = ("rotated", "rotated+first16")
+DEFAULT: Final = ("rotated", "rotated+fronts20")
 """The policies that are measured by default. Exact reuse and the controls always are."""
 
 LEAST_RUN: Final = 8
 """No index finds shorter runs."""
 
-KNOWN: Final = "full, exact, drop, unrotated, rotated[+firstN][+lastN][+runN]"
+KNOWN: Final = (
+    "full, exact, drop, unrotated, "
+    "rotated[+firstN][+lastN][+runN][+frontsP|+ngramsP|+probeP|+questionP][+namespace]"
+)
 
 _COUNT: Final = r"([1-9]\d{0,8})"
-_ROTATED: Final = re.compile(rf"rotated(?:\+first{_COUNT})?(?:\+last{_COUNT})?(?:\+run{_COUNT})?")
+_ROTATED: Final = re.compile(
+    rf"rotated(?:\+first{_COUNT})?(?:\+last{_COUNT})?(?:\+run{_COUNT})?"
+    r"(?:\+(fronts|ngrams|probe|question)([1-9]\d?|100))?(\+namespace)?"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,18 +66,28 @@ def policy(name: str, min_run: int = 16) -> Policy:
 
     Args:
         name: See ``KNOWN``. ``rotated+first4+run8`` recomputes the first four tokens of every moved
-            run and moves runs of eight tokens and more.
+            run and moves runs of eight tokens and more. ``rotated+fronts20`` recomputes 20 per cent
+            of the moved tokens, at the fronts of runs; ``+namespace`` also moves runs of other
+            conversations.
         min_run: Shortest moved run in tokens, unless the name sets it.
 
     Raises:
         ValueError: There is no such policy, or the run is below ``LEAST_RUN``.
     """
     found = _ROTATED.fullmatch(name)
-    first, last, run = (int(text or 0) for text in found.groups()) if found else (0, 0, 0)
+    first, last, run = (int(text or 0) for text in found.groups()[:3]) if found else (0, 0, 0)
     if (run or min_run) < LEAST_RUN:
         msg = f"policy {name!r}: moved runs have at least {LEAST_RUN} tokens, not {run or min_run}"
         raise ValueError(msg)
-    moved = ReusePolicy(min_run=run or min_run, recompute_first=first, recompute_last=last)
+    repair, share, others = found.groups()[3:] if found else (None, None, None)
+    moved = ReusePolicy(
+        min_run=run or min_run,
+        recompute_first=first,
+        recompute_last=last,
+        repair=repair or "fronts",
+        recompute_share=int(share or 0) / 100,
+        scope="namespace" if others else "conversation",
+    )
     simple = {
         "full": Policy(name, "full", EXACT_ONLY),
         "exact": Policy(name, "plan", EXACT_ONLY),

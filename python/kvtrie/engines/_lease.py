@@ -24,7 +24,8 @@ class Lease:
     Every block of the table belongs to the index or is held by the lease; after ``close``, which
     works after an exception at any point, none is held. Until then only the ledger changes ``seq``.
     ``headroom`` blocks stay available for others; `OutOfBlocksError` evicts nothing. A plan that
-    ``decision`` does not clear is made again, exact, and ``refused`` says why.
+    ``decision`` does not clear is made again under the policy that it names, and judged again;
+    ``decision`` is then the one that holds.
     """
 
     def __init__(
@@ -41,18 +42,16 @@ class Lease:
         self._store = store
         self._seq = seq
         self._is_closed = False
-        self.refused: Decision | None = None
 
         def planned(policy: ReusePolicy) -> ReusePlan:
             return store.index.plan(seq, policy, keep_last=1, session=session, moved_end=moved_end)
 
         self.plan = planned(policy)
-        judged = None if decision is None else decision.of(self.plan)
-        if judged is not decision and judged is not None:
+        while decision is not None and (judged := decision.of(self.plan)) is not decision:
             self.plan.release()
-            self.refused = judged
-            policy = judged.policy
+            decision, policy = judged, judged.policy
             self.plan = planned(policy)
+        self.decision = decision
         fresh = np.empty(0, dtype=np.int32)
         try:
             fresh = self._allocate(self.plan.num_new_blocks, headroom)

@@ -40,7 +40,7 @@ class Options(TypedDict, total=False):
         tools: Tool schemas for the chat template.
         chat_template_kwargs: More variables for the chat template.
         salt: Tenant of this request (default: the engine's).
-        policy: What this request may reuse (default: the engine's policy).
+        policy: What this request may reuse (default: as the engine's `policy` says).
         session: The id of the conversation, 1 to 256 bytes: moved runs may come from its own
             blocks.
         moved_end: Position from which on moved runs supply no token (default: where the last
@@ -118,8 +118,8 @@ class Request:
     Attributes:
         number: Counts up from 0 in the order of submission.
         prompt_len: Tokens of the prompt.
-        decision: What it may reuse, and why. If the gate does not clear the kind of edit that its
-            plan follows, it becomes exact when the request is first admitted.
+        decision: What it may reuse, and why. When the request is first admitted, it becomes the one
+            on its plan: exact, if the gate does not clear the kind of edit that the plan follows.
         status: ``"waiting"``, ``"running"`` or ``"finished"``.
         tokens: Generated ids so far, with a final end-of-sequence id.
         text: Text of ``tokens`` so far.

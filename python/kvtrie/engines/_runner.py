@@ -69,13 +69,15 @@ class _UpToLast(TorchFunctionMode):
 
 
 class Runner:
-    """A model and the pool of its KV."""
+    """A model and the pool of its KV. ``is_sparse`` is what another runner of it has found."""
 
-    def __init__(self, model: PreTrainedModel, pool: KVPool) -> None:
+    def __init__(
+        self, model: PreTrainedModel, pool: KVPool, *, is_sparse: bool | None = None
+    ) -> None:
         self._model = model
         self._pool = pool
         self._inputs = forward_inputs(model)
-        self._is_sparse: bool | None = None
+        self._is_sparse = is_sparse
         self.repair: Repair | None = None
 
     @property

@@ -110,8 +110,8 @@ class Scheduler:
         if not job.was_admitted:
             job.was_admitted = True
             plan = lease.plan
-            if lease.refused is not None:
-                job.request.decision = lease.refused
+            if lease.decision is not None:
+                job.request.decision = lease.decision
             job.request.usage = Usage(plan.num_exact, plan.num_approximate, plan.num_compute)
 
     def _lease(self, job: Job) -> Lease:

@@ -79,6 +79,7 @@ __all__ = [
 
 DEFAULT_MAX_NEW_TOKENS: Final = 256
 _MAX_SESSION: Final = 256
+_REPAIRS: Final = ("fronts", "ngrams", "probe", "question")
 
 
 class Generator:
@@ -97,7 +98,9 @@ class Generator:
         tokenizer: Needed for messages and text; without one, prompts are token ids.
         num_blocks: Blocks of the KV pool.
         block_size: Tokens per block.
-        policy: Default of what requests may reuse.
+        policy: Default of what requests may reuse. None: with a gate, the cheapest of the measured
+            policies that it clears for each plan (`Gate.ladder`), at most three plans per request;
+            else ``kvtrie.EXACT_ONLY``.
         gate: What `kvtrie calibrate` measured on this model. Approximate policies that it does not
             clear, and all of them without a gate, become ``kvtrie.EXACT_ONLY``; a plan after a kind
             of edit that it does not clear is made again, exact. ``"unchecked"``: no gate; the
@@ -117,7 +120,7 @@ class Generator:
         LayoutError: The model's KV cannot be held, or differs from its config; or ``records`` are
             asked for and its middle layer cannot be probed.
         UnsupportedRopeError: The policy is approximate and the model's KV cannot be moved.
-        GateMismatchError: The policy is approximate and the gate is for another model.
+        GateMismatchError: The gate is for another model, and the policy is approximate or None.
         ValueError: The model is in training mode, or an argument is out of range.
         MemoryError: The pool does not fit.
     """
@@ -129,7 +132,7 @@ class Generator:
         *,
         num_blocks: int,
         block_size: int = 16,
-        policy: ReusePolicy = EXACT_ONLY,
+        policy: ReusePolicy | None = None,
         gate: Gate | Literal["unchecked"] | None = None,
         salt: Salt = "generator",
         adapter: str | None = None,
@@ -171,7 +174,6 @@ class Generator:
             msg = f"Generator: gate must be a kvtrie.gates.Gate or 'unchecked', not {gate!r}"
             raise TypeError(msg)
         self._gate = gate
-        self._policy = policy
         # The pool first, because it may not fit.
         pool = KVPool(layout, rope, num_blocks=num_blocks, device=model.device)
         runner = Runner(model, pool)
@@ -186,7 +188,7 @@ class Generator:
             ledger=SequenceLedger(block_size),
             repair=self._repair,
         )
-        self._decide(policy)
+        self._default = self._decide(policy)
         self._scheduler = Scheduler(self._store, runner, prefill_chunk)
         self._num_submitted = 0
         self._tagger: Tagger | None = None
@@ -199,7 +201,7 @@ class Generator:
         *,
         num_blocks: int,
         block_size: int = 16,
-        policy: ReusePolicy = EXACT_ONLY,
+        policy: ReusePolicy | None = None,
         gate: Gate | Literal["unchecked"] | None = None,
         salt: Salt = "generator",
         device: torch.device | str = "cpu",
@@ -468,7 +470,7 @@ class Generator:
         )
         prompt_len = len(seq)
         policy = options.get("policy")
-        decision = self._decide(self._policy if policy is None else policy)
+        decision = self._default if policy is None else self._decide(policy)
         max_new_tokens = operator.index(options.get("max_new_tokens", DEFAULT_MAX_NEW_TOKENS))
         if prompt_len == 0:
             msg = "Generator: the prompt is empty"
@@ -537,29 +539,42 @@ class Generator:
         stream.feed(seq[:])
         return stream.moved_end
 
-    def _decide(self, policy: ReusePolicy) -> Decision:
-        if not policy.approximate:
-            return Decision(policy, is_cleared=True, reason="exact reuse needs no clearance")
+    def _decide(self, policy: ReusePolicy | None) -> Decision:
+        own, gate = self._namespace, self._gate
+        template = template_id(getattr(self._tokenizer, "chat_template", None))
+        if policy is None and isinstance(gate, Gate) and self._cannot_move is None:
+            repairs = ("fronts", "ngrams") if self._records is None else _REPAIRS
+            return gate.ladder(
+                repairs=repairs,
+                min_run=self.index.min_run,
+                model=own.model,
+                kv_dtype=own.kv_dtype,
+                rope=own.rope,
+                template=template,
+            )
+        if policy is None or not policy.approximate:
+            return Decision(
+                policy or EXACT_ONLY, is_cleared=True, reason="exact reuse needs no clearance"
+            )
         if self._cannot_move is not None:
             msg = f"Generator: the policy is approximate, and {self._cannot_move}"
             raise UnsupportedRopeError(msg)
-        if self._gate is None:
+        if gate is None:
             reason = "there is no gate: `kvtrie calibrate` measures what the policy costs"
             return Decision(EXACT_ONLY, is_cleared=False, reason=reason)
-        if self._gate == "unchecked":
+        if gate == "unchecked":
             return Decision(
                 policy, is_cleared=True, reason="the caller is responsible for the quality"
             )
-        own = self._namespace
         if policy.min_run is None:
             # A gate compares the shortest run.
             policy = policy.replace(min_run=self.index.min_run)
-        return self._gate.policy(
+        return gate.policy(
             policy,
             model=own.model,
             kv_dtype=own.kv_dtype,
             rope=own.rope,
-            template=template_id(getattr(self._tokenizer, "chat_template", None)),
+            template=template,
         )
 
     def _check_fits(self, prompt_len: int, max_len: int) -> None:

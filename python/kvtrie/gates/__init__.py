@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from kvtrie.gates._errors import GateError, GateMismatchError
 from kvtrie.gates.boxes import Box, Range, Terms, terms
+from kvtrie.gates.decision import Decision, Judged, Ladder, laxest
 from kvtrie.gates.figures import Figures, Thresholds
-from kvtrie.gates.gate import MAX_BYTES, Decision, Gate, Judged, checked_target, read
+from kvtrie.gates.gate import MAX_BYTES, Gate, checked_target, read
 from kvtrie.gates.statistics import paired_interval, questions_needed
 from kvtrie.gates.verdict import (
     CONTROLS,
@@ -41,12 +42,14 @@ __all__ = [
     "GateMismatchError",
     "Judged",
     "Kind",
+    "Ladder",
     "Measured",
     "Range",
     "Terms",
     "Thresholds",
     "Verdict",
     "checked_target",
+    "laxest",
     "loss_bound",
     "paired_interval",
     "questions_needed",

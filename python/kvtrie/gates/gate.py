@@ -14,76 +14,16 @@ from typing import TYPE_CHECKING, Final
 from kvtrie._core import EXACT_ONLY, ReusePolicy
 from kvtrie.gates._document import as_text, parse
 from kvtrie.gates._errors import GateError, GateMismatchError, refuse
-from kvtrie.gates.boxes import terms
+from kvtrie.gates.decision import Decision, Judged, Ladder, laxest
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
     from os import PathLike
 
-    from kvtrie.gates.boxes import Box, Plan, Terms
     from kvtrie.gates.figures import Thresholds
     from kvtrie.gates.verdict import Measured
 
 MAX_BYTES: Final = 16 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Judged:
-    """A kind of edit, as `Decision` looks it up.
-
-    Attributes:
-        name: Its name.
-        box: The plans that are of this kind.
-        failure: Why it is not cleared; None if it is.
-    """
-
-    name: str
-    box: Box
-    failure: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """What a request may reuse, and which of its plans.
-
-    Attributes:
-        policy: The wanted policy, or an exact one.
-        is_cleared: Whether it is the wanted policy.
-        reason: Why, in one sentence.
-        kinds: The kinds of edit that the policy was measured on, the best fitting measurement
-            first; None: a plan of any kind may be used.
-    """
-
-    policy: ReusePolicy
-    is_cleared: bool
-    reason: str
-    kinds: tuple[Judged, ...] | None = None
-
-    def of(self, plan: Plan) -> Decision:
-        """The decision on one plan of this policy.
-
-        Takes time linear in the plan's moved runs and segments and in the kinds.
-
-        Args:
-            plan: A plan that is not released.
-
-        Returns:
-            This decision, if the plan may be used. Else one with the exact policy under which to
-            plan again, and the reason.
-        """
-        if self.kinds is None:
-            return self
-        found = terms(plan)
-        if found is None:
-            return self
-        reason = f"no edit of this kind was measured ({_shown(found)})"
-        for kind in self.kinds:
-            if found in kind.box:
-                if kind.failure is None:
-                    return self
-                reason = f"edits of the kind {kind.name!r} are not cleared: {kind.failure}"
-                break
-        exact = self.policy.replace(approximate=False)
-        return Decision(exact, is_cleared=False, reason=reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,19 +88,14 @@ class Gate:
                 template, or does not say which checkpoint was measured.
             ValueError: Neither ``model`` nor ``checkpoint`` is given.
         """
-        if model is None and checkpoint is None:
-            msg = "Gate.policy: give the running model, or the digest of its checkpoint"
-            raise ValueError(msg)
-        for name, own, running in (
-            ("model", self.model, model),
-            ("checkpoint", self.checkpoint, checkpoint),
-            ("kv_dtype", self.kv_dtype, kv_dtype),
-            ("rope", self.rope, rope),
-            ("template", self.template, template),
-        ):
-            if running is not None and running != own:
-                msg = f"Gate.policy: the gate was measured with {name} {own!r}, not {running!r}"
-                raise GateMismatchError(msg)
+        self._check(
+            "policy",
+            model=model,
+            checkpoint=checkpoint,
+            kv_dtype=kv_dtype,
+            rope=rope,
+            template=template,
+        )
         if not wanted.approximate:
             return Decision(wanted, is_cleared=True, reason="exact reuse needs no clearance")
         laxer = [one for one in self.measured if wanted.is_at_least_as_strict_as(one.policy)]
@@ -180,9 +115,97 @@ class Gate:
             reason = f"{kinds[0].name}: {kinds[0].failure}"
         return Decision(EXACT_ONLY, is_cleared=False, reason=reason)
 
+    def ladder(
+        self,
+        *,
+        repairs: Collection[str] = ("fronts",),
+        min_run: int = 0,
+        model: str | None = None,
+        checkpoint: str | None = None,
+        kv_dtype: str | None = None,
+        rope: str | None = None,
+        template: str | None = None,
+    ) -> Decision:
+        """What a request that names no policy may reuse: each plan's cheapest cleared policy.
+
+        The rungs are the measured policies that are cleared for a kind of edit. Policies that reuse
+        other conversations' KV are none: a request has to ask for that.
+
+        Args:
+            repairs: The ways to choose tokens to recompute that the engine has.
+            min_run: The shortest run that the engine's index finds.
+            model: As for `policy`.
+            checkpoint: As for `policy`.
+            kv_dtype: As for `policy`.
+            rope: As for `policy`.
+            template: As for `policy`.
+
+        Raises:
+            GateMismatchError: As for `policy`.
+            ValueError: As for `policy`.
+        """
+        self._check(
+            "ladder",
+            model=model,
+            checkpoint=checkpoint,
+            kv_dtype=kv_dtype,
+            rope=rope,
+            template=template,
+        )
+        usable = [
+            one
+            for one in self.measured
+            if one.policy.scope == "conversation"
+            and (one.policy.recompute_share == 0 or one.policy.repair in repairs)
+            and (one.policy.min_run or 0) >= min_run
+        ]
+        rungs = [one for one in usable if one.cleared(self.thresholds)]
+        if not rungs:
+            failures = [
+                f"{one.name}, {kind.name}: {kind.verdict(self.thresholds).reason}"
+                for one in usable
+                for kind in one.kinds
+            ]
+            reason = failures[0] if failures else "no policy was measured that this engine can run"
+            return Decision(EXACT_ONLY, is_cleared=False, reason=reason)
+        names: dict[str, list[str]] = {}
+        decisions = []
+        for one in rungs:
+            its = [kind.name for kind in one.cleared(self.thresholds)]
+            for name in its:
+                names.setdefault(name, []).append(one.name)
+            reason = f"{one.name} is cleared for edits of the kinds {', '.join(its)}"
+            decisions.append(
+                Decision(one.policy, is_cleared=True, reason=reason, kinds=self._judged(one))
+            )
+        shown = ", ".join(f"{kind} ({', '.join(by)})" for kind, by in names.items())
+        return Ladder(
+            laxest([one.policy for one in rungs]),
+            is_cleared=True,
+            reason=f"cleared for edits of the kinds {shown}",
+            rungs=tuple(decisions),
+        )
+
+    def _check(self, call: str, **running: str | None) -> None:
+        """Refuse an engine with another model, or other settings, than was measured."""
+        if running["model"] is None and running["checkpoint"] is None:
+            msg = f"Gate.{call}: give the running model, or the digest of its checkpoint"
+            raise ValueError(msg)
+        for name, value in running.items():
+            own = getattr(self, name)
+            if value is not None and value != own:
+                msg = f"Gate.{call}: the gate was measured with {name} {own!r}, not {value!r}"
+                raise GateMismatchError(msg)
+
     def _judged(self, one: Measured) -> tuple[Judged, ...]:
         return tuple(
-            Judged(kind.name, kind.box, kind.verdict(self.thresholds).reason) for kind in one.kinds
+            Judged(
+                kind.name,
+                kind.box,
+                kind.verdict(self.thresholds).reason,
+                1 - kind.figures.saved,
+            )
+            for kind in one.kinds
         )
 
     def cleared(self) -> tuple[Measured, ...]:
@@ -256,12 +279,3 @@ def checked_target(path: str | PathLike[str]) -> Path:
         if not stat.S_ISREG(Path(path).stat().st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
     return Path(os.path.realpath(path))
-
-
-def _shown(found: Terms) -> str:
-    whose = "own" if found.same_conversation else "other"
-    return (
-        f"{found.cuts} cuts, {found.lost_context:.0%} of the context lost, "
-        f"{found.new_context:.0%} new, moved by {found.distance}, {found.hops} hops, from {whose} "
-        "conversations"
-    )

@@ -51,9 +51,11 @@ def decision_of(settings: Settings, vllm_config: VllmConfig) -> gates.Decision:
     # A gate compares the shortest run, and the index finds none shorter than this.
     explicit = wanted if wanted.min_run is not None else wanted.replace(min_run=LEAST_RUN)
     try:
-        decision = gate.policy(
-            explicit, checkpoint=_served(vllm_config), template=_template(vllm_config)
-        )
+        served, template = _served(vllm_config), _template(vllm_config)
+        if settings.policy is None:
+            decision = gate.ladder(repairs=("fronts",), checkpoint=served, template=template)
+        else:
+            decision = gate.policy(explicit, checkpoint=served, template=template)
         _check_rope(vllm_config)
     except (gates.GateMismatchError, CheckpointError) as error:
         msg = (
@@ -74,7 +76,7 @@ def decision_of(settings: Settings, vllm_config: VllmConfig) -> gates.Decision:
         _LOG.warning("kvtrie: exact reuse only: %s", decision.reason)
         return decision
     _LOG.info("kvtrie: %s", decision.reason)
-    return replace(decision, policy=wanted)
+    return decision if settings.policy is None else replace(decision, policy=wanted)
 
 
 def read(settings: Settings) -> gates.Gate | None:

@@ -152,15 +152,19 @@ class Planner:
     def _plan(self, live: LiveRequest) -> ReusePlan | None:
         """A plan for a request, exact if the gate does not clear the kind of edit."""
         plan = self.sources.plan(live.seq, live.policy, live.session, live.moved_end)
-        if plan is None or not live.policy.approximate:
+        if not live.policy.approximate:
             return plan
-        judged = self._decision.of(plan)
-        if judged is self._decision:
-            return plan
-        plan.release()
-        self._counts.add("plans_not_cleared")
-        _LOG.debug("kvtrie: planned again, exact: %s", judged.reason)
-        return self.sources.plan(live.seq, judged.policy, live.session, live.moved_end)
+        decision = self._decision
+        while plan is not None and (judged := decision.of(plan)) is not decision:
+            plan.release()
+            decision = judged
+            plan = self.sources.plan(live.seq, judged.policy, live.session, live.moved_end)
+        if not decision.policy.approximate:
+            self._counts.add("plans_not_cleared")
+            _LOG.debug("kvtrie: planned again, exact: %s", decision.reason)
+        elif plan is not None and plan.num_approximate:
+            live.is_built_under(decision.policy)
+        return plan
 
     def _namespace(self, request: Request) -> Namespace:
         return self._space_of(request.cache_salt, adapter_of(request))

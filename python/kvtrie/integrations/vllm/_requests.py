@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvtrie._core import COMPUTED, Imported
+from kvtrie.gates import laxest
 from kvtrie.integrations.vllm._account import Account
 from kvtrie.integrations.vllm._events import AFTER_MOVED, MOVED
 
@@ -66,6 +67,8 @@ class LiveRequest:
         moved_end: Where the prompt's last message of a user or a tool begins, if tags say so.
         account: Where the KV of its prompt came from.
         is_counted: Whether `account` is in the stats.
+        built_under: What its plans are as strict as at least, which the index keeps as the grade
+            of its approximate blocks; None before the first plan with any.
     """
 
     seq: TokenSequence
@@ -82,6 +85,12 @@ class LiveRequest:
     is_counted: bool = False
     session: str | None = None
     moved_end: int | None = None
+    built_under: ReusePolicy | None = None
+
+    def is_built_under(self, policy: ReusePolicy) -> None:
+        """Take note of a plan with approximate KV. Its request may have used others before."""
+        before = self.built_under
+        self.built_under = policy if before is None else laxest([before, policy])
 
     def stretches(self, num_blocks: int, block_size: int) -> list[Stretch]:
         """The exactness of its blocks, in order.
@@ -91,12 +100,13 @@ class LiveRequest:
         """
         if self.exact_until is None:
             return [(num_blocks, COMPUTED)]
+        grade = self.policy if self.built_under is None else self.built_under
         hops = np.zeros(num_blocks, np.int64)
         for start, end, count in self.moved:
             inside = slice(start // block_size, -(-end // block_size))
             hops[inside] = np.maximum(hops[inside], count)
         return [
-            (len(list(same)), Imported(self.exact_until, hops=count, policy=self.policy))
+            (len(list(same)), Imported(self.exact_until, hops=count, policy=grade))
             for count, same in groupby(hops.tolist())
         ]
 
