@@ -4,7 +4,7 @@
 //! who owns it, and what its slots contain. It then makes every call of the index in any order and at any moment, and
 //! looks for blocks that were lost, handed out twice, written while shared, or found with the wrong KV in them.
 
-use std::collections::HashSet;
+use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -100,7 +100,7 @@ struct Engine {
     /// Per block: its path, by the last `prefix` of each block.
     paths: Vec<Vec<u64>>,
     /// The paths that were inserted with each session.
-    named: HashSet<(u64, u8)>,
+    named: BTreeSet<(u64, u8)>,
     prompts: Vec<Prompt>,
     requests: Vec<Request>,
     seen: Seen,
@@ -164,7 +164,7 @@ impl Engine {
             slots: vec![0; num_blocks * block_size],
             facts: vec![Fact::default(); num_blocks * block_size],
             paths: vec![Vec::new(); num_blocks],
-            named: HashSet::new(),
+            named: BTreeSet::new(),
             prompts: vec![Prompt {
                 namespace: 0,
                 ids: Vec::new(),

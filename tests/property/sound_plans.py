@@ -378,7 +378,7 @@ class World:
         self, tokens: Array, space: int, policy: kvtrie.ReusePolicy, session: int | None
     ) -> Array:
         """Which blocks moved runs may come from."""
-        within = self.present & (self.space == space)
+        within: Array = self.present & (self.space == space)
         if policy.scope == "namespace" or not policy.approximate:
             return within
         found = (self.sessions >> np.uint8(session or 0)) & np.uint8(session is not None) != 0
