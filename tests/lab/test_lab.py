@@ -30,7 +30,7 @@ def chat_of(seed: int) -> lab.Chat:
         reply = {"role": "assistant", "content": text(source)}
         if source.random() < 0.5:
             reply["reasoning_content"] = text(source)
-        requests.append(lab.Request(tuple(history), reply))
+        requests.append(lab.ClientRequest(tuple(history), reply))
         history.append(reply)
         if source.random() < 0.3:
             at = source.randrange(len(history))
@@ -135,7 +135,7 @@ def test_text_that_encodes_to_other_ids_than_were_sampled() -> None:
     tokenizer = tokenizer_of("qwen3", template)
     reply = {"role": "assistant", "content": "er asks"}
     asked = ({"role": "user", "content": "what is it"},)
-    requests = (lab.Request(asked, reply), lab.Request((*asked, reply, *asked), reply))
+    requests = (lab.ClientRequest(asked, reply), lab.ClientRequest((*asked, reply, *asked), reply))
     chat = lab.Chat("merged", requests)
     first, second = lab.measure(lab.Template(tokenizer), chat, block_size=1, min_run=8).turns
     rendered = lab.Template(tokenizer).render(chat, chat.requests[0])

@@ -11,10 +11,10 @@ from jinja2 import Environment, StrictUndefined, select_autoescape
 from kvtrie.cli._lab_shown import CAUSES, label
 
 if TYPE_CHECKING:
-    from kvtrie.lab import Report
+    from kvtrie.lab import TemplateReport
 
 
-def page(report: Report, name: str) -> str:
+def page(report: TemplateReport, name: str) -> str:
     """The page.
 
     Args:

@@ -12,7 +12,7 @@ from kvtrie.cli._output import console
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from kvtrie.lab import Measured, Report, Row, Turn
+    from kvtrie.lab import LookedUp, ReplayedChat, Row, TemplateReport
 
 _LONGEST: Final = 160
 
@@ -23,7 +23,7 @@ CAUSES: Final = {
 }
 
 
-def show(report: Report) -> None:
+def show(report: TemplateReport) -> None:
     """Print a report, in colour on a terminal without NO_COLOR."""
     out = console()
     if report.format is None:
@@ -89,13 +89,13 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-def _costliest(found: Measured | None) -> Turn | None:
+def _costliest(found: ReplayedChat | None) -> LookedUp | None:
     """The turn that computes most after a divergence."""
     turns = [one for one in found.turns if one.divergence is not None] if found else []
     return max(turns, key=lambda one: one.prompt - one.prefix, default=None)
 
 
-def _show_divergence(out: Console, row: Row, turn: Turn) -> None:
+def _show_divergence(out: Console, row: Row, turn: LookedUp) -> None:
     where = turn.divergence
     if where is None or row.measured is None:
         return

@@ -8,24 +8,24 @@ token differs first. No model runs: a tokenizer is enough.
 
 from __future__ import annotations
 
-from kvtrie.lab.chats import BUILT_IN, Chat, Request, from_conversation
-from kvtrie.lab.measure import Divergence, Measured, Turn, measure
-from kvtrie.lab.report import Report, Row, Saving, study
+from kvtrie.lab.chats import BUILT_IN, Chat, ClientRequest, from_conversation
+from kvtrie.lab.measure import Divergence, LookedUp, ReplayedChat, measure
+from kvtrie.lab.report import Row, Saving, TemplateReport, study
 from kvtrie.lab.template import Rendered, Template, TemplateError
 
 __all__ = [
     "BUILT_IN",
     "Chat",
+    "ClientRequest",
     "Divergence",
-    "Measured",
+    "LookedUp",
     "Rendered",
-    "Report",
-    "Request",
+    "ReplayedChat",
     "Row",
     "Saving",
     "Template",
     "TemplateError",
-    "Turn",
+    "TemplateReport",
     "from_conversation",
     "measure",
     "study",

@@ -40,7 +40,7 @@ _SYSTEM: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class ClientRequest:
     """One request of a client, and the reply that it gets.
 
     Attributes:
@@ -64,7 +64,7 @@ class Chat:
     """
 
     name: str
-    requests: tuple[Request, ...]
+    requests: tuple[ClientRequest, ...]
     tools: tuple[dict[str, Any], ...] = ()
     about: str = ""
 
@@ -79,13 +79,13 @@ def from_conversation(conversation: Conversation, name: str) -> Chat:
         conversation: As ``kvtrie.demo.conversations`` reads it.
         name: For tables.
     """
-    requests: list[Request] = []
+    requests: list[ClientRequest] = []
     messages = conversation.messages
     for at, message in enumerate(messages):
         if message["role"] == "assistant" and at:
-            requests.append(Request(messages[:at], message))
+            requests.append(ClientRequest(messages[:at], message))
     if messages[-1]["role"] != "assistant":
-        requests.append(Request(messages, {"role": "assistant", "content": ""}))
+        requests.append(ClientRequest(messages, {"role": "assistant", "content": ""}))
     return Chat(name, tuple(requests), conversation.tools, f"line {conversation.line} of the file")
 
 
@@ -100,7 +100,7 @@ class _Writer:
     random: Random
     places: Iterator[texts.Place]
     history: list[Message] = field(default_factory=list)
-    requests: list[Request] = field(default_factory=list)
+    requests: list[ClientRequest] = field(default_factory=list)
 
     def place(self) -> texts.Place:
         return next(self.places)
@@ -110,7 +110,7 @@ class _Writer:
 
     def ask(self, reply: Message, *, messages: list[Message] | None = None) -> None:
         """Send the history, or other messages, and add the reply to the history."""
-        self.requests.append(Request(tuple(messages or self.history), reply))
+        self.requests.append(ClientRequest(tuple(messages or self.history), reply))
         self.history.append(reply)
 
     def say(self, text: str, *, is_reasoning: bool = False, **more: Any) -> Message:  # noqa: ANN401 - of a message

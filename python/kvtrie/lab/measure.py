@@ -55,7 +55,7 @@ class Divergence:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class LookedUp:
     """One request.
 
     Attributes:
@@ -79,11 +79,11 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class ReplayedChat:
     """All turns of a conversation."""
 
     chat: str
-    turns: tuple[Turn, ...]
+    turns: tuple[LookedUp, ...]
 
     @property
     def prompt(self) -> int:
@@ -101,7 +101,9 @@ class Measured:
         return sum(one.prompt - one.reused for one in self.turns)
 
 
-def measure(template: Template, chat: Chat, *, block_size: int = 16, min_run: int = 16) -> Measured:
+def measure(
+    template: Template, chat: Chat, *, block_size: int = 16, min_run: int = 16
+) -> ReplayedChat:
     """Replay a conversation.
 
     Args:
@@ -116,11 +118,11 @@ def measure(template: Template, chat: Chat, *, block_size: int = 16, min_run: in
     """
     rendered = [template.render(chat, one) for one in chat.requests]
     thoughts = {str(one.reply.get("reasoning_content") or "")[:_MARK] for one in chat.requests}
-    bench = _Bench(template, rendered, frozenset(thoughts - {""}), block_size, min_run)
+    bench = _Replayed(template, rendered, frozenset(thoughts - {""}), block_size, min_run)
     return bench.measured(chat.name)
 
 
-class _Bench:
+class _Replayed:
     """The two indexes, and every cached sequence."""
 
     def __init__(
@@ -144,10 +146,10 @@ class _Bench:
         self._cached: list[NDArray[np.uint32]] = []
         self._thoughts = thoughts
 
-    def measured(self, name: str) -> Measured:
-        return Measured(name, tuple(self._turn(one) for one in self._rendered))
+    def measured(self, name: str) -> ReplayedChat:
+        return ReplayedChat(name, tuple(self._turn(one) for one in self._rendered))
 
-    def _turn(self, one: Rendered) -> Turn:
+    def _turn(self, one: Rendered) -> LookedUp:
         ids = np.array(one.ids, dtype=np.uint32)
         prompt = self._sequence(ids)
         prefix = self._prefix.lookup(prompt, keep_last=1).num_tokens
@@ -160,7 +162,7 @@ class _Bench:
             )
             reused = len(ids) - plan.num_compute
             self._keep(self._ours, self._free[1], whole, plan)
-        turn = Turn(
+        turn = LookedUp(
             prompt=len(ids),
             prefix=prefix,
             reused=reused,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from kvtrie.lab.measure import Measured, measure
+from kvtrie.lab.measure import ReplayedChat, measure
 from kvtrie.lab.template import Template, TemplateError
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class Row:
     chat: str
     about: str
     switch: dict[str, Any]
-    measured: Measured | None
+    measured: ReplayedChat | None
     error: str = ""
 
 
@@ -53,7 +53,7 @@ class Saving:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class TemplateReport:
     """What a template does to the cache.
 
     Attributes:
@@ -87,7 +87,7 @@ def study(
     arguments: Mapping[str, Any] | None = None,
     block_size: int = 16,
     min_run: int = 16,
-) -> Report:
+) -> TemplateReport:
     """Replay conversations by default and with each switch of the template.
 
     A conversation that the template refuses has its words in ``Row.error``.
@@ -116,7 +116,7 @@ def study(
     if not any(row.measured for row in rows):
         raise TemplateError(rows[0].error if rows else "there is no conversation")
     form = None if template.tagger is None else template.tagger.format
-    return Report(
+    return TemplateReport(
         format=None if form is None else form.name,
         drops=None if form is None else _DROPS[form.boundary],
         why_unknown=template.untagged,
@@ -161,7 +161,7 @@ def _savings(rows: Sequence[Row]) -> list[Saving]:
     return [one for one in found if one.after < one.before]
 
 
-def _saving(chat: str, change: str, before: Measured, after: Measured) -> Saving:
+def _saving(chat: str, change: str, before: ReplayedChat, after: ReplayedChat) -> Saving:
     return Saving(
         chat,
         change,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from kvtrie.lab.chats import Chat, Request
+    from kvtrie.lab.chats import Chat, ClientRequest
 
 # What every client or library passes.
 _GIVEN: Final = frozenset(
@@ -81,7 +81,7 @@ class Template:
         except ValueError as error:
             self.untagged = str(error)
 
-    def render(self, chat: Chat, request: Request) -> Rendered:
+    def render(self, chat: Chat, request: ClientRequest) -> Rendered:
         """A request of a conversation.
 
         Raises:
