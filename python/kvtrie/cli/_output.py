@@ -1,11 +1,18 @@
-"""A console for results that truncates nothing."""
+"""Where results go: a console that truncates nothing, and files that are written whole."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from rich.console import Console
+
+from kvtrie.cli import _process
+from kvtrie.cli._failure import fail
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 _UNCUT: Final = 10_000
 
@@ -14,3 +21,16 @@ def console() -> Console:
     """A console as wide as the terminal; elsewhere, where rich cuts at 80 columns, unlimited."""
     width = None if sys.stdout.isatty() else _UNCUT
     return Console(highlight=False, width=width)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file, or end the command and leave what is there as it is."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with _process.held():
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        fail(f"cannot write {path}: {error.strerror or error}", _process.BAD_OUTPUT)

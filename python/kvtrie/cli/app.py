@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from kvtrie.cli import calibrate, check_vllm, demo, explain
+from kvtrie.cli import lab as lab_command
 
 app = typer.Typer(
     name="kvtrie",
@@ -21,6 +22,7 @@ app.command("calibrate")(calibrate.calibrate)
 app.command("check-vllm")(check_vllm.check_vllm)
 app.command("demo")(demo.demo)
 app.command("explain")(explain.explain)
+app.command("lab")(lab_command.lab)
 
 
 def _show_version(*, is_asked: bool) -> None:

@@ -1,0 +1,134 @@
+"""``kvtrie lab``: what does this chat template do to the cache?"""
+
+from __future__ import annotations
+
+import json
+import os
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvtrie.cli import _output
+from kvtrie.cli._failure import fail, need
+from kvtrie.demo.conversations import load_conversations
+
+
+def lab(
+    tokenizer: Annotated[
+        Path,
+        typer.Argument(
+            metavar="MODEL_OR_TOKENIZER",
+            help="Directory with tokenizer.json and, unless given, the chat template.",
+        ),
+    ],
+    chat: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="CHAT",
+            help="Your own conversations: one message or conversation per line, as JSON "
+            "(default: the built-in ones).",
+        ),
+    ] = None,
+    chat_template: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Template to use instead (jinja).")
+    ] = None,
+    arguments: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="NAME=VALUE",
+            help="What your requests pass to the template; the value is JSON. May be repeated.",
+        ),
+    ] = None,
+    block_size: Annotated[int, typer.Option(min=1, max=4096, help="Tokens per block.")] = 16,
+    min_run: Annotated[
+        int, typer.Option(min=8, max=65_535, help="Tokens of the shortest run that is moved.")
+    ] = 16,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document instead of tables.")
+    ] = False,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write a page, complete in one file.")
+    ] = None,
+) -> None:
+    """Show what a chat template does to the cache: what is found, turn by turn, and where it ends.
+
+    Conversations are rendered request by request, with each switch of the template, and looked up
+    in a real index. No model runs and nothing is downloaded. Exit code 2 means that the input is
+    bad, 3 that the result cannot be written, 130 that it was interrupted (Ctrl-C).
+    """
+    need("the lab", "transformers", "jinja2")
+    given = _arguments(arguments or [])
+    conversations = None if chat is None else _conversations(chat)
+    loaded = _loaded(tokenizer, chat_template)
+    from kvtrie.cli import _lab_page, _lab_shown  # noqa: PLC0415 - jinja2
+    from kvtrie.lab import BUILT_IN, TemplateError, from_conversation, study  # noqa: PLC0415 - too
+
+    chats = (
+        list(BUILT_IN.values())
+        if conversations is None
+        else [from_conversation(one, f"line {one.line}") for one in conversations]
+    )
+    try:
+        report = study(loaded, chats, arguments=given, block_size=block_size, min_run=min_run)
+    except (TemplateError, ValueError) as error:
+        fail(f"{chat_template or tokenizer}: {error}")
+    refused = [row.error for row in report.rows if row.error and not row.switch]
+    if conversations is not None and refused:
+        fail(f"{chat}: {refused[0]}")
+    if html is not None:
+        _output.write_whole(html, _lab_page.page(report, str(tokenizer)))
+    if as_json:
+        document = {"kvtrie": version("kvtrie"), **report.to_dict()}
+        typer.echo(json.dumps(document, ensure_ascii=False, indent=2))
+    else:
+        _lab_shown.show(report)
+
+
+def _arguments(given: list[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for one in given:
+        name, equals, value = one.partition("=")
+        if not equals or not name.isidentifier():
+            fail(f"--set {one!r} is not NAME=VALUE")
+        try:
+            found[name] = json.loads(value)
+        except ValueError:
+            fail(f"--set {name}: {value!r} is not JSON; text is written as '{name}=\"{value}\"'")
+    return found
+
+
+def _conversations(chat: Path) -> list[Any]:
+    try:
+        return list(load_conversations(chat))
+    except OSError as error:
+        fail(f"{chat}: {error.strerror or error}")
+    except ValueError as error:
+        fail(error)
+
+
+def _loaded(directory: Path, chat_template: Path | None) -> Any:  # noqa: ANN401 - transformers has no types
+    if not directory.is_dir():
+        fail(f"{directory}: not a directory (tokenizers are not downloaded)")
+    template = None
+    if chat_template is not None:
+        try:
+            template = chat_template.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            fail(f"{chat_template}: {getattr(error, 'strerror', None) or error}")
+    # Without torch, transformers says on import that it finds none.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    from transformers import AutoTokenizer  # noqa: PLC0415 - seconds
+
+    try:
+        loaded = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except Exception as error:  # noqa: BLE001 - the library raises errors of many types
+        fail(f"{directory}: no tokenizer can be loaded: {error}")
+    if template is not None:
+        loaded.chat_template = template
+    if not loaded.chat_template:
+        fail(f"{directory}: it has no chat template; give one with --chat-template FILE")
+    return loaded

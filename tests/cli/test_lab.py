@@ -1,0 +1,155 @@
+"""``kvtrie lab``: what it prints and writes, and bad input."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.cli.test_without_torch import run as run_without_torch
+from tests.tags.templates import QWEN3, tokenizer_of
+from typer.testing import CliRunner
+
+from kvtrie.cli.app import app
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from typer.testing import Result
+
+TALK = [
+    {"role": "user", "content": "what does the user ask"},
+    {"role": "assistant", "content": "it looks <b>up</b>", "reasoning_content": "the tool & then"},
+    {"role": "user", "content": "and then"},
+    {"role": "assistant", "content": "it answers"},
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer")
+    tokenizer_of("qwen3", QWEN3).save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def talk(tmp_path: Path) -> Path:
+    path = tmp_path / "talk.jsonl"
+    path.write_text("\n".join(map(json.dumps, TALK)), encoding="utf-8")
+    return path
+
+
+def run(*args: object) -> Result:
+    return CliRunner().invoke(app, ["lab", *map(str, args)])
+
+
+class Page(HTMLParser):
+    """Tags and references of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.references: list[str | None] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in {"meta", "br"}:
+            self.open.append(tag)
+        self.references += [value for name, value in attrs if name in {"src", "href"}]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_built_in_conversations(folder: Path) -> None:
+    done = run(folder)
+    assert done.exit_code == 0, done.output
+    assert done.stdout.startswith("chat format: qwen3; reasoning dropped at: next user message\n")
+    for name in ("chat", "reasoning", "agent", "pruned", "retrieval", "date", "date last"):
+        assert re.search(rf"^{name} +default ", done.stdout, re.MULTILINE)
+    assert re.search(r"^reasoning: with preserve=True, \d+ tokens less", done.stdout, re.MULTILINE)
+
+
+def test_own_conversation_as_json(folder: Path, talk: Path) -> None:
+    done = run(folder, talk, "--json", "--block-size", "4", "--min-run", "8")
+    assert done.exit_code == 0, done.output
+    document: dict[str, Any] = json.loads(done.stdout)
+    assert (document["format"], document["block_size"]) == ("qwen3", 4)
+    turns = document["rows"][0]["measured"]["turns"]
+    assert [turn["divergence"] and turn["divergence"]["cause"] for turn in turns] == [
+        None,
+        "reasoning",
+    ]
+    assert turns[1]["divergence"]["cached"].startswith("<think>")
+
+
+def test_page_is_complete_and_shows_text_as_text(folder: Path, talk: Path, tmp_path: Path) -> None:
+    target = tmp_path / "lab.html"
+    done = run(folder, talk, "--html", target, "--block-size", "4")
+    assert done.exit_code == 0, done.output
+    text = target.read_text(encoding="utf-8")
+    page = Page(text)
+    assert not page.open
+    assert not page.references
+    assert "<script" not in text
+    assert "<think>\nthe tool & then" in page.text
+    assert "<b>up</b>" in page.text
+    assert [one.name for one in tmp_path.iterdir()] == ["talk.jsonl", "lab.html"] or {
+        one.name for one in tmp_path.iterdir()
+    } == {"talk.jsonl", "lab.html"}
+
+
+def test_no_torch_is_needed(folder: Path, talk: Path) -> None:
+    done = run_without_torch("lab", str(folder), str(talk))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "the template dropped reasoning" in done.stdout
+
+
+def test_another_template_and_arguments(folder: Path, talk: Path, tmp_path: Path) -> None:
+    template = tmp_path / "kept.jinja"
+    template.write_text(QWEN3.replace("loop.index0 > ns.last", "true"), encoding="utf-8")
+    kept = run(folder, talk, "--chat-template", template)
+    assert "reasoning dropped at: never" in kept.stdout
+    asked = run(folder, talk, "--set", "preserve=true")
+    assert "reasoning dropped at: never" in asked.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["nowhere"], "kvtrie: nowhere: not a directory (tokenizers are not downloaded)"),
+        (["."], "kvtrie: .: no tokenizer can be loaded: "),
+        (["{folder}", "nothing.jsonl"], "kvtrie: nothing.jsonl: No such file or directory"),
+        (["{folder}", "--set", "x"], "kvtrie: --set 'x' is not NAME=VALUE"),
+        (["{folder}", "--set", "x=y"], "kvtrie: --set x: 'y' is not JSON; text is written as"),
+        (["{folder}", "--chat-template", "none"], "kvtrie: none: No such file or directory"),
+        (["{folder}", "--chat-template", "bad.jinja"], "kvtrie: bad.jinja: the template does not"),
+        (["{folder}", "bad.jsonl"], "kvtrie: bad.jsonl, line 1: not JSON"),
+    ],
+)
+def test_bad_input_is_one_sentence(
+    args: list[str], said: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.jinja").write_text("{{ raise_exception('no') }}", encoding="utf-8")
+    (tmp_path / "bad.jsonl").write_text("{", encoding="utf-8")
+    before = set(tmp_path.iterdir())
+    done = run(*(one.format(folder=folder) for one in args), "--html", "out.html")
+    assert done.exit_code == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith(said)
+    assert done.stderr.count("\n") == 1
+    assert set(tmp_path.iterdir()) == before
+
+
+def test_a_page_that_cannot_be_written_leaves_nothing(folder: Path, talk: Path) -> None:
+    done = run(folder, talk, "--html", talk.parent / "no" / "lab.html")
+    assert done.exit_code == 3
+    assert "cannot write" in done.stderr
+    assert list(talk.parent.iterdir()) == [talk]

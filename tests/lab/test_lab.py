@@ -1,0 +1,162 @@
+"""What the lab says about a template, against a naive reading of the same ids."""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import Any
+
+import pytest
+from tests.tags.templates import CHATML, QWEN3, TEMPLATES, tokenizer_of
+
+from kvtrie import lab
+
+# With 8 templates a thousand in all if KVTRIE_LAB says 125.
+CONVERSATIONS = int(os.environ.get("KVTRIE_LAB", "25"))
+WORDS = "note harbour blue seven where answer place rooms built early there late what so it".split()
+
+
+def text(source: random.Random, most: int = 40) -> str:
+    return " ".join(source.choice(WORDS) for _ in range(source.randint(1, most)))
+
+
+def chat_of(seed: int) -> lab.Chat:
+    """A client that appends, and now and then changes a message or takes some away."""
+    source = random.Random(seed)
+    history: list[dict[str, Any]] = [{"role": "system", "content": text(source)}]
+    requests = []
+    for _ in range(source.randint(2, 5)):
+        history.append({"role": "user", "content": text(source)})
+        reply = {"role": "assistant", "content": text(source)}
+        if source.random() < 0.5:
+            reply["reasoning_content"] = text(source)
+        requests.append(lab.ClientRequest(tuple(history), reply))
+        history.append(reply)
+        if source.random() < 0.3:
+            at = source.randrange(len(history))
+            history[at] = {**history[at], "content": text(source)}
+        if source.random() < 0.2 and len(history) > 3:
+            del history[1:3]
+    return lab.Chat(str(seed), tuple(requests))
+
+
+def common(one: list[int], other: list[int]) -> int:
+    pairs = zip(one, other, strict=False)
+    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
+def check(template: lab.Template, chat: lab.Chat, block: int) -> int:
+    """Compare every turn with the ids alone; the number of prompts that diverge."""
+    cached: list[list[int]] = []
+    diverged = 0
+    found = lab.measure(template, chat, block_size=block, min_run=8)
+    for request, turn in zip(chat.requests, found.turns, strict=True):
+        one = template.render(chat, request)
+        whole = [common(one.ids, old[: len(old) // block * block]) for old in cached]
+        hit = max(whole, default=0) // block * block
+        assert turn.prefix == min(hit, (len(one.ids) - 1) // block * block)
+        lengths = [common(one.ids, old) for old in cached]
+        at = max(lengths, default=0)
+        ends = {len(one.ids), *(len(old) for old in cached if common(one.ids, old) == at)}
+        if cached and at not in ends:
+            assert turn.divergence is not None
+            assert turn.divergence.position == at
+            diverged += 1
+        elif turn.divergence is not None:
+            assert turn.divergence.position == at
+        assert turn.prompt == len(one.ids)
+        assert turn.prefix <= turn.reused + block
+        assert sum(end - start for start, end, what in turn.segments if what != "computed") == (
+            turn.reused
+        )
+        cached.append([*one.ids, *one.sampled[:-1]])
+    return diverged
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_prefix_hits_and_divergences_are_those_of_the_ids(name: str) -> None:
+    template = lab.Template(tokenizer_of(name, TEMPLATES[name]))
+    diverged = sum(check(template, chat_of(seed), 4 + seed % 13) for seed in range(CONVERSATIONS))
+    assert diverged > CONVERSATIONS // 2
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_every_built_in_conversation_renders(name: str) -> None:
+    report = lab.study(tokenizer_of(name, TEMPLATES[name]), list(lab.BUILT_IN.values()))
+    default = [row for row in report.rows if not row.switch]
+    assert [row.chat for row in default] == list(lab.BUILT_IN)
+    assert not [row.error for row in default if row.error]
+    assert report.format == name
+
+
+def test_dropped_reasoning_is_named_and_kvtrie_moves_what_follows() -> None:
+    report = lab.study(tokenizer_of("qwen3", QWEN3), [lab.BUILT_IN["reasoning"]])
+    assert report.drops == "next user message"
+    measured = report.rows[0].measured
+    assert measured is not None
+    # The reasoning of the second reply goes when the third question comes, and so on.
+    causes = [turn.divergence and turn.divergence.cause for turn in measured.turns]
+    assert causes == [None, "reasoning", "reasoning", "reasoning"]
+    assert all(
+        turn.divergence.kind == "reasoning" and turn.divergence.movable_after > 0
+        for turn in measured.turns[1:]
+        if turn.divergence
+    )
+    assert measured.computed < measured.computed_by_prefix
+
+
+def test_switches_are_those_that_change_a_prompt() -> None:
+    template = lab.Template(tokenizer_of("qwen3", QWEN3))
+    assert list(template.switches(list(lab.BUILT_IN.values()))) == [{"preserve": True}]
+    assert not list(template.switches([lab.BUILT_IN["chat"]]))
+
+
+def test_keeping_reasoning_and_moving_the_date_are_priced() -> None:
+    report = lab.study(tokenizer_of("qwen3", QWEN3), list(lab.BUILT_IN.values()))
+    saved = {(one.chat, one.change): one for one in report.savings}
+    kept = saved["reasoning", "preserve=True"]
+    rows = {(row.chat, bool(row.switch)): row.measured for row in report.rows}
+    default, switched = rows["reasoning", False], rows["reasoning", True]
+    assert default is not None
+    assert switched is not None
+    assert (kept.before, kept.after) == (default.computed_by_prefix, switched.computed_by_prefix)
+    assert kept.prompt_after > kept.prompt_before
+    assert ("date", "the time at the end of the question") in saved
+    assert all(one.after < one.before for one in report.savings)
+
+
+def test_text_that_encodes_to_other_ids_than_were_sampled() -> None:
+    """The reply begins with what merges with the end of the prompt when both are one text."""
+    # The prompt ends in the middle of a word that is one token when it is encoded as a whole.
+    opened = "'<|im_start|>assistant\nus'"
+    template = CHATML.replace("'<|im_start|>assistant\n'", opened).replace(
+        "m.role ~ '\n'", "m.role ~ ('\nus' if m.role == 'assistant' else '\n')"
+    )
+    tokenizer = tokenizer_of("qwen3", template)
+    reply = {"role": "assistant", "content": "er asks"}
+    asked = ({"role": "user", "content": "what is it"},)
+    requests = (lab.ClientRequest(asked, reply), lab.ClientRequest((*asked, reply, *asked), reply))
+    chat = lab.Chat("merged", requests)
+    first, second = lab.measure(lab.Template(tokenizer), chat, block_size=1, min_run=8).turns
+    rendered = lab.Template(tokenizer).render(chat, chat.requests[0])
+    again = tokenizer.encode(rendered.prompt + rendered.text, add_special_tokens=False)
+    assert again != [*rendered.ids, *rendered.sampled]
+    assert first.reencoded == common(again, [*rendered.ids, *rendered.sampled])
+    assert second.divergence is not None
+    assert second.divergence.position == first.reencoded
+    assert second.divergence.cause == "encoding"
+
+
+def test_a_template_that_refuses_a_conversation_is_quoted() -> None:
+    template = "{%- if tools -%}{{ raise_exception('no tools here') }}{%- endif -%}" + CHATML
+    report = lab.study(tokenizer_of("qwen3", template), list(lab.BUILT_IN.values()))
+    errors = {row.chat: row.error for row in report.rows if not row.switch}
+    assert errors["agent"] == "the template does not render 'agent': no tools here"
+    assert not errors["chat"]
+    with pytest.raises(lab.TemplateError, match="'agent': no tools here"):
+        lab.study(tokenizer_of("qwen3", template), [lab.BUILT_IN["agent"]])
+
+
+def test_a_tokenizer_without_a_template() -> None:
+    with pytest.raises(lab.TemplateError, match="has no chat template"):
+        lab.Template(tokenizer_of("qwen3", None))
