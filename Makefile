@@ -100,7 +100,7 @@ REAL := PYTHONPATH=benches:. OMP_NUM_THREADS=1 $(PY) -m real
 REAL_FLAGS ?=
 
 .PHONY: fidelity
-fidelity: setup ## what reuse costs a real model, by kind of edit and policy, into docs/fidelity.md (an hour on a free core; resumes; REAL_FLAGS)
+fidelity: setup ## what reuse costs a real model, by kind of edit and policy, into docs/fidelity.md (about three hours on a free core; resumes; REAL_FLAGS)
 	@$(PY) -m tools.real_models smollm2
 	@$(REAL) $(REAL_FLAGS)
 

@@ -5,7 +5,7 @@
     python -m real --summary             # no measuring: the tables again, from the rows
 
 Rows go to target/fidelity/rows.jsonl as they are measured; the same command goes on from there. One
-core takes about 40 s for a conversation of 1k tokens, and 10 minutes for one of 7k.
+core takes about 40 s for a conversation of 1k tokens, 2 minutes for one of 4k and 5 for one of 7k.
 """
 
 from __future__ import annotations
@@ -17,7 +17,16 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from real import chains, conversations, measure, policies, recorded, summary, texts
+from real import (
+    chains,
+    conversations,
+    first_token,
+    measure,
+    policies,
+    recorded,
+    summary,
+    texts,
+)
 from real.rows import Rows
 
 if TYPE_CHECKING:
@@ -33,10 +42,14 @@ FOREIGN_TOKENS: Final = 1024
 
 QUICK: Final = ("exact", "rotated", "foreign", "fronts20", "question20")
 LONG: Final = (
-    *("exact", "rotated", "foreign", "first16", "random20", "blend20", "query20", "fronts20"),
-    *("fronts30", "probe20", "probe30", "question20", "question30", "oracle20"),
+    *("exact", "rotated", "unrotated", "foreign", "fronts20", "fronts30", "probe20", "probe30"),
+    "oracle20",
 )
-"""At 7k tokens, where a row takes most of a minute."""
+"""At 4k and 7k tokens, where a conversation takes minutes."""
+
+LONGEST: Final = ("strip all", "reorder", "assembled", "strip one", *conversations.EASY)
+"""Kinds at 7k tokens. Where results were cleared, the prompt has half of the conversation's length,
+and the model's context ends at 8,192."""
 
 
 class Suite:
@@ -63,6 +76,7 @@ class Suite:
         self.renderer = Renderer(tokenizer)
         self.model = f"{folder.name}@{checkpoint_digest(folder)}"
         self.dtype = dtype
+        self.folder = folder
         self.rows = Rows(rows)
         text = " ".join(one.text for one in self.passages)
         ids = tokenizer(text, add_special_tokens=False)["input_ids"][-FOREIGN_TOKENS:]
@@ -113,38 +127,66 @@ class Suite:
         )
 
     def chain(self, wording: str, seed: int, names: tuple[str, ...]) -> None:
-        """Ten edits in a row; the rows of each step."""
+        """Ten edits in a row, and each of them alone; a row for each step of both."""
         size = conversations.SIZES["1k"]
         writer = conversations.Writer(self.passages, wording, seed, size)
         steps = [self.renderer.tokens(one) for one in conversations.ten_edits(writer)]
         digest = measure.key([one.digest for one in steps])
+        about = {"size": "1k", "set": wording, "seed": seed, "plan": digest}
+        about |= {"model": self.model, "dtype": self.dtype}
         truths: list[Any] = []
+        began = time.monotonic()
+
+        def keys(kind: str, name: str) -> list[str]:
+            return [self.key(kind, digest, name, str(step)) for step in range(len(steps))]
+
         for name in names:
-            keys = [self.key("chain", digest, name, str(step)) for step in range(len(steps))]
-            if all(key in self.rows for key in keys):
+            own = keys("chain", name)
+            if all(key in self.rows for key in own):
                 continue
             truths = truths or [measure.reference(self.reader, one) for one in steps]
             found = chains.rows(self.reader, steps, truths, policies.POLICIES[name])
-            for step, (key, row) in enumerate(zip(keys, found, strict=True)):
-                about = {
-                    "kind": "ten",
-                    "step": step + 1,
-                    "size": "1k",
-                    "set": wording,
-                    "seed": seed,
-                }
-                about |= {"plan": digest}
-                self.rows.add(
-                    {
-                        "key": key,
-                        **about,
-                        "model": self.model,
-                        "dtype": self.dtype,
-                        "policy": name,
-                        **row,
-                    }
-                )
-            print(f"fidelity: ten edits, seed {seed}, {name}", flush=True)
+            for step, (key, row) in enumerate(zip(own, found, strict=True)):
+                about |= {"kind": "ten", "step": step + 1, "policy": name}
+                self.rows.add({"key": key, **about, **row})
+        alone = {name: keys("alone", name) for name in (*names, *policies.CONTROLS)}
+        for step, case in enumerate(steps):
+            missing = {
+                name: policies.POLICIES[name]
+                for name, own in alone.items()
+                if own[step] not in self.rows
+            }
+            if not missing:
+                continue
+            truths = truths or [measure.reference(self.reader, one) for one in steps]
+            rows = measure.rows(self.reader, case, missing, self.foreign(), truths[step])
+            for name, row in rows:
+                about |= {"kind": "alone", "step": step + 1, "policy": name}
+                self.rows.add({"key": alone[name][step], **about, **row})
+        if truths:
+            print(
+                f"fidelity: {wording} ten edits, seed {seed}, {time.monotonic() - began:.0f} s",
+                flush=True,
+            )
+
+    def first_tokens(self, size: str, wording: str, seed: int, names: tuple[str, ...]) -> None:
+        """The first token after W11's edit, under each policy, as often as `first_token` says."""
+        case = self.case("strip all", size, wording, seed)
+        keys = {
+            (name, repeat): self.key("first token", first_token.VERSION, case.digest, name, repeat)
+            for repeat in map(str, range(first_token.REPEATS))
+            for name in names
+        }
+        missing = [one for one, key in keys.items() if key not in self.rows]
+        if not missing:
+            return
+        about = {"kind": "first token", "size": size, "set": wording, "seed": seed}
+        about |= {"plan": case.digest, "model": self.model, "dtype": self.dtype}
+        found = first_token.rows(self.folder, self.dtype, case, [name for name, _ in missing])
+        for (name, repeat), row in zip(missing, found, strict=True):
+            own = {"key": keys[name, repeat], "policy": name, "repeat": int(repeat)}
+            self.rows.add({**own, **about, **row})
+            print(f"fidelity: first token, {size}, {name}: {row['seconds']} s", flush=True)
 
 
 def work(options: argparse.Namespace) -> Iterator[tuple[str, str, int]]:
@@ -156,9 +198,9 @@ def work(options: argparse.Namespace) -> Iterator[tuple[str, str, int]]:
         kinds = (*conversations.HARD, *(conversations.EASY if number < options.easy else ()))
         yield from ((kind, "1k", number) for kind in kinds)
         if number < options.long:
-            yield from (
-                (kind, "7k", number) for kind in ("strip all", "reorder", "assembled", "prune")
-            )
+            yield from ((kind, "4k", number) for kind in conversations.KINDS)
+        if number < options.longest:
+            yield from ((kind, "7k", number) for kind in LONGEST)
 
 
 def main() -> int:
@@ -168,10 +210,11 @@ def main() -> int:
     parser.add_argument("--set", choices=list(conversations.SETS), default="reporting")
     parser.add_argument("--cases", type=int, default=6, help="of each hard kind at 1k tokens")
     parser.add_argument("--easy", type=int, default=3, help="of each easy kind")
-    parser.add_argument("--long", type=int, default=1, help="of four hard kinds at 7k tokens")
+    parser.add_argument("--long", type=int, default=3, help="of each kind at 4k tokens")
+    parser.add_argument("--longest", type=int, default=1, help="of each kind at 7k tokens")
     parser.add_argument("--chains", type=int, default=3, help="of ten edits in a row")
     parser.add_argument("--kinds", default="", help="only these, separated by commas")
-    parser.add_argument("--sizes", default="1k,7k", help="only these sizes")
+    parser.add_argument("--sizes", default="1k,4k,7k", help="only these sizes")
     parser.add_argument("--policies", default="", help="only these, separated by commas")
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
@@ -189,13 +232,17 @@ def main() -> int:
             kinds = options.kinds.split(",") if options.kinds else [kind]
             if size not in options.sizes.split(",") or kind not in kinds:
                 continue
-            names = QUICK if options.quick else LONG if size == "7k" else tuple(policies.POLICIES)
-            # Seeds 1 to 3: a third of the cases each.
+            names = QUICK if options.quick else LONG if size != "1k" else tuple(policies.POLICIES)
             suite.measure(kind, size, options.set, first + number + 1, wanted or names)
         only = options.kinds.split(",") if options.kinds else ["ten"]
         if not options.quick and "ten" in only and "1k" in options.sizes.split(","):
             for number in range(options.chains):
                 suite.chain(options.set, first + 500 + number, wanted or chains.POLICIES)
+        if not options.quick and "first token" in (options.kinds or "first token").split(","):
+            for size in ("4k", "7k"):
+                if size not in options.sizes.split(","):
+                    continue
+                suite.first_tokens(size, options.set, first + 1, tuple(first_token.POLICIES))
     return summary.main(options.rows, quick=options.quick, wording=options.set)
 
 

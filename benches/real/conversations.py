@@ -86,11 +86,15 @@ SETS: Final = {"tuning": 10_000, "reporting": 20_000}
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A place, its text with the fact, what the model said to it, and the fact in two parts."""
+    """A place, its text with the fact, what the model said to it, and the fact in two parts.
+
+    ``reply`` is what it said to the first passage of the text, ``replies`` to each of them.
+    """
 
     place: str
     text: str
     reply: str
+    replies: str
     reasoning: str
     stem: str
     value: str
@@ -121,7 +125,8 @@ class Size:
         tokens: About how many tokens, as tables name it.
         sections: Sections of a conversation.
         passages: Passages of a section.
-        cleared: Sections of a conversation some of which are cleared.
+        cleared: Sections of a conversation some of which are cleared. Before the edit it must fit
+            into the model's context.
         pieces: Recorded reasonings that make one round's reasoning.
     """
 
@@ -132,7 +137,11 @@ class Size:
     pieces: int = 1
 
 
-SIZES: Final = {"1k": Size("1k", 7, 1, 11), "7k": Size("7k", 8, 7, 8, 2)}
+SIZES: Final = {
+    "1k": Size("1k", 7, 1, 11),
+    "4k": Size("4k", 8, 4, 12),
+    "7k": Size("7k", 8, 7, 7, 2),
+}
 
 
 def user(text: str) -> Message:
@@ -182,6 +191,7 @@ class Writer:
             place=place,
             text=self.wording.section.format(place, ". ".join(sentences)),
             reply=some[0].reply,
+            replies=" ".join(one.reply for one in some),
             reasoning=" ".join(one.reasoning for one in some[: self.size.pieces]),
             stem=sentence.partition(": " if ": " in sentence else "that ")[2].removesuffix(
                 f" {value}."
@@ -220,12 +230,22 @@ def _case(
 
 
 def _loop(
-    writer: Writer, sections: Sequence[Section], thinks: Callable[[int], bool]
+    writer: Writer,
+    sections: Sequence[Section],
+    thinks: Callable[[int], bool],
+    *,
+    says: bool = False,
 ) -> list[Message]:
-    """A question, then for each section a call and its result, then the reply."""
+    """A question, then for each section a call and its result, then the reply.
+
+    With ``says`` each call but the first comes after what the model said to the result before, so
+    that messages have about a quarter of the results' length, as in W12's agent.
+    """
     messages = [writer.system(), user(f"Read the {len(sections)} sections, one after the other.")]
     for number, one in enumerate(sections):
-        messages.append(reply(f"Reading the {one.place}.", one.reasoning if thinks(number) else ""))
+        said = f"{sections[number - 1].replies} " if says and number else ""
+        call = f"{said}Reading the {one.place}."
+        messages.append(reply(call, one.reasoning if thinks(number) else ""))
         messages.append(tool(one.text))
     messages.append(
         reply(sections[-1].reply, sections[0].reasoning if thinks(len(sections)) else "")
@@ -249,7 +269,7 @@ def strip_all(writer: Writer) -> Case:
 
 def _cleared(writer: Writer, kind: str, cleared: Callable[[int, int], bool]) -> Case:
     sections = writer.sections(writer.size.cleared)
-    run = _loop(writer, sections, lambda _: False)
+    run = _loop(writer, sections, lambda _: False, says=True)
     kept = [one for at, one in enumerate(sections) if not cleared(at, len(sections))]
     gone = {one.text for one in sections if one not in kept}
     after = [

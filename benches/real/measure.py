@@ -92,7 +92,13 @@ def reference(reader: Reader, case: Tokens) -> Reference:
 class Bench:
     """A case whose contexts are cached, ready for any policy."""
 
-    def __init__(self, reader: Reader, case: Tokens, foreign: tuple[Sequence[int], Kept]) -> None:
+    def __init__(
+        self,
+        reader: Reader,
+        case: Tokens,
+        foreign: tuple[Sequence[int], Kept],
+        truth: Reference | None = None,
+    ) -> None:
         self._reader = reader
         self._case = case
         self._shelf = Shelf(reader, room(case) + len(foreign[0]))
@@ -101,7 +107,7 @@ class Bench:
             self._shelf.add(ids, kept, session=session)
             self._shelf.receive(ids, received(reader, kept))
         self._foreign = self._shelf.park(*foreign)
-        self.reference = reference(reader, case)
+        self.reference = reference(reader, case) if truth is None else truth
         self._view: View | None = None
 
     def row(self, policy: Policy) -> dict[str, Any]:
@@ -241,9 +247,14 @@ def rows(
     case: Tokens,
     wanted: dict[str, Policy],
     foreign: tuple[Sequence[int], Kept],
+    truth: Reference | None = None,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """A row for each policy, by the key that the caller gave it."""
-    bench = Bench(reader, case, foreign)
+    """A row for each policy, by the key that the caller gave it.
+
+    Contexts, full recomputation (unless the caller has it) and the pass over the gaps are computed
+    once for all of them.
+    """
+    bench = Bench(reader, case, foreign, truth)
     for name, policy in wanted.items():
         yield name, bench.row(policy)
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 import platform
+import statistics
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtrie.gates import paired_interval
-from real import conversations, policies
+from real import conversations, first_token, policies
 from real.rows import Row, Rows
 
 if TYPE_CHECKING:
@@ -24,6 +25,13 @@ END: Final = "<!-- End of the figures of real models. -->"
 
 SURE: Final = 0.1
 """Nats: full recomputation is sure of an answer whose negative log-likelihood is below."""
+
+SEEDS: Final = 3
+"""Conversation n of a kind belongs to seed n modulo this."""
+
+STEPS: Final = 10
+CHAINED: Final = ("ten", "alone")
+"""Kinds of rows: edits in a row, and the same edits alone."""
 
 Figures = dict[str, Any]
 
@@ -39,7 +47,7 @@ def figures(rows: Sequence[Row]) -> Figures:
     Shares and KL are means over cases, so that a long reply counts no more than a short one; the
     tail and top 1 are over positions.
     """
-    kl = [row["kl_reply"] + row["kl_quotes"] for row in rows]
+    kl = [kl_of(row) for row in rows]
     positions = [one for some in kl for one in some]
     pairs = [tuple(fact["right"]) for row in rows for fact in row["facts"]]
     sure = [fact for row in rows for fact in row["facts"] if is_sure(fact)]
@@ -76,7 +84,7 @@ def collected(rows: Sequence[Row]) -> Figures:
     """The figures of a set by size, kind and policy, over cases that have all policies."""
     found: Figures = {}
     for size in conversations.SIZES:
-        some = [row for row in rows if row["size"] == size and row["kind"] != "ten"]
+        some = [row for row in rows if row["size"] == size and row["kind"] in conversations.KINDS]
         kinds: Figures = {}
         for kind in conversations.KINDS:
             complete = whole([row for row in some if row["kind"] == kind])
@@ -93,45 +101,120 @@ def collected(rows: Sequence[Row]) -> Figures:
 
 
 def whole(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Rows by policy, of the cases that have as many policies as any."""
+    """Rows by policy, so that every policy has the same cases.
+
+    Of the policies that were measured in at least half of the cases, and the cases that have all of
+    these.
+    """
     by_case: dict[tuple[Any, ...], dict[str, Row]] = {}
     for row in rows:
         by_case.setdefault((row["kind"], row["seed"]), {})[row["policy"]] = row
-    most = max((len(one) for one in by_case.values()), default=0)
-    found: dict[str, list[Row]] = {}
-    for case in by_case.values():
-        if len(case) == most:
-            for name, row in case.items():
-                found.setdefault(name, []).append(row)
-    return {name: found[name] for name in policies.POLICIES if name in found}
+    cases = list(by_case.values())
+    names = [
+        name
+        for name in policies.POLICIES
+        if 2 * sum(name in one for one in cases) >= max(len(cases), 1)
+    ]
+    complete = [one for one in cases if all(name in one for name in names)]
+    return {name: [one[name] for one in complete] for name in names} if complete else {}
+
+
+def by_seed(rows: Sequence[Row]) -> Figures:
+    """The figures of hard kinds by size, and by the three seeds that share the conversations."""
+    found: Figures = {}
+    for size in conversations.SIZES:
+        some = [row for row in rows if row["size"] == size and row["kind"] in conversations.HARD]
+        complete = whole(some)
+        seeds = {
+            str(number + 1): {
+                name: figures(mine)
+                for name, one in complete.items()
+                if (mine := [row for row in one if (row["seed"] - 1) % SEEDS == number])
+            }
+            for number in range(SEEDS)
+        }
+        if complete and all(seeds.values()):
+            found[size] = seeds
+    return found
 
 
 def chained(rows: Sequence[Row]) -> Figures:
-    """KL of ten edits in a row by policy and step, over the chains that are complete."""
-    ten = [row for row in rows if row["kind"] == "ten"]
+    """Ten edits in a row by policy, next to each of the edits alone.
+
+    Of the chains in which all of both is measured: how many, the KL by step in a row and alone, and
+    the answers lost and gained over all steps in a row, against full recomputation.
+    """
     found: Figures = {}
     for name in policies.POLICIES:
-        steps: dict[int, list[float]] = {}
-        for row in ten:
-            if row["policy"] == name:
-                steps.setdefault(row["step"], []).append(_mean(row["kl_reply"] + row["kl_quotes"]))
-        if len(steps) == 10:
-            found[name] = [_mean(steps[step]) for step in sorted(steps)]
+        chains: dict[int, dict[str, dict[int, Row]]] = {}
+        for row in rows:
+            if row["policy"] == name and row["kind"] in CHAINED:
+                chain = chains.setdefault(row["seed"], {kind: {} for kind in CHAINED})
+                chain[row["kind"]][row["step"]] = row
+        is_control = name in policies.CONTROLS
+        kinds = CHAINED[1:] if is_control else CHAINED
+        complete = [
+            one for one in chains.values() if all(len(one[kind]) == STEPS for kind in kinds)
+        ]
+        if not complete:
+            continue
+        found[name] = {"chains": len(complete)}
+        for kind in kinds:
+            found[name][kind] = [
+                _mean([_mean(kl_of(one[kind][step])) for one in complete])
+                for step in range(1, STEPS + 1)
+            ]
+            own = [row for one in complete for row in one[kind].values()]
+            found[name][f"{kind}_figures"] = figures(own)
     return found
+
+
+def first_tokens(rows: Sequence[Row]) -> Figures:
+    """Medians of the time to the first token, by size and policy."""
+    found: Figures = {}
+    for size in conversations.SIZES:
+        for name in first_token.POLICIES:
+            some = [
+                row
+                for row in rows
+                if (row["kind"], row["size"], row["policy"]) == ("first token", size, name)
+            ]
+            if some:
+                found.setdefault(size, {})[name] = {
+                    "runs": len(some),
+                    "tokens": some[0]["tokens"],
+                    "computed": some[0]["computed"],
+                    "seconds": statistics.median(row["seconds"] for row in some),
+                    "fell_back": sum(row["fell_back"] for row in some),
+                }
+    return {size: one for size, one in found.items() if "exact" in one}
+
+
+def kl_of(row: Row) -> list[float]:
+    """At each position of both replies."""
+    return [*row["kl_reply"], *row["kl_quotes"]]
 
 
 def undetected(found: Figures) -> list[str]:
     """Kinds that no control is bad in: what the suite says of them means nothing."""
-    names = []
-    for size, one in found.items():
-        for kind, by_policy in one["kinds"].items():
-            controls = [by_policy[name] for name in policies.CONTROLS if name in by_policy]
-            if controls and not any(
-                row["kl"] > 10 * max(by_policy["exact"]["kl"], 1e-4) and row["loss_low"] > 0
-                for row in controls
-            ):
-                names.append(f"{size} {kind}")
-    return names
+    return [
+        f"{size} {kind}"
+        for size, one in found.items()
+        for kind, by_policy in one["kinds"].items()
+        if any(name in by_policy for name in policies.CONTROLS) and not detected(by_policy)
+    ]
+
+
+def detected(by_policy: Figures) -> list[str]:
+    """Controls that are bad: KL above ten times exact reuse's, and answers lost beyond chance."""
+    floor = max(by_policy["exact"]["kl"], 1e-4)
+    return [
+        name
+        for name in policies.CONTROLS
+        if name in by_policy
+        and by_policy[name]["kl"] > 10 * floor
+        and by_policy[name]["loss_low"] > 0
+    ]
 
 
 # --- the page -------------------------------------------------------------------------------------
@@ -155,8 +238,12 @@ def render(document: Figures) -> str:
         lines += ["", f"### KL by kind, prompts of {size} tokens", "", *_by_kind(found["kinds"])]
         lines += ["", f"### Points lost by kind, prompts of {size} tokens", ""]
         lines += _lost(found["kinds"])
+    for size, found in document["seeds"].items():
+        lines += ["", f"### Hard kinds by seed, prompts of {size} tokens", "", *_by_seed(found)]
     if document["chains"]:
         lines += ["", "### Ten edits in a row", "", *_chains(document["chains"])]
+    if document["first_token"]:
+        lines += ["", "### First token", "", *_first_tokens(document["first_token"])]
     if document["undetected"]:
         names = ", ".join(document["undetected"])
         lines += [
@@ -205,13 +292,22 @@ def _shown(document: Figures) -> str:
         ]
         if blind:
             said.append(f"No answers lost by `unrotated` beyond chance: {', '.join(blind)}.")
+        bad = [one for one in found["kinds"].values() if "foreign" in detected(one)]
+        if len(bad) == len(found["kinds"]):
+            said.append("`foreign` is detected in every kind.")
     missing = [
         f"prompts of {size} tokens" for size in conversations.SIZES if size not in document["sizes"]
     ]
+    for size, found in document["sizes"].items():
+        absent = [kind for kind in conversations.KINDS if kind not in found["kinds"]]
+        if absent:
+            missing.append(f"{', '.join(absent)} at {size}")
     if not document["chains"]:
         missing.append("ten edits in a row")
+    if not document["first_token"]:
+        missing.append("first token")
     if missing:
-        said.append(f"Not measured yet: {', '.join(missing)}.")
+        said.append(f"Not measured yet: {'; '.join(missing)}.")
     return " ".join(said)
 
 
@@ -287,11 +383,61 @@ def _lost(kinds: Figures) -> list[str]:
     return lines
 
 
+def _by_seed(seeds: Figures) -> list[str]:
+    names = [name for name in policies.POLICIES if all(name in one for one in seeds.values())]
+    titles = [f"seed {seed}: KL | points lost (95 %)" for seed in seeds]
+    lines = ["| policy | " + " | ".join(titles) + " |", "|---|" + "--:|" * 2 * len(seeds)]
+    for name in names:
+        cells = [
+            cell for one in seeds.values() for cell in (small(one[name]["kl"]), points(one[name]))
+        ]
+        lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
+    counts = [f"{one['exact']['cases']} | {one['exact']['questions']}" for one in seeds.values()]
+    lines.append("| *cases, questions* | " + " | ".join(counts) + " |")
+    return lines
+
+
 def _chains(chains: Figures) -> list[str]:
-    steps = range(1, 11)
-    lines = ["| KL after edit | " + " | ".join(map(str, steps)) + " |", "|---|" + "--:|" * 10]
-    for name, values in chains.items():
-        lines.append(f"| `{name}` | " + " | ".join(map(small, values)) + " |")
+    """The KL by step in a row, its mean, and that of the same edits alone."""
+    title = "mean | alone | ratio | computed | points lost (95 %)"
+    steps = " | ".join(map(str, range(1, STEPS + 1)))
+    most = max(one["chains"] for one in chains.values())
+    lines = [
+        (
+            f"KL after each edit, mean of {counted(most, 'conversation')}; *alone*: the mean of "
+            "the same edits, each over KV that was computed in full."
+        ),
+        "",
+        f"| policy | {steps} | {title} |",
+        "|---|" + "--:|" * (STEPS + 5),
+    ]
+    for name, one in chains.items():
+        alone, row = _mean(one["alone"]), one.get("ten", [])
+        shown = one["ten_figures"] if row else one["alone_figures"]
+        cells = [*map(small, row), small(_mean(row))] if row else [""] * (STEPS + 1)
+        cells += [small(alone), f"{_mean(row) / alone:.2f}" if row and alone else ""]
+        cells += [f"{shown['cost']:.1%}", points(shown)]
+        lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
+    return lines
+
+
+def _first_tokens(sizes: Figures) -> list[str]:
+    lines = [
+        (
+            "The generator's processor time to the first token after *strip all*, planning and "
+            "choosing included: medians on a machine of which other work had a part."
+        ),
+        "",
+        "| prompt | policy | runs | first token | sooner | computed |",
+        "|---|---|--:|--:|--:|--:|",
+    ]
+    for one in sizes.values():
+        for name, row in one.items():
+            sooner = one["exact"]["seconds"] / row["seconds"]
+            lines.append(
+                f"| {row['tokens']:,} | `{name}` | {row['runs']} | {row['seconds']:.2f} s | "
+                f"{sooner:.1f}\N{MULTIPLICATION SIGN} | {row['computed'] / row['tokens']:.1%} |"
+            )
     return lines
 
 
@@ -330,7 +476,9 @@ def document(rows: Sequence[Row], wording: str) -> Figures:
         "dtype": some[-1]["dtype"],
         "machine": f"{platform.machine()}, one thread",
         "sizes": sizes,
+        "seeds": by_seed(some),
         "chains": chained(some),
+        "first_token": first_tokens(some),
         "undetected": undetected(sizes),
     }
 

@@ -9,7 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from real import chains, conversations, measure, ours, policies, recorded, summary, texts
+from real import (
+    chains,
+    conversations,
+    first_token,
+    measure,
+    ours,
+    policies,
+    recorded,
+    summary,
+    texts,
+)
 from real.cases import Renderer
 from real.plans import BLOCK, REUSE, Shelf
 from real.reader import Reader
@@ -18,6 +28,8 @@ from real.rows import Rows
 from real.views import Choice, View
 from tests.byte_tokenizer import byte_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from kvtrie.engines.transformers import Generator
 
 ROOT = Path(__file__).resolve().parents[2]
 TEMPLATE = (ROOT / "tools" / "smollm2_chat_template.jinja").read_text(encoding="utf-8")
@@ -197,6 +209,27 @@ def test_sets_share_no_wording_and_no_seed() -> None:
     )
 
 
+@pytest.mark.parametrize("kind", ["stub", "prune"])
+def test_what_the_model_said_is_between_cleared_results(kind: str) -> None:
+    # W12's messages between results have a quarter of their length. With a call alone between two
+    # notices, what is between them is shorter than `min_run`, and computed.
+    case = written(kind)
+    notice = conversations.WORDINGS["reporting"].notice
+    said = [str(one["content"]) for one in case.prompt if one["role"] == "assistant"]
+    assert sum(one["content"] == notice for one in case.prompt) == 4
+    assert said[0].startswith("Reading the ")
+    for text in said[1:-1]:
+        assert text.startswith("It is text ")
+        assert " Reading the " in text
+
+
+def test_replies_to_all_passages_of_a_section_are_said() -> None:
+    size = conversations.Size("tiny", 3, 4, 5)
+    case = conversations.stub(conversations.Writer(PASSAGES, "reporting", 1, size))
+    said = [str(one["content"]) for one in case.prompt if one["role"] == "assistant"]
+    assert [one.count("It is text") for one in said[:-1]] == [0, 4, 4, 4, 4]
+
+
 def test_reasoning_is_in_the_context_and_not_in_the_prompt(renderer: Renderer) -> None:
     case = written("strip all")
     tokenizer = byte_tokenizer(TEMPLATE)
@@ -280,6 +313,44 @@ def test_chain_over_exact_kv_stays_exact(reader: Reader, renderer: Renderer) -> 
     assert max(approximate[1]["kl_reply"]) > 1e-4
 
 
+def test_caller_s_full_recomputation_is_used(reader: Reader, renderer: Renderer) -> None:
+    case, ids = renderer.tokens(written("nonce")), list(range(3, 60))
+    truth = measure.reference(reader, case)
+    foreign = (ids, reader.full(ids)[0])
+    wanted = {"rotated": policies.POLICIES["rotated"]}
+    ((_, own),) = measure.rows(reader, case, wanted, foreign)
+    ((_, given),) = measure.rows(reader, case, wanted, foreign, truth)
+    assert own["kl_quotes"] == given["kl_quotes"]
+    assert given["seconds_full"] == round(truth.seconds, 3)
+
+
+# --- first token ----------------------------------------------------------------------------------
+
+
+def test_first_token_computes_what_its_policy_says_every_time(
+    reader: Reader, renderer: Renderer
+) -> None:
+    case = renderer.tokens(written("strip all"))
+    generator = Generator(
+        reader.model,
+        byte_tokenizer(TEMPLATE),
+        num_blocks=-(-first_token.room(case) // BLOCK),
+        gate="unchecked",
+        records="model",
+    )
+    clock = first_token.Clock(generator, case)
+    rows = {name: clock.row(policy) for name, policy in first_token.POLICIES.items()}
+    assert rows["exact"]["computed"] + rows["exact"]["exact"] == len(case.prompt)
+    assert 0 < rows["rotated"]["computed"] < rows["fronts20"]["computed"]
+    assert rows["rotated"]["exact"] == rows["exact"]["exact"]
+    for name, row in rows.items():
+        assert row["seconds"] > 0
+        assert row["fell_back"] == 0
+        # The prompt's own KV is gone: the next request computes as much.
+        again = clock.row(first_token.POLICIES[name])
+        assert (again["computed"], again["moved"]) == (row["computed"], row["moved"])
+
+
 # --- figures --------------------------------------------------------------------------------------
 
 
@@ -330,6 +401,66 @@ def test_cases_that_lack_a_policy_are_left_out() -> None:
         "exact": 1,
         "rotated": 1,
     }
+
+
+def test_policy_of_few_cases_takes_no_cases_from_the_others() -> None:
+    rows = [row(name, seed=seed) for name in ("exact", "rotated") for seed in (1, 2, 3)]
+    rows.append(row("fronts20"))
+    assert {name: len(some) for name, some in summary.whole(rows).items()} == {
+        "exact": 3,
+        "rotated": 3,
+    }
+    rows.append(row("fronts20", seed=3))
+    assert {name: [one["seed"] for one in some] for name, some in summary.whole(rows).items()} == {
+        name: [1, 3] for name in ("exact", "rotated", "fronts20")
+    }
+
+
+def test_seeds_share_the_conversations() -> None:
+    rows = [row(name, seed=seed) for name in ("exact", "rotated") for seed in (1, 2, 3, 4)]
+    rows[3] = row("exact", seed=4, kl_reply=[0.5, 0.5])
+    found = summary.by_seed(rows)["1k"]
+    assert [one["exact"]["cases"] for one in found.values()] == [2, 1, 1]
+    assert found["1"]["exact"]["kl"] == pytest.approx((0.1 + 0.25) / 2)
+    assert not summary.by_seed(rows[:2])
+    page = summary.render(summary.document(rows, "reporting"))
+    assert "### Hard kinds by seed, prompts of 1k tokens" in page
+
+
+def chain_rows(name: str, kind: str, kl: float, steps: int = 10) -> list[dict[str, Any]]:
+    same: dict[str, Any] = {"kl_reply": [kl, kl], "kl_quotes": [kl, kl]}
+    return [
+        row(name, kind, step=step, **same, key=f"{kind}{name}{step}")
+        for step in range(1, steps + 1)
+    ]
+
+
+def test_chains_are_compared_with_the_same_edits_alone() -> None:
+    rows = [*chain_rows("rotated", "ten", 0.3), *chain_rows("rotated", "alone", 0.2)]
+    rows += chain_rows("foreign", "alone", 2.0)
+    rows += [*chain_rows("fronts20", "ten", 0.1), *chain_rows("fronts20", "alone", 0.1, steps=9)]
+    found = summary.chained(rows)
+    assert list(found) == ["rotated", "foreign"]
+    assert found["rotated"]["ten"] == pytest.approx([0.3] * 10)
+    page = summary.render(summary.document([row("exact"), *rows], "reporting"))
+    assert "| 0.300 | 0.300 | 0.200 | 1.50 | 25.0% | " in page
+
+
+def test_first_token_is_the_median_against_exact_reuse() -> None:
+    rows = [
+        {
+            **row(name, "first token"),
+            "repeat": at,
+            "seconds": time,
+            "fell_back": 0,
+            "key": f"{name}{at}",
+        }
+        for name, times in (("exact", (8.0, 90.0, 10.0)), ("fronts20", (2.0, 2.5, 1.0)))
+        for at, time in enumerate(times)
+    ]
+    page = summary.render(summary.document([row("exact"), *rows], "reporting"))
+    assert "| 100 | `exact` | 3 | 10.00 s | 1.0\N{MULTIPLICATION SIGN} | 20.0% |" in page
+    assert "| 100 | `fronts20` | 3 | 2.00 s | 5.0\N{MULTIPLICATION SIGN} | 20.0% |" in page
 
 
 def test_rows_of_an_older_plan_are_left_out() -> None:
@@ -404,7 +535,10 @@ def test_readme_quotes_the_figures() -> None:
 def test_page_says_what_was_not_measured() -> None:
     text = summary.render(summary.document([row("exact"), row("rotated")], "reporting"))
     assert "At 1k: 1 conversation of 1 kind, with 2 questions, of which full recomputation" in text
-    assert "Not measured yet: prompts of 7k tokens, ten edits in a row." in text
+    kinds = ", ".join(kind for kind in conversations.KINDS if kind != "reorder")
+    missing = ["prompts of 4k tokens", "prompts of 7k tokens", f"{kinds} at 1k"]
+    missing += ["ten edits in a row", "first token"]
+    assert f"Not measured yet: {'; '.join(missing)}." in text
 
 
 def test_page_without_its_marks_is_refused() -> None:
