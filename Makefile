@@ -249,6 +249,10 @@ bench-vllm: $(VLLM_ENV)/.kvtrie ## what the vLLM connector saves on edited histo
 	OMP_NUM_THREADS=1 $(VLLM_ENV)/bin/python benches/vllm_connector/edited_histories.py
 	OMP_NUM_THREADS=1 $(VLLM_ENV)/bin/python benches/vllm_connector/overhead.py
 
+.PHONY: bench-vllm-steps
+bench-vllm-steps: $(VLLM_ENV)/.kvtrie ## time to the first token with all gaps of a prompt in one step, next to one step for each
+	OMP_NUM_THREADS=1 $(VLLM_ENV)/bin/python benches/vllm_connector/one_step.py
+
 # Counts do not depend on what else the machine does, so they can fail a build where times cannot.
 .PHONY: instructions
 instructions: setup ## instructions of five key operations against the record, within 3 %

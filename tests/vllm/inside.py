@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from vllm import SamplingParams
@@ -10,7 +11,7 @@ from vllm.v1.core.kv_cache_utils import get_block_hash
 from vllm.v1.request import Request, RequestStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from vllm.lora.request import LoRARequest
     from vllm.v1.core.block_pool import BlockPool
@@ -92,6 +93,22 @@ class Inside:
         self.scheduler.running.remove(request)
         self.scheduler._preempt_request(request, 0.0)
 
+    @property
+    def num_rows(self) -> int:
+        """Rows that were ever sent."""
+        rows = self.connector.planner.gaps.rows
+        return 0 if rows is None else rows._number
+
+    @contextmanager
+    def gap_by_gap(self) -> Iterator[None]:
+        """Compute each gap in a step of its own."""
+        gaps = self.connector.planner.gaps
+        rows, gaps.rows = gaps.rows, None
+        try:
+            yield
+        finally:
+            gaps.rows = rows
+
     def check(self) -> None:
         """Every block is free or owned, its count of owners is right, and the index agrees."""
         owners: Counter[int] = Counter()
@@ -131,4 +148,5 @@ class Inside:
             assert not planner._offers
             assert not planner._loads
             assert not planner._moved
+            assert not planner.gaps.rows
             assert not planner._requests

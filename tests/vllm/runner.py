@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from tests.vllm.names import parent_of
+
 if TYPE_CHECKING:
     from tests.vllm.engine import Engine
 
@@ -92,12 +94,13 @@ def watch(engine: Engine) -> None:
                 assert first == starts[name], (name, first, starts[name])
             wanted = list(range(first, first + output.num_scheduled_tokens[name]))
             assert batch.positions[begin:end].tolist() == wanted
-            request = requests[name]
+            parent = name if name in requests else parent_of(name)
+            request = requests[parent]
             known = request._all_token_ids
             for offset, token in enumerate(batch.input_ids[begin:end].tolist()):
                 if first + offset < len(known):
                     assert token == known[first + offset], (name, first + offset)
-            blocks = get_blocks(name)[0]
+            blocks = get_blocks(parent)[0]
             row = runner.block_tables.block_tables[0].gpu[batch.idx_mapping_np[at]]
             used = -(-(first + end - begin) // size)
             assert row[:used].tolist() == blocks[:used], (name, row[:used], blocks[:used])

@@ -12,6 +12,7 @@ import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tests.vllm.names import parent_of
 from vllm.v1.core.kv_cache_utils import get_block_hash
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class Shadow:
         self._cached: list[tuple[KVCacheBlock, Any, Request, int]] = []
         self._verified: dict[str, int] = {}
         self._fails = False
-        self.num_moved = self.num_exact_copies = 0
+        self.num_moved = self.num_exact_copies = self.num_rows = self.num_in_rows = 0
         self.reused: dict[str, int] = {}
         self._reached: dict[str, int] = {}
         self._watch()
@@ -98,7 +99,13 @@ class Shadow:
         for name, start in starts.items():
             if name in output.preempted_req_ids or start < self._verified.get(name, 0):
                 self._verified.pop(name, None)
-        counts = output.num_scheduled_tokens
+        self._check_limits(output)
+        rows = {name for name in output.num_scheduled_tokens if name not in requests}
+        counts = {
+            name: one for name, one in output.num_scheduled_tokens.items() if name not in rows
+        }
+        for name in rows:
+            self._write_row(name, starts[name], output)
         for name, count in counts.items():
             self._count_reuse(name, starts[name], starts[name] + count)
             request, table = requests[name], self._table(name)
@@ -110,6 +117,37 @@ class Shadow:
         for name, count in counts.items():
             self._verify(requests[name], starts[name], count)
         self._check_cached()
+
+    def _check_limits(self, output: Any) -> None:
+        """A step has no more sequences and tokens than the workers have room for."""
+        scheduler, counts = self._inside.scheduler, output.num_scheduled_tokens
+        total = output.total_num_scheduled_tokens
+        assert total == sum(counts.values()) <= scheduler.max_num_scheduled_tokens
+        # Workers keep the state of running requests that a step does not have.
+        names = counts.keys() | {request.request_id for request in scheduler.running}
+        assert len(names) <= scheduler.max_num_running_reqs
+        assert all(count > 0 for count in counts.values())
+
+    def _write_row(self, name: str, start: int, output: Any) -> None:
+        """A piece of a request that the same step has, at a later position."""
+        parent = parent_of(name)
+        request, table = self._inside.scheduler.requests[parent], self._table(parent)
+        assert parent in output.num_scheduled_tokens
+        (new,) = (one for one in output.scheduled_new_reqs if one.req_id == name)
+        stop = start + output.num_scheduled_tokens[name]
+        assert list(new.block_ids[0]) == table[: len(new.block_ids[0])]
+        assert list(new.prompt_token_ids) == request._all_token_ids[: len(new.prompt_token_ids)]
+        assert new.prefill_token_ids is new.prompt_token_ids
+        assert stop < len(new.prompt_token_ids), "a row would be sampled"
+        assert name in self._inside.scheduler.finished_req_ids
+        for position in range(start, stop):
+            content = Content(request, position, position, None)
+            self._write(table[position // self._size], position % self._size, content)
+        reached = self._reached.get(parent, 0)
+        fresh = min(stop, request.num_prompt_tokens) - max(start, reached)
+        self.reused[parent] = self.reused.get(parent, 0) - max(0, fresh)
+        self.num_in_rows += stop - start
+        self.num_rows += 1
 
     def _count_reuse(self, name: str, start: int, end: int) -> None:
         """Count the tokens of a prompt that a request has without having computed them before."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -32,15 +33,19 @@ def reported(vllm: Core) -> PromptTokenStats:
 
 
 @in_flight
+@pytest.mark.parametrize("rows", [True, False], ids=["rows", "gap-by-gap"])
 def test_what_is_reused_after_gaps_counts_as_cached(
-    core: Callable[..., Core], in_flight: bool
+    core: Callable[..., Core], in_flight: bool, rows: bool
 ) -> None:
-    # Only the prefix before the first gap did: a quarter of what was copied.
+    # Only the prefix before the first gap did: a quarter of what was copied. What rows compute is
+    # promised to vLLM like the rest, which counts it as cached.
     vllm = core(connector=UNCHECKED, gaps=True, in_flight=in_flight, log_stats=True)
     vllm.ask(HISTORY)
-    before = vllm.worker.num_moved
-    name = vllm.add(gapped(PARTS))
-    vllm.drain()
+    before, rows_before = vllm.worker.num_moved, vllm.shadow.num_rows
+    with nullcontext() if rows else vllm.gap_by_gap():
+        name = vllm.add(gapped(PARTS))
+        vllm.drain()
+    assert bool(vllm.shadow.num_rows > rows_before) == rows
     moved = vllm.worker.num_moved - before
     prefill = vllm.answers[name].prefill
     assert prefill is not None
@@ -66,6 +71,7 @@ def test_every_report_agrees_to_the_token(
     run.disturbs = False
     run.go(count)
     is_roomy = options is ROOMY
+    assert bool(vllm.shadow.num_rows) == gaps
     assert bool(vllm.num_preempted) != is_roomy
     prefills = {name: answer.prefill for name, answer in vllm.answers.items()}
     assert {name: one.num_cached_tokens for name, one in prefills.items() if one} == dict(

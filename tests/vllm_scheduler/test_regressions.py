@@ -42,8 +42,8 @@ def boom(*_: object, **__: object) -> None:
 @pytest.mark.parametrize(
     "call",
     [
-        *("jump", "gap_end", "forget_unwritten", "preempted", "_settle", "_advance"),
-        *("_offers.offer", "_note_reuse_after_gap"),
+        *("gaps.jump", "gaps.end", "gaps.skip", "gaps.promise", "gaps._count"),
+        *("forget_unwritten", "preempted", "_settle", "_advance", "_offers.offer"),
     ],
 )
 def test_a_surprise_within_a_step_ends_no_engine(
@@ -135,18 +135,19 @@ def test_blocks_of_a_request_preempted_in_the_step_that_was_to_write_them_are_no
         vllm.ask(prompt, max_tokens=1)
         vllm.evict(prompt[: 3 * BLOCK])
         before = vllm.num_preempted
-        low = vllm.add(prompt, priority=9, mode=mode)
-        vllm.step()
-        # It needs a second block in the step that takes the segment after the gap.
-        high = vllm.add(words(BLOCK, 77), priority=0)
-        vllm.step()
-        # Blocks that are left for what these two need next.
-        held = vllm.pool.get_new_blocks(max(0, vllm.pool.get_num_free_blocks() - left))
-        vllm.step()
-        num_preempted += vllm.num_preempted - before
-        assert not vllm.shadow.unwritten(), f"{left} blocks were left"
-        vllm.pool.free_blocks(held)
-        vllm.drain(limit=300)
+        with vllm.gap_by_gap():
+            low = vllm.add(prompt, priority=9, mode=mode)
+            vllm.step()
+            # It needs a second block in the step that takes the segment after the gap.
+            high = vllm.add(words(BLOCK, 77), priority=0)
+            vllm.step()
+            # Blocks that are left for what these two need next.
+            held = vllm.pool.get_new_blocks(max(0, vllm.pool.get_num_free_blocks() - left))
+            vllm.step()
+            num_preempted += vllm.num_preempted - before
+            assert not vllm.shadow.unwritten(), f"{left} blocks were left"
+            vllm.pool.free_blocks(held)
+            vllm.drain(limit=300)
         assert vllm.answers[low].tokens == continuation(prompt, 8)
         assert vllm.answers[high].tokens == continuation(words(BLOCK, 77), 8)
     assert num_preempted

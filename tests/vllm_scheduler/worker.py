@@ -176,11 +176,19 @@ class Worker(Executor):  # type: ignore[misc] # untyped here
     def _run(self, output: Any) -> ModelRunnerOutput:
         self._follow(output)
         failed = self._load(output)
-        names, sampled = [], []
-        for name, count in output.num_scheduled_tokens.items():
-            names.append(name)
-            drafted = output.scheduled_spec_decode_tokens.get(name, ())
-            sampled.append(self._forward(self._rows[name], count, drafted))
+        names = list(output.num_scheduled_tokens)
+        # Layer by layer, a model writes all KV of a step before it reads any: a piece that follows
+        # others reads them, whatever their order in the batch.
+        by_position = sorted(names, key=lambda name: self._rows[name].computed)
+        said = {
+            name: self._forward(
+                self._rows[name],
+                output.num_scheduled_tokens[name],
+                output.scheduled_spec_decode_tokens.get(name, ()),
+            )
+            for name in by_position
+        }
+        sampled = [said[name] for name in names]
         if self.drafts is not None:
             rows = [self._rows[name] for name in names]
             drafts = [

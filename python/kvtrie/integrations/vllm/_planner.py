@@ -11,15 +11,17 @@ from kvtrie.integrations.vllm import _gate, _lineage, _ranges
 from kvtrie.integrations.vllm._dead import DeadReasoning
 from kvtrie.integrations.vllm._events import MOVED, Events
 from kvtrie.integrations.vllm._failures import Failures, first_of
-from kvtrie.integrations.vllm._metadata import Load, StepMetadata
+from kvtrie.integrations.vllm._gaps import Gaps
+from kvtrie.integrations.vllm._loads import Loads
+from kvtrie.integrations.vllm._metadata import StepMetadata
 from kvtrie.integrations.vllm._offers import Offers
 from kvtrie.integrations.vllm._ranges import APPROXIMATE
 from kvtrie.integrations.vllm._requests import LiveRequest, Pending, Range, adapter_of
-from kvtrie.integrations.vllm._runners import send_whole
+from kvtrie.integrations.vllm._runners import Moved
 from kvtrie.integrations.vllm._settings import request_policy, request_session
 from kvtrie.integrations.vllm._sources import Sources, used_by
 from kvtrie.integrations.vllm._tags import Reading, tagger_of
-from kvtrie.integrations.vllm._vllm import CacheHitSource, RequestStatus, maybe_convert_block_hash
+from kvtrie.integrations.vllm._vllm import RequestStatus, maybe_convert_block_hash
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -28,7 +30,6 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_events import EventPublisher
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.metrics.stats import PrefixCacheStats
     from vllm.v1.request import Request
 
     from kvtrie._core import ReusePlan, ReusePolicy
@@ -87,23 +88,19 @@ class Planner:
         self._live: dict[str, LiveRequest] = {}
         # Requests with work in the current step, so that a decode step skips the others.
         self._pending: dict[str, Request] = {}
-        self._loads: list[Load] = []
-        # Requests that continue at another position than their workers have.
-        self._moved: dict[str, Request] = {}
-        self._counts_itself = vllm_config.use_v2_model_runner
-        self._has_steps_in_flight = vllm_config.scheduler_config.async_scheduling
         self._tagger = tagger_of(settings, vllm_config)
         self.sources = Sources(self._pool, block_size, cleared, seed=settings.seed)
         self._offers = Offers(manager, self.sources, block_size, counts, self._continues_alone)
         self._failures = Failures(manager, block_size)
+        self._loads = Loads(manager, block_size, counts, self._failures, self._note_surprise)
+        self._moved = Moved(vllm_config, manager)
+        self.gaps = Gaps(self._loads, self._moved, self._live, self._pending, self.guarded)
         self._dead: DeadReasoning | None = None
         if self._tagger is not None and settings.dead_thinking:
             self._dead = DeadReasoning(self._pool, self.sources, block_size, counts)
         self._events: Events | None = None
         if self._pool.enable_kv_cache_events and cleared.approximate:
             self._events = Events(self._pool, self._contents, self._requests.values, publisher)
-        self.resumes_after_gaps = False
-        self.hit_stats: Callable[[], PrefixCacheStats | None] = lambda: None
         _LOG.info("kvtrie: %s", summary(settings, cleared, self._tagger))
 
     # --- arrival -----------------------------------------------------------------------------
@@ -201,7 +198,7 @@ class Planner:
         promised, after_gaps = _ranges.usable(
             plan,
             num_local,
-            resumes=self.resumes_after_gaps,
+            resumes=self.gaps.resumes,
             # KV must not become approximate in a block that vLLM hashes by tokens alone.
             may_begin=None
             if live.exact_until is not None
@@ -215,7 +212,9 @@ class Planner:
         live.pending = Pending(plan, pinned, promised, after_gaps)
         self._pending[request.request_id] = request
         self._label(request, live, plan, [promised, *after_gaps])
-        return promised[1] - promised[0]
+        self.gaps.promise(request, live.pending)
+        start, end = live.pending.promised
+        return end - start
 
     def _label(
         self, request: Request, live: LiveRequest, plan: ReusePlan, ranges: Sequence[Range]
@@ -251,73 +250,10 @@ class Planner:
         pending = live.pending
         if pending is not None:
             pending.allocated = True
-            start, end = pending.promised
-            if num_external:
-                # vLLM relies on this number, not on the promised one.
-                self._load(request, live, pending.plan, start, start + num_external, most=end)
+            # vLLM relies on this number, not on the promised one.
+            self.gaps.admit(request, live, pending, num_external)
         if request.num_preemptions:
             self.guarded(live.account.tell, request)
-
-    def _load(
-        self,
-        request: Request,
-        live: LiveRequest,
-        plan: ReusePlan,
-        start: int,
-        end: int,
-        *,
-        most: int,
-    ) -> bool:
-        """Copy the tokens of a range, on which vLLM relies from now on.
-
-        Tokens that cannot be copied, such as those after ``most``, are reported as a failed copy.
-        Returns whether they are copied.
-        """
-        self._failures.admitted(request.request_id)
-        ids = self._manager.get_block_ids(request.request_id)[0]
-        blocks = tuple(ids[start // self._block_size : -(-end // self._block_size)])
-        try:
-            if end > most:
-                msg = f"vLLM expects tokens [{start}, {end}); [{start}, {most}) were promised"
-                raise RuntimeError(msg)  # noqa: TRY301 - logged and counted like other errors
-            moves = _ranges.moves(plan, ids, self._block_size, start, end)
-        except Exception:
-            self._note_surprise("the copies of request %s failed", request.request_id)
-            self._loads.append(Load(None, blocks))
-            return False
-        self._loads.append(Load(moves, blocks))
-        segments = plan.segments
-        for segment in segments[(segments["end"] > start) & (segments["start"] < end)].tolist():
-            first, last = max(segment[0], start), min(segment[1], end)
-            is_moved = segment[4] == APPROXIMATE
-            self._counts.add("tokens_moved" if is_moved else "tokens_exact", last - first)
-            live.account.copy(first, last, is_approximate=is_moved)
-            if is_moved:
-                live.moved.append((first, last, segment[5]))
-        return True
-
-    # --- cached segments after gaps (for `KvtrieScheduler`) --------------------------------------
-
-    def gap_end(self, request: Request, position: int) -> int | None:
-        """The end of a gap that a cached segment follows."""
-        live = self._live.get(request.request_id)
-        if live is None or live.pending is None:
-            return None
-        return next((start for start, _ in live.pending.after_gaps if start > position), None)
-
-    def jump(self, requests: Sequence[Request]) -> None:
-        """Skip cached segments that the next step would compute first."""
-        if not self._pending:
-            return
-        for request in requests:
-            live = self._live.get(request.request_id)
-            pending = live.pending if live is not None else None
-            if pending is None or not pending.after_gaps:
-                continue
-            start, end = pending.after_gaps[0]
-            if request.num_computed_tokens == start:
-                request.num_computed_tokens = end
-                pending.jumped = (start, end)
 
     # --- the step ------------------------------------------------------------------------------
 
@@ -339,10 +275,9 @@ class Planner:
                 if jumped is not None and request_id in output.num_scheduled_tokens:
                     raise
                 self._continues_alone(request_id)
-        if self._moved:
-            self._tell_workers(output)
+        self._moved.tell(output)
         self._offers.step(output, self._live)
-        loads, self._loads = self._loads, []
+        loads = self._loads.take()
         self._failures.scheduled(output, loads)
         if loads:
             # vLLM sets this only for what `match` promised. Otherwise it copies after the forward
@@ -385,27 +320,6 @@ class Planner:
         ids = self._manager.get_block_ids(request.request_id)[0][written // self._block_size :]
         self._pool.evict_blocks({block.block_id for block in self.sources.blocks(ids)})
 
-    def _tell_workers(self, output: SchedulerOutput) -> None:
-        """Send requests that continue at another position in full, once they continue."""
-        for new in output.scheduled_new_reqs:
-            self._moved.pop(new.req_id, None)
-        for request_id in output.scheduled_cached_reqs.resumed_req_ids:
-            self._moved.pop(request_id, None)
-        going_on = self._moved.keys() & set(output.scheduled_cached_reqs.req_ids)
-        if going_on:
-            # In the order of the moves, which is the same on every run.
-            sent = {one: request for one, request in self._moved.items() if one in going_on}
-            send_whole(
-                output,
-                sent,
-                self._manager,
-                counts_itself=self._counts_itself,
-                uses_mrope=self._vllm_config.model_config.uses_mrope,
-            )
-            self._moved = {
-                one: request for one, request in self._moved.items() if one not in going_on
-            }
-
     def failed(self, block_ids: Collection[int]) -> None:
         """Compute everything that was to be copied into failed blocks, and all tokens after it.
 
@@ -441,8 +355,7 @@ class Planner:
         request.spec_token_ids = []
         request.num_stale_output_tokens = request.num_in_flight_tokens
         request.drop_stale_output = True
-        if self._counts_itself or self._has_steps_in_flight:
-            self._moved[request_id] = request
+        self._moved.back(request)
         live = self._live.get(request_id)
         if live is not None:
             self._drop_pending(request_id, live)
@@ -467,37 +380,13 @@ class Planner:
     def _advance(
         self, request: Request, live: LiveRequest, pending: Pending, output: SchedulerOutput
     ) -> None:
-        request_id = request.request_id
-        if pending.jumped is not None:
-            start, end = pending.jumped
-            pending.jumped = None
-            if request_id in output.num_scheduled_tokens:
-                if self._load(request, live, pending.plan, start, end, most=end):
-                    self.guarded(self._note_reuse_after_gap, request, live, end - start)
-                del pending.after_gaps[0]
-                if self._counts_itself:
-                    self._moved[request_id] = request
-            elif request.num_computed_tokens == end:
-                request.num_computed_tokens = start
+        is_scheduled = request.request_id in output.num_scheduled_tokens
+        self.gaps.advance(request, live, pending, is_scheduled=is_scheduled)
         if not pending.allocated:
             self._note_refusal(request, live)
         elif pending.after_gaps and request.status == RequestStatus.RUNNING:
             return
-        self._drop_pending(request_id, live)
-
-    def _note_reuse_after_gap(self, request: Request, live: LiveRequest, count: int) -> None:
-        """Count what vLLM's scheduler, which counts at the admission, does not know of."""
-        live.account.tell(request)
-        stats = self.hit_stats()
-        if stats is None:
-            return
-        if request.num_preemptions:
-            stats.preempted_hits += count
-            return
-        stats.hits += count
-        by_source = stats.hits_by_source
-        source = CacheHitSource.EXTERNAL_UNSPECIFIED
-        by_source[source] = by_source.get(source, 0) + count
+        self._drop_pending(request.request_id, live)
 
     def _note_refusal(self, request: Request, live: LiveRequest) -> None:
         before = self._pool.get_num_free_blocks()
@@ -539,7 +428,7 @@ class Planner:
 
     def finish(self, request: Request, block_ids: Sequence[int]) -> None:
         self._requests.pop(request.request_id, None)
-        self._moved.pop(request.request_id, None)
+        self._moved.forget(request.request_id)
         live = self._live.pop(request.request_id, None)
         self._offers.forget(request.request_id)
         if live is None:

@@ -96,3 +96,23 @@ def moves(
     whole["dest_slot"] = given[numbers].astype(np.int64) * block_size
     whole["num_tokens"] = np.minimum(stop - begins, block_size)
     return np.concatenate([whole[whole["source_slot"] != whole["dest_slot"]], moved])
+
+
+def without(given: Range, ranges: Sequence[Range]) -> list[Range]:
+    """What is left of a range without others inside it, ascending and apart."""
+    position, end = given
+    left = []
+    for start, stop in ranges:
+        if position < start:
+            left.append((position, start))
+        position = stop
+    if position < end:
+        left.append((position, end))
+    return left
+
+
+def inside(ranges: Sequence[Range], given: Range) -> list[Range]:
+    """The parts of ranges inside another."""
+    first, last = given
+    cut = ((max(start, first), min(end, last)) for start, end in ranges)
+    return [one for one in cut if one[0] < one[1]]

@@ -37,7 +37,9 @@ class Pending:
         pinned: Its blocks, which the pool may not hand out meanwhile.
         promised: The tokens after vLLM's own hit that need no computing.
         after_gaps: Ranges that may be copied when the gap before is computed, ascending.
-        jumped: The range after a gap that this step skips, if the step includes the request.
+        jumped: The range that this step skips, if the step includes the request.
+        rows: Parts of what is promised or skipped that the step computes as rows.
+        num_overcounted: Tokens in rows that vLLM counts as external hits.
     """
 
     plan: ReusePlan
@@ -46,6 +48,8 @@ class Pending:
     after_gaps: list[Range]
     allocated: bool = False
     jumped: Range | None = None
+    rows: list[Range] = field(default_factory=list)
+    num_overcounted: int = 0
 
     def reads(self, block_ids: Collection[int]) -> bool:
         return any(block.block_id in block_ids for block in self.pinned)

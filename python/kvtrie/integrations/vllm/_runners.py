@@ -1,4 +1,4 @@
-"""Makes a worker's model runner continue a request at another position."""
+"""Makes workers' model runners continue requests at another position."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from kvtrie.integrations.vllm._vllm import NewRequestData
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
@@ -58,3 +59,52 @@ def send_whole(
         )
         for request_id, request in requests.items()
     )
+
+
+class Moved:
+    """Requests that continue at another position than their workers have, until they continue."""
+
+    def __init__(self, vllm_config: VllmConfig, manager: KVCacheManager) -> None:
+        self._manager = manager
+        self._counts_itself = vllm_config.use_v2_model_runner
+        self._has_steps_in_flight = vllm_config.scheduler_config.async_scheduling
+        self._uses_mrope = vllm_config.model_config.uses_mrope
+        self._requests: dict[str, Request] = {}
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def forward(self, request: Request) -> None:
+        """A request skips tokens of its prompt."""
+        if self._counts_itself:
+            self._requests[request.request_id] = request
+
+    def back(self, request: Request) -> None:
+        """A request computes tokens again."""
+        if self._counts_itself or self._has_steps_in_flight:
+            self._requests[request.request_id] = request
+
+    def forget(self, request_id: str) -> None:
+        self._requests.pop(request_id, None)
+
+    def tell(self, output: SchedulerOutput) -> None:
+        """Send requests that continue at another position in full, once they continue."""
+        if not self._requests:
+            return
+        for new in output.scheduled_new_reqs:
+            self._requests.pop(new.req_id, None)
+        for request_id in output.scheduled_cached_reqs.resumed_req_ids:
+            self._requests.pop(request_id, None)
+        going_on = self._requests.keys() & set(output.scheduled_cached_reqs.req_ids)
+        if going_on:
+            # In the order of the moves, which is the same on every run.
+            sent = {one: request for one, request in self._requests.items() if one in going_on}
+            send_whole(
+                output,
+                sent,
+                self._manager,
+                counts_itself=self._counts_itself,
+                uses_mrope=self._uses_mrope,
+            )
+            for one in going_on:
+                del self._requests[one]

@@ -76,6 +76,7 @@ __all__ = [
     "NewRequestData",
     "ReasoningParserManager",
     "RequestStatus",
+    "SamplingParams",
     "SupportsHMA",
     "cached_tokenizer_from_config",
     "create_metric_per_engine",
@@ -95,18 +96,23 @@ FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
         *("prompt_token_ids", "prompt_is_token_ids", "all_token_ids", "spec_token_ids"),
         *("num_prompt_tokens", "num_tokens", "num_output_tokens", "num_computed_tokens"),
         *("num_in_flight_tokens", "num_output_placeholders", "num_preemptions"),
-        *("num_stale_output_tokens", "drop_stale_output", "prefill_stats"),
+        *("num_stale_output_tokens", "drop_stale_output", "prefill_stats", "sampling_params"),
         *("block_hashes", "skip_reading_prefix_cache", "kv_transfer_params"),
     ),
     "RequestStatus": ("RUNNING", "FINISHED_STOPPED"),
     "SchedulerOutput": (
         *("scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens"),
-        "has_sync_kv_loads",
+        *("has_sync_kv_loads", "total_num_scheduled_tokens"),
     ),
     "CachedRequestData": (
         *("req_ids", "resumed_req_ids", "new_token_ids", "all_token_ids", "new_block_ids"),
         *("num_computed_tokens", "num_output_tokens"),
     ),
+    "NewRequestData": (
+        *("req_id", "prompt_token_ids", "prefill_token_ids", "sampling_params"),
+        "num_computed_tokens",
+    ),
+    "SamplingParams": ("prompt_logprobs",),
     "KVCacheManager": (),
     "BlockPool": (
         *("blocks", "num_gpu_blocks", "hash_block_size", "free_block_queue"),
@@ -173,20 +179,27 @@ OVERRIDDEN: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
 }
 """Methods that vLLM calls: all its required parameters, in their order."""
 
-SCHEDULER: Final = ("connector", "connector_prefix_cache_stats", "defer_block_free", "running")
+SCHEDULER: Final = (
+    *("connector", "connector_prefix_cache_stats", "defer_block_free", "running", "requests"),
+    *("finished_req_ids", "max_num_active_reqs", "max_num_running_reqs"),
+    *("max_num_scheduled_tokens", "num_waiting_for_streaming_input", "vllm_config"),
+    *("kv_cache_manager", "block_size", "use_v2_model_runner"),
+)
 """Attributes that `KvtrieScheduler` uses of the scheduler that it is."""
 
 
 def things() -> dict[str, object]:
     """One of each of `FIELDS`, `CALLS` and `OVERRIDDEN`, made as vLLM makes them."""
     pool = BlockPool(2, enable_caching=True, hash_block_size=16)
+    request = Request("probe", [1], SamplingParams(max_tokens=1), None)
     output = SchedulerOutput.make_empty()
     return {
-        "Request": Request("probe", [1], SamplingParams(max_tokens=1), None),
+        "Request": request,
         "RequestStatus": RequestStatus,
         "SchedulerOutput": output,
         "CachedRequestData": output.scheduled_cached_reqs,
-        "NewRequestData": NewRequestData,
+        "NewRequestData": NewRequestData.from_request(request, ([1],)),
+        "SamplingParams": request.sampling_params,
         "KVCacheManager": KVCacheManager,
         "BlockPool": pool,
         "FreeKVCacheBlockQueue": pool.free_block_queue,

@@ -1,10 +1,11 @@
-"""vLLM's scheduler with reuse after gaps: each gap is computed in its own step."""
+"""vLLM's scheduler with reuse after gaps, which share a step as far as there is room."""
 
 from __future__ import annotations
 
 import logging
 from typing import TYPE_CHECKING, Any
 
+from kvtrie.integrations.vllm._rows import Rows, why_not
 from kvtrie.integrations.vllm._version import UnsupportedError
 from kvtrie.integrations.vllm._vllm import AsyncScheduler, probe_scheduler
 from kvtrie.integrations.vllm.connector import KvtrieConnector
@@ -19,11 +20,13 @@ _LOG = logging.getLogger("vllm.kvtrie")
 
 
 class KvtrieScheduler(AsyncScheduler):
-    """vLLM's own scheduler with five changes.
+    """vLLM's own scheduler with six changes.
 
     * A chunk of a prompt ends where copyable KV begins.
     * There the request's computed tokens skip the copied range. The copies are part of the step
       that computes the tokens after it.
+    * Gaps that fit into a step are computed in it as rows of the batch, and skipped with the ranges
+      after them.
     * A preempted request releases its planned copies, and the blocks that its step was to write
       cannot be found.
     * What is copied after gaps counts as cached, in usage and metrics.
@@ -41,17 +44,31 @@ class KvtrieScheduler(AsyncScheduler):
             raise UnsupportedError(msg)
         probe_scheduler(self)
         self._planner: Planner = self.connector.planner
-        self._planner.resumes_after_gaps = True
+        self._gaps = self._planner.gaps
+        self._gaps.resumes = True
         # vLLM replaces the record with every report.
-        self._planner.hit_stats = lambda: self.connector_prefix_cache_stats
+        self._gaps.hit_stats = lambda: self.connector_prefix_cache_stats
         # Copies come after a step in flight that writes them.
         self.defer_block_free = False
-        _LOG.info("kvtrie: reuse continues after gaps")
+        self._rows: Rows | None = None
+        reason = why_not(self.vllm_config)
+        if reason is None:
+            self._rows = self._gaps.rows = Rows(self)
+        how = "and gaps share a step" if reason is None else f"each gap in its own step: {reason}"
+        _LOG.info("kvtrie: reuse continues after gaps, %s", how)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:  # noqa: ANN401 - vLLM's own
-        """Skip the ranges that this step copies, then schedule."""
-        self._planner.guarded(self._planner.jump, self.running)
-        return super().schedule(*args, **kwargs)
+        """Skip the ranges that this step copies, then schedule, and add the rows of gaps."""
+        self._planner.guarded(self._gaps.jump, self.running)
+        if self._rows is None:
+            return super().schedule(*args, **kwargs)
+        self._rows.begin()
+        try:
+            output = super().schedule(*args, **kwargs)
+        finally:
+            self._rows.end()
+        self._rows.send(output)
+        return output
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
         """Preempt, and unpin the sources of copies after the request's next gaps."""
@@ -66,5 +83,13 @@ class KvtrieScheduler(AsyncScheduler):
         count: int = super()._reserve_prefill_lookahead(
             request, num_computed_tokens, num_new_tokens
         )
-        end = self._planner.guarded(self._planner.gap_end, request, num_computed_tokens)
-        return count if end is None else min(count, end - num_computed_tokens)
+        if not self._gaps.is_idle:
+            before = request.num_computed_tokens
+            self._planner.guarded(self._gaps.skip, request)
+            if request.num_computed_tokens != before:
+                num_computed_tokens = request.num_computed_tokens
+                count = min(count, request.num_tokens - num_computed_tokens)
+            end = self._planner.guarded(self._gaps.end, request, num_computed_tokens)
+            if end is not None:
+                count = min(count, end - num_computed_tokens)
+        return count if self._rows is None else self._rows.schedule(count)

@@ -1,0 +1,84 @@
+"""The copies that the next step takes along."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvtrie.integrations.vllm import _ranges
+from kvtrie.integrations.vllm._metadata import Load
+from kvtrie.integrations.vllm._ranges import APPROXIMATE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.request import Request
+
+    from kvtrie._core import ReusePlan
+    from kvtrie.integrations.vllm._failures import Failures
+    from kvtrie.integrations.vllm._requests import LiveRequest
+    from kvtrie.integrations.vllm._stats import Counts
+
+
+class Loads:
+    """Collects copies, and counts what they copy."""
+
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        block_size: int,
+        counts: Counts,
+        failures: Failures,
+        surprise: Callable[..., None],
+    ) -> None:
+        self._manager = manager
+        self._block_size = block_size
+        self._counts = counts
+        self._failures = failures
+        self._surprise = surprise
+        self._loads: list[Load] = []
+
+    def __len__(self) -> int:
+        return len(self._loads)
+
+    def take(self) -> list[Load]:
+        loads, self._loads = self._loads, []
+        return loads
+
+    def add(
+        self,
+        request: Request,
+        live: LiveRequest,
+        plan: ReusePlan,
+        start: int,
+        end: int,
+        *,
+        most: int,
+    ) -> bool:
+        """Copy the tokens of a range, on which vLLM relies from now on.
+
+        Tokens that cannot be copied, such as those after ``most``, are reported as a failed copy.
+        Returns whether they are copied.
+        """
+        self._failures.admitted(request.request_id)
+        ids = self._manager.get_block_ids(request.request_id)[0]
+        blocks = tuple(ids[start // self._block_size : -(-end // self._block_size)])
+        try:
+            if end > most:
+                msg = f"vLLM expects tokens [{start}, {end}); [{start}, {most}) were promised"
+                raise RuntimeError(msg)  # noqa: TRY301 - logged and counted like other errors
+            moves = _ranges.moves(plan, ids, self._block_size, start, end)
+        except Exception:
+            self._surprise("the copies of request %s failed", request.request_id)
+            self._loads.append(Load(None, blocks))
+            return False
+        self._loads.append(Load(moves, blocks))
+        segments = plan.segments
+        for segment in segments[(segments["end"] > start) & (segments["start"] < end)].tolist():
+            first, last = max(segment[0], start), min(segment[1], end)
+            is_moved = segment[4] == APPROXIMATE
+            self._counts.add("tokens_moved" if is_moved else "tokens_exact", last - first)
+            live.account.copy(first, last, is_approximate=is_moved)
+            if is_moved:
+                live.moved.append((first, last, segment[5]))
+        return True
