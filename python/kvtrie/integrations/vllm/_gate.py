@@ -12,12 +12,14 @@ from huggingface_hub import snapshot_download
 
 from kvtrie import gates
 from kvtrie._core import EXACT_ONLY, UnsupportedRopeError
+from kvtrie.integrations.vllm import _template
 from kvtrie.integrations.vllm._copies import rope_of
 from kvtrie.integrations.vllm._settings import LEAST_RUN
 from kvtrie.models.fingerprint import (
     CheckpointError,
     checkpoint_digest,
     directory_template_id,
+    template_id,
 )
 from kvtrie.rope import RopeSpec
 
@@ -52,7 +54,7 @@ def decision_of(settings: Settings, vllm_config: VllmConfig) -> gates.Decision:
     explicit = wanted if wanted.min_run is not None else wanted.replace(min_run=LEAST_RUN)
     try:
         decision = gate.policy(
-            explicit, checkpoint=_served(vllm_config), template=_template(vllm_config)
+            explicit, checkpoint=_served(vllm_config), template=_template_id(settings, vllm_config)
         )
         _check_rope(vllm_config)
     except (gates.GateMismatchError, CheckpointError) as error:
@@ -104,9 +106,9 @@ def _served(vllm_config: VllmConfig) -> str:
     return checkpoint_digest(directory)
 
 
-def _template(vllm_config: VllmConfig) -> str | None:
-    """The digest of the template in the directory: the engine does not see ``--chat-template``."""
-    return directory_template_id(_directory(vllm_config))
+def _template_id(settings: Settings, vllm_config: VllmConfig) -> str | None:
+    text = _template.served(settings).text
+    return directory_template_id(_directory(vllm_config)) if text is None else template_id(text)
 
 
 def _directory(vllm_config: VllmConfig) -> Path:
