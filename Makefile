@@ -233,6 +233,10 @@ $(NEWEST)/.kvtrie: $(NEWEST)/.packages target/wheels/.built
 test-vllm-scheduler: $(NEWEST)/.kvtrie $(VLLM_ENV)/.kvtrie ## the vLLM connector in the scheduler of the newest release, and of the one that runs models; no model
 	VLLM_CACHE_ROOT=$(NEWEST)/cache $(NEWEST)/bin/python -m pytest --config-file tests/vllm/pytest.toml tests/vllm_scheduler $(VLLM_FLAGS)
 	VLLM_CACHE_ROOT=$(VLLM_ENV)/cache $(VLLM_ENV)/bin/python -m pytest --config-file tests/vllm/pytest.toml tests/vllm_scheduler $(VLLM_FLAGS)
+.PHONY: test-vllm-newest
+test-vllm-newest: $(NEWEST)/.kvtrie ## asks the package index for a vLLM newer than the tested one, and what the start-up probe says of it
+	$(PY) -m tools.vllm_newest --python $(NEWEST)/bin/python
+
 # Model runner V2, the default on GPUs, is of Triton kernels, which their interpreter runs here.
 .PHONY: test-vllm-v2
 test-vllm-v2: $(VLLM_ENV)/.kvtrie ## the same under vLLM's model runner V2, with steps in flight, where that makes a difference

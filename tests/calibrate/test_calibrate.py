@@ -110,6 +110,25 @@ def test_a_run_that_may_take_no_time_measures_nothing() -> None:
     assert gates.Gate.to_json(found.gate(LIMITS))
 
 
+def test_the_served_template_is_measured() -> None:
+    def template_of(chat_template: str | None) -> str | None:
+        return measure.calibrate(
+            shipped.model_path("gqa"),
+            policies=["rotated"],
+            is_recall=True,
+            most_seconds=0.0,
+            chat_template=chat_template,
+        ).template
+
+    own = (shipped.model_path("gqa") / "chat_template.jinja").read_text()
+    assert template_of(None) == template_of(own) == template_id(own)
+    other = own + "{# another #}"
+    assert template_of(other) == template_id(other) != template_id(own)
+    # It is the one that renders.
+    with pytest.raises(measure.CalibrationError, match="refuses the conversation: not mine"):
+        template_of("{{ raise_exception('not mine') }}")
+
+
 @pytest.mark.parametrize("edit", edits.EDITS)
 def test_shipped_edits_move_what_they_are_for(edit: str) -> None:
     """With the plan alone: the small models do not know these words."""

@@ -157,3 +157,45 @@ def test_the_command_knows_the_settings_of_the_connector() -> None:
     text = json.dumps(GOOD | extra(default="exacts"))
     with pytest.raises(_settings.SettingsError, match='default must be "approximate" or "exact"'):
         _check.check(text)
+
+
+def among(*others: str, **settings: Any) -> dict[str, Any]:
+    children = [{**GOOD, **extra(**settings)}, *({"kv_connector": one} for one in others)]
+    changes: dict[str, Any] = {"kv_connector": "MultiConnector", **extra(connectors=children)}
+    return {**changes, "kv_connector_module_path": None}
+
+
+def test_connectors_next_to_it() -> None:
+    scheduler = ("--scheduler-cls", "kvtrie.integrations.vllm.KvtrieScheduler")
+    code, out, err = run(*scheduler, **among("SimpleCPUOffloadConnector"))
+    assert (code, err) == (0, "")
+    assert out.splitlines()[1:] == ["exact reuse only (no gate)", "reuse continues after gaps"]
+    code, _, err = run(*scheduler, **among("OffloadingConnector"))
+    assert code == 2
+    assert "OffloadingConnector next to it is not supported: it keeps the hashes" in err
+    code, _, err = run(**among("SimpleCPUOffloadConnector"))
+    assert code == 2
+    assert "only KvtrieScheduler keeps blocks" in err
+    code, _, err = run(*scheduler, **among("SimpleCPUOffloadConnector", gates="a.json"))
+    assert code == 2
+    assert "did you mean 'gate'?" in err
+    code, _, err = run(
+        *(*scheduler, "--kv-events-config", '{"enable_kv_cache_events": true}'),
+        **among("SimpleCPUOffloadConnector", gate="unchecked"),
+    )
+    assert code == 2
+    assert "would publish approximate blocks as exact ones" in err
+
+
+def test_a_chat_template(tmp_path: Path) -> None:
+    (tmp_path / "chat.jinja").write_text("{{ messages }}")
+    code, out, err = run(**extra(chat_template=str(tmp_path / "chat.jinja")))
+    assert (code, err) == (0, "")
+    assert "chat template: the setting chat_template" in out.splitlines()
+    code, _, err = run(**extra(chat_template=str(tmp_path / "none.jinja")))
+    assert code == 2
+    assert "chat_template: " in err
+    assert "none.jinja' is neither a file that can be read nor a template: No such file" in err
+    code, _, err = run(**extra(chat_template=""))
+    assert code == 2
+    assert "chat_template must be the path of a chat template, or its text, not ''" in err

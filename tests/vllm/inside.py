@@ -46,8 +46,22 @@ class Inside:
 
     @property
     def connector(self) -> KvtrieConnector:
-        half: KvtrieConnector = self.scheduler.connector
-        return half
+        # Under vLLM's `MultiConnector` it is the first.
+        among: list[KvtrieConnector] = getattr(
+            self.scheduler.connector, "sub_connectors", [self.scheduler.connector]
+        )
+        return among[0]
+
+    @property
+    def transfers(self) -> list[Any]:
+        """What a storing connector next to kvtrie's has under way."""
+        found: list[Any] = []
+        for child in getattr(self.scheduler.connector, "sub_connectors", ())[1:]:
+            theirs = child.scheduler_manager
+            found += theirs._store_event_to_blocks.values()
+            found += theirs._pending_finished_stores
+            found += [one.transfer_meta for one in theirs._reqs_to_load.values()]
+        return found
 
     def watch_counts(self, half: KvtrieConnector) -> None:
         add = half._counts.add
@@ -123,6 +137,10 @@ class Inside:
             for live in self.connector.planner._live.values():
                 if live.pending is not None:
                     owners.update(block.block_id for block in live.pending.pinned)
+            for held in self.connector.planner._held._steps:
+                owners.update(block.block_id for block in held)
+        for transfer in self.transfers:
+            owners.update(transfer.gpu_block_ids)
         free = [block.block_id for block in self.pool.free_block_queue.get_all_free_blocks()]
         are_free = set(free)
         assert len(are_free) == len(free), "a block is twice in the free queue"

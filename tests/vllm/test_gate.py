@@ -16,7 +16,7 @@ from kvtrie import gates
 from kvtrie.calibrate import shipped
 from kvtrie.integrations.vllm import _gate
 from kvtrie.integrations.vllm._settings import Settings
-from kvtrie.models.fingerprint import checkpoint_digest, directory_template_id
+from kvtrie.models.fingerprint import checkpoint_digest, directory_template_id, template_id
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -94,6 +94,17 @@ def test_gate_of_another_chat_template_is_refused(tmp_path: Path) -> None:
     with (copy / "chat_template.jinja").open("a") as file:
         file.write("{# another #}")
     refused(path, served(copy), "measured with template")
+
+
+def test_the_served_template_is_the_one_that_counts(tmp_path: Path) -> None:
+    other = (MODEL / "chat_template.jinja").read_text() + "{# served #}"
+    path = gate(tmp_path / "gate.json", template=template_id(other))
+    refused(path, served(), "measured with template")
+    settings = Settings.read({"gate": path, "chat_template": other})
+    assert _gate.decision_of(settings, served()).policy.approximate
+    mine = Settings.read({"gate": gate(tmp_path / "own.json"), "chat_template": other})
+    with pytest.raises(gates.GateMismatchError, match="measured with template"):
+        _gate.decision_of(mine, served())
 
 
 def test_gate_without_a_digest_is_refused(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,7 +13,9 @@ import torch
 import vllm
 from tests.vllm.conftest import APPROXIMATE
 from tests.vllm.engine import Engine
-from tests.vllm.inside import SCHEDULER
+from tests.vllm.inside import SCHEDULER, connector_config
+from vllm.config import KVTransferConfig
+from vllm.engine.arg_utils import EngineArgs
 
 import kvtrie
 from kvtrie import gates
@@ -19,8 +23,6 @@ from kvtrie.integrations.vllm import KvtrieConnector, _planner, _settings, _supp
 from kvtrie.tags import Tagger
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tests.vllm.kept import Kept
 
 
@@ -74,9 +76,29 @@ def test_the_log_says_what_will_be_reused() -> None:
     failed = said(kvtrie.EXACT_ONLY, gate="a.json")
     assert failed.startswith("exact reuse only (the gate does not clear the policy)")
     assert said(may, reasoning, gate="a.json") == (
-        "approximate reuse (gate: a.json); chat format: from_ids"
+        "approximate reuse (gate: a.json); chat format: from_ids; reasoning dropped at: never"
     )
     assert "for requests that opt in" in said(may, gate="unchecked", default="exact")
+
+
+@pytest.mark.parametrize("program", ["serve", "module"])
+def test_vllms_server_refuses_before_it_loads_weights(
+    monkeypatch: pytest.MonkeyPatch, llama: Path, program: str
+) -> None:
+    # Eager mode, on a CPU: vLLM asks for the connector's class alone.
+    config = connector_config(gates="unchecked")
+    before = {
+        "serve": ["/usr/bin/vllm", "serve", str(llama)],
+        "module": [str(Path(vllm.__file__).parent / "entrypoints/openai/api_server.py")],
+    }[program]
+    given = {"model": str(llama), "skip_tokenizer_init": True, "enforce_eager": True}
+    given |= {"dtype": "float32", "kv_transfer_config": KVTransferConfig(**config)}
+    monkeypatch.setattr(sys, "argv", [*before, "--kv-transfer-config", json.dumps(config)])
+    with pytest.raises(ValueError, match=r"unknown key 'gates'; did you mean 'gate'\?"):
+        EngineArgs(**given).create_engine_config()
+    # Another program's options say nothing.
+    monkeypatch.setattr(sys, "argv", ["bench.py", *sys.argv[1:]])
+    EngineArgs(**given).create_engine_config()
 
 
 def test_a_gate_file_that_is_not_there(engines: Kept, llama: Path, tmp_path: Path) -> None:

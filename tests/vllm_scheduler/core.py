@@ -66,6 +66,7 @@ class Core(Inside):
         blocks: int = 200,
         shadow: bool = True,
         log_stats: bool = False,
+        worker: type[Worker] = Worker,
         **options: Any,
     ) -> None:
         if connector is not None:
@@ -87,7 +88,7 @@ class Core(Inside):
         config.scheduler_config.async_scheduling = in_flight
         if second_runner:
             config.__class__ = _SecondRunner
-        super().__init__(EngineCore(config, Worker, log_stats=log_stats))
+        super().__init__(EngineCore(config, worker, log_stats=log_stats))
         self.worker: Worker = self.core.model_executor
         self.answers: dict[str, Answer] = {}
         self.num_preempted = 0

@@ -1,15 +1,21 @@
-"""The connector among others, under vLLM's `MultiConnector`, is refused."""
+"""Other connectors next to this one, under vLLM's `MultiConnector`."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.vllm.inside import connector_config
-from vllm.config import KVTransferConfig, set_current_vllm_config
+from tests.vllm.inside import SCHEDULER, connector_config
+from tests.vllm.prompts import ANSWER, EDITED, QUESTION, REASONING, words
+from tests.vllm_scheduler import storing
+from tests.vllm_scheduler.test_traffic import NUM_REQUESTS, SMALL, Run, report
+from tests.vllm_scheduler.worker import BLOCK, continuation, kv_of
+from vllm.config import KVEventsConfig, KVTransferConfig, set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.core.kv_cache_utils import get_block_hash
 
+from kvtrie.integrations.vllm import _lineage, _others
 from kvtrie.integrations.vllm._support import UnsupportedError
 
 if TYPE_CHECKING:
@@ -17,9 +23,163 @@ if TYPE_CHECKING:
 
     from tests.vllm_scheduler.core import Core
 
+in_flight = pytest.mark.parametrize("in_flight", [False, True], ids=["sync", "async"])
+
+
+class Among(Run):
+    """Traffic with a storing connector; `plain` has the exact KV of every plain key."""
+
+    def __init__(self, vllm: Core, seed: int) -> None:
+        super().__init__(vllm, seed)
+        vllm.worker.follow(vllm)
+        # vLLM cannot reset its prefix cache while a request waits for a connector's blocks.
+        self.resets = False
+
+    def stored(self) -> tuple[int, int, int]:
+        """Blocks stored under a plain key with its KV, with other KV, and under other keys."""
+        vllm, plain = self.core, dict[bytes, tuple[int, list[int]]]()
+        for name, (ask, _) in self.asked.items():
+            if ask.salt is not None:
+                continue
+            tokens = list(ask.prompt) + vllm.answers[name].tokens
+            written = kv_of(tokens)
+            for number, one in enumerate(vllm.plain_hashes(tokens)):
+                plain[one] = (number, written[number * BLOCK : (number + 1) * BLOCK])
+        right = wrong = other = 0
+        theirs = vllm.scheduler.connector.sub_connectors[1].scheduler_manager
+        for block in theirs.cpu_block_pool.blocks:
+            if block.block_hash is None:
+                continue
+            known = plain.get(bytes(get_block_hash(block.block_hash)))
+            if known is None:
+                other += 1
+                continue
+            kv, position = vllm.worker.stored[block.block_id]
+            first = known[0] * BLOCK
+            is_right = kv.tolist() == known[1]
+            is_right &= position.tolist() == list(range(first, first + BLOCK))
+            right, wrong = right + is_right, wrong + (not is_right)
+        return right, wrong, other
+
+
+@in_flight
+@pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
+def test_a_storing_connector_never_has_approximate_kv_under_a_plain_key(
+    core: Callable[..., Core], in_flight: bool, lazy: bool
+) -> None:
+    given = storing.options(lazy=lazy, cpu_blocks=1000)
+    vllm = core(in_flight=in_flight, shadow=False, **given, **SMALL)
+    run = Among(vllm, seed=81 + 2 * lazy + in_flight)
+    run.go(NUM_REQUESTS)
+    report(run)
+    right, wrong, other = run.stored()
+    print(f"{right} blocks stored under plain keys, {other} under others")  # noqa: T201
+    assert wrong == 0
+    assert right > 20
+    assert other > 20
+    assert vllm.counts["errors"] == 0
+    assert vllm.worker.num_moved > 0
+    assert vllm.worker.num_loaded > 0
+    assert run.num_checked
+
+
+def test_the_check_finds_approximate_kv_under_a_plain_key(
+    core: Callable[..., Core], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_lineage, "start", lambda *_: None)
+    vllm = core(shadow=False, **storing.options(), **SMALL)
+    run = Among(vllm, seed=85)
+    # Answers are wrong as well.
+    monkeypatch.setattr(run, "_look", lambda _: None)
+    run.go(60)
+    assert run.stored()[1] > 0
+
+
+def test_sources_are_kept_until_the_step_that_reads_them_has_run(
+    core: Callable[..., Core],
+) -> None:
+    vllm = core(in_flight=True, shadow=False, **storing.options(), **SMALL)
+    assert vllm.scheduler.defer_block_free
+    vllm.worker.follow(vllm)
+    vllm.ask(QUESTION + REASONING + ANSWER)
+    name = vllm.add(EDITED)
+    before = vllm.worker.num_moved
+    while vllm.worker.num_moved == before:
+        vllm.step()
+    held = [block for step in vllm.connector.planner._held._steps for block in step]
+    assert held
+    assert all(block.ref_cnt > 0 for block in held)
+    vllm.drain()
+    assert vllm.answers[name].finished
+    assert not vllm.connector.planner._held._steps
+
+
+def test_what_another_connector_loads_is_counted_as_external(core: Callable[..., Core]) -> None:
+    vllm = core(shadow=False, **storing.options(), **SMALL)
+    vllm.worker.follow(vllm)
+    prompt = words(200, 7)
+    expected = continuation(prompt, 8)
+    assert vllm.ask(prompt) == expected
+    vllm.ask(words(20, 8))
+    vllm.evict(prompt)
+    name = vllm.add(prompt)
+    vllm.drain()
+    answer = vllm.answers[name]
+    assert answer.tokens == expected
+    assert vllm.worker.num_loaded > 0
+    assert answer.prefill is not None
+    assert answer.prefill.num_external_cached_tokens == 192
+    assert vllm.counts["prompt_tokens/exact/other"] >= 192
+
+
+def test_a_failed_copy_ends_the_engine(core: Callable[..., Core]) -> None:
+    half = core(shadow=False, **storing.options(), **SMALL).connector
+    half._is_among_others, half._not_copied = True, {3}
+    try:
+        with pytest.raises(RuntimeError, match="1 blocks were not copied, and another connector"):
+            half.get_block_ids_with_load_errors()
+    finally:
+        half._is_among_others = False
+
+
+def names(*others: str) -> list[dict[str, Any]]:
+    return [{"kv_connector": one} for one in ("KvtrieConnector", *others)]
+
+
+@pytest.mark.parametrize(
+    ("given", "more", "why"),
+    [
+        (names("OffloadingConnector"), {}, "OffloadingConnector next to it .* it keeps the hashes"),
+        (names("ExampleConnector"), {}, "ExampleConnector .* it stores KV under the tokens"),
+        (names("LMCacheConnectorV1"), {}, "LMCacheConnectorV1 .* it stores KV under the tokens"),
+        (names("NixlConnector"), {}, "NixlConnector .* it sends blocks to engines"),
+        (names("HF3FSKVConnector"), {}, "HF3FSKVConnector .* it was not run next to kvtrie"),
+        (names(storing.NAME, "NixlConnector"), {}, "NixlConnector next to it is not supported"),
+        (
+            [*names(), {"kv_connector": storing.NAME, "kv_connector_module_path": "mine"}],
+            {},
+            "it was not run next to kvtrie",
+        ),
+        (names(storing.NAME)[::-1], {}, "list KvtrieConnector once, and first"),
+        (names("KvtrieConnector"), {}, "list KvtrieConnector once, and first"),
+        (None, {}, "list KvtrieConnector once, and first"),
+        ([*names(), 3], {}, "None next to it is not supported"),
+        (names(storing.NAME), {"scheduler": None}, "only KvtrieScheduler keeps blocks"),
+        (names(storing.NAME), {"publishes": True}, "would publish approximate blocks as exact"),
+    ],
+)
+def test_what_is_refused(given: object, more: dict[str, Any], why: str) -> None:
+    said: dict[str, Any] = {"scheduler": SCHEDULER, "publishes": False, "moves": True} | more
+    with pytest.raises(UnsupportedError, match=why):
+        _others.check_names(given, **said)
+
+
+def test_events_of_exact_blocks_alone_may_be_published() -> None:
+    _others.check_names(names(storing.NAME), scheduler=SCHEDULER, publishes=True, moves=False)
+
 
 @pytest.mark.parametrize("gate", [None, "unchecked"])
-def test_other_connectors_around_it_are_refused(
+def test_vllm_refuses_it_with_its_own_connectors(
     core: Callable[..., Core], gate: str | None
 ) -> None:
     vllm = core(connector={"gate": None}, shadow=False)
@@ -27,15 +187,41 @@ def test_other_connectors_around_it_are_refused(
     config.kv_transfer_config = KVTransferConfig(
         kv_connector="MultiConnector",
         kv_role="kv_both",
-        kv_connector_extra_config={"connectors": [connector_config(gate=gate)]},
+        kv_connector_extra_config={
+            "connectors": [
+                connector_config(gate=gate),
+                {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"},
+            ]
+        },
     )
     try:
         with (
             set_current_vllm_config(config),
-            pytest.raises(UnsupportedError, match="MultiConnector holds connectors that may"),
+            pytest.raises(UnsupportedError, match="OffloadingConnector next to it is not supp"),
         ):
             KVConnectorFactory.create_connector(
                 config, KVConnectorRole.WORKER, vllm.scheduler.kv_cache_config
             )
     finally:
         config.kv_transfer_config = before
+
+
+def test_the_scheduler_refuses_other_connectors(core: Callable[..., Core]) -> None:
+    with pytest.raises(Exception, match="ExampleConnector next to it is not supported"):
+        core(shadow=False, **storing.options("ExampleConnector"), **SMALL)
+
+
+def test_events_next_to_it_are_refused_in_the_worker(core: Callable[..., Core]) -> None:
+    vllm = core(shadow=False, **storing.options(), **SMALL)
+    config, before = vllm.core.vllm_config, vllm.core.vllm_config.kv_events_config
+    config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    try:
+        with (
+            set_current_vllm_config(config),
+            pytest.raises(UnsupportedError, match="would publish approximate blocks"),
+        ):
+            KVConnectorFactory.create_connector(
+                config, KVConnectorRole.WORKER, vllm.scheduler.kv_cache_config
+            )
+    finally:
+        config.kv_events_config = before

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import inspect
+import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -21,15 +23,16 @@ if TYPE_CHECKING:
     from tests.vllm_scheduler.core import Core
 
 FIELDS = [(owner, name) for owner, names in _vllm.FIELDS.items() for name in names]
+ADDED = [table for first, table in _vllm.ADDED.items() if _vllm.release() >= first]
 METHODS = [
     (owner, name)
-    for table in (_vllm.CALLS, _vllm.OVERRIDDEN)
+    for table in (_vllm.CALLS, _vllm.OVERRIDDEN, *ADDED)
     for owner, calls in table.items()
     for name in calls
 ]
 PARAMETERS = [
     (owner, name, parameter)
-    for table in (_vllm.CALLS, _vllm.OVERRIDDEN)
+    for table in (_vllm.CALLS, _vllm.OVERRIDDEN, *ADDED)
     for owner, calls in table.items()
     for name, parameters in calls.items()
     for parameter in parameters
@@ -43,9 +46,13 @@ class Without:
         self.__dict__.update(thing=thing, name=name)
 
     def __getattr__(self, name: str) -> Any:
-        if name == self.__dict__["name"]:
+        hidden = self.__dict__["name"]
+        if name == hidden:
             raise AttributeError(name)
-        return getattr(self.__dict__["thing"], name)
+        found = getattr(self.__dict__["thing"], name)
+        if name == "__dataclass_fields__":
+            return {field: one for field, one in found.items() if field != hidden}
+        return found
 
 
 def renamed(owner: str, name: str) -> dict[str, object]:
@@ -103,6 +110,58 @@ def test_a_renamed_attribute_of_the_scheduler_is_refused(name: str) -> None:
         _vllm.probe_scheduler(scheduler)
 
 
+@pytest.mark.parametrize("name", _vllm.CONNECTOR)
+def test_a_renamed_attribute_of_the_connector_is_refused(name: str) -> None:
+    connector = SimpleNamespace(**dict.fromkeys(_vllm.CONNECTOR))
+    _vllm.probe_connector(connector)
+    delattr(connector, name)
+    with pytest.raises(_version.UnsupportedError, match=rf"the connector of vLLM .* has no {name}"):
+        _vllm.probe_connector(connector)
+
+
+def _run(body: list[ast.stmt]) -> list[ast.AST]:
+    """What is run, without the imports of types."""
+    kept = [
+        one
+        for one in body
+        if not (isinstance(one, ast.If) and "TYPE_CHECKING" in ast.dump(one.test))
+    ]
+    return [node for one in kept for node in ast.walk(one)]
+
+
+def imported() -> list[tuple[str, str]]:
+    """What `_vllm` imports of vLLM."""
+    tree = ast.parse(Path(_vllm.__file__).read_text())
+    return [
+        (str(node.module), one.name)
+        for node in _run(tree.body)
+        if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "vllm"
+        for one in node.names
+    ]
+
+
+@pytest.mark.parametrize(("module", "name"), imported())
+def test_a_renamed_import_is_refused(
+    monkeypatch: pytest.MonkeyPatch, module: str, name: str
+) -> None:
+    without = ModuleType(module)
+    # vLLM's own package loads its names when they are asked for.
+    known = {one: getattr(_vllm, one) for _, one in imported() if hasattr(_vllm, one)}
+    known["__version__"] = _vllm.VERSION
+    without.__dict__.update(known | vars(sys.modules[module]))
+    without.__dict__.pop("__getattr__", None)
+    without.__dict__.pop(name, None)
+    spec = importlib.util.spec_from_file_location("another_vllm", _vllm.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    again = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, module, without)
+    with pytest.raises(ImportError) as error:
+        spec.loader.exec_module(again)
+    with pytest.raises(_version.UnsupportedError, match=rf"lacks what .* '{name}'"):
+        _version.lacks(error.value)
+
+
 def test_objects_that_cannot_be_made_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def made(number: int) -> None: ...
 
@@ -132,6 +191,7 @@ def test_every_method_that_is_overridden_is_known() -> None:
             name for name in vars(mine) if callable(getattr(base, name, None)) and name[:2] != "__"
         }
         known = {*_vllm.OVERRIDDEN[owner], *_vllm.OVERRIDDEN["SupportsHMA"]}
+        known.update(name for table in ADDED for name in table.get(owner, ()))
         assert overridden == overridden & known
         if owner == "AsyncScheduler":
             assert overridden == known - {*_vllm.OVERRIDDEN["SupportsHMA"]}
@@ -154,11 +214,28 @@ def test_vllm_is_imported_in_one_file() -> None:
         assert imported == elsewhere.get(path.name, set()), path.name
 
 
-def _run(body: list[ast.stmt]) -> list[ast.AST]:
-    """What is run, without the imports of types."""
-    kept = [
-        one
-        for one in body
-        if not (isinstance(one, ast.If) and "TYPE_CHECKING" in ast.dump(one.test))
-    ]
-    return [node for one in kept for node in ast.walk(one)]
+def test_a_method_that_a_release_added_is_needed_from_then_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hooks = ("restore_kv_caches", "supports_sleep_mode", "unregister_kv_caches")
+    found = _vllm.things()
+    base = found["KVConnectorBase_V1"]
+    if _vllm.release() < (0, 33):
+        assert not any(hasattr(base, name) for name in hooks)
+        monkeypatch.setattr(_vllm, "VERSION", "0.33.1")
+        with pytest.raises(_version.UnsupportedError, match=r"\.restore_kv_caches\(\)"):
+            _vllm.probe()
+    else:
+        assert all(hasattr(base, name) for name in hooks)
+        monkeypatch.setattr(_vllm, "VERSION", "0.32.9")
+        _vllm.probe(found | {"KVConnectorBase_V1": Without(base, "restore_kv_caches")})
+    assert all(callable(vars(KvtrieConnector)[name]) for name in hooks if name[0] != "s")
+
+
+def test_a_vllm_is_compared_when_it_looks_the_connector_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = renamed("Request", "num_in_flight_tokens")
+    monkeypatch.setattr(_vllm, "things", lambda: found)
+    with pytest.raises(_version.UnsupportedError, match=r"has no Request\.num_in_flight_tokens"):
+        _ = kvtrie.integrations.vllm.KvtrieConnector

@@ -43,7 +43,7 @@ class Run:
         self.open: list[str] = []
         self.num_aborted = self.num_checked = self.num_reset = self.num_refused = 0
         self.num_failed = self.num_steps = 0
-        self.disturbs = True
+        self.disturbs = self.resets = True
 
     def go(self, count: int) -> None:
         while len(self.asked) < count or self.core.is_busy:
@@ -79,7 +79,7 @@ class Run:
             self.core.abort([name])
             self.open.remove(name)
             self.num_aborted += 1
-        if self.num_steps % 70 == 69:
+        if self.resets and self.num_steps % 70 == 69:
             forces, connector = self.rng.random() < 0.7, self.rng.random() < 0.5
             try:
                 self.num_reset += self.core.reset_cache(forces=forces, connector=connector)
@@ -95,8 +95,8 @@ class Run:
             return
         assert len(said) == ask.max_tokens
         self.traffic.said(ask, said)
-        connector = self.core.scheduler.connector
-        if ask.may_be_approximate and connector is not None and connector._cleared.approximate:
+        has_connector = self.core.scheduler.connector is not None
+        if ask.may_be_approximate and has_connector and self.core.connector._cleared.approximate:
             return
         self.num_checked += 1
         assert said == continuation(ask.prompt, ask.max_tokens, adapter=adapter), name

@@ -85,6 +85,15 @@ def continuation(
     return said
 
 
+def kv_of(tokens: Sequence[int]) -> list[int]:
+    """The KV of a sequence that was computed from its beginning."""
+    seen, written = _start(None), list[int]()
+    for position, token in enumerate(tokens):
+        written.append(_write(seen, token))
+        seen = (seen + _read(written[-1], position)) & _MASK
+    return written
+
+
 @dataclass(slots=True)
 class _Row:
     num_prompt: int

@@ -171,6 +171,7 @@ def calibrate(
     progress: Callable[[Progress], None] | None = None,
     status: Callable[[str], None] | None = None,
     partial: Partial | None = None,
+    chat_template: str | None = None,
 ) -> Report:
     """Replay edited conversations and compare every policy with full and with exact reuse.
 
@@ -195,6 +196,7 @@ def calibrate(
         status: Called with a description of each stage before it.
         partial: Keeps each finished conversation, and resumes the same run from it. The caller
             removes and closes it.
+        chat_template: The text of the served template; None: the directory's.
 
     Raises:
         FileNotFoundError: There is no such directory.
@@ -212,6 +214,8 @@ def calibrate(
     chosen = _chosen(policies, min_run)
     say(f"loading the model in {path}")
     loaded, tokenizer = _load(checked_model_dir(path), device, dtype)
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
     renderer = Renderer(tokenizer)
     model = Model(loaded, block_size)
     bench = _Bench(model, chosen, _eos_ids(loaded, tokenizer))

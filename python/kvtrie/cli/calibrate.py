@@ -19,6 +19,7 @@ from kvtrie.cli import _process
 from kvtrie.cli._failure import fail, need
 from kvtrie.demo import load_conversations
 from kvtrie.models.directory import checked_model_dir
+from kvtrie.models.template import read_template
 
 if TYPE_CHECKING:
     from kvtrie.demo import Conversation
@@ -101,6 +102,13 @@ def calibrate(
     ] = None,
     device: Annotated[str, typer.Option(help="Torch device of the model.")] = "cpu",
     dtype: Annotated[str, typer.Option(help="Element type (default: MODEL's own).")] = "auto",
+    chat_template: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="The chat template that is served, or its text (default: MODEL's own).",
+        ),
+    ] = None,
 ) -> None:
     """Compare reuse policies with full recomputation and exact reuse, by kind of edit.
 
@@ -119,6 +127,7 @@ def calibrate(
         directory = shipped.model_path(str(model)) if is_shipped else model
         checked_model_dir(directory)
         chosen = _chosen(policies, min_run)
+        template = None if chat_template is None else read_template(chat_template)
         thresholds = gates.Thresholds(
             max_loss, max_kl, max_kl_p99, min_top1, loss_per_kind=thorough
         )
@@ -158,6 +167,7 @@ def calibrate(
                     progress=shown,
                     status=shown.stage,
                     partial=partial,
+                    chat_template=template,
                 )
             except PartialWriteError as error:
                 fail(error, _process.BAD_OUTPUT)

@@ -46,7 +46,7 @@ def recognise(tokenizer: object, arguments: Mapping[str, Any]) -> Format:
         )
         raise TypeError(msg)
     named = f"one of {', '.join(PRESETS)}"
-    if not getattr(tokenizer, "chat_template", None):
+    if not (arguments.get("chat_template") or getattr(tokenizer, "chat_template", None)):
         msg = (
             "from_tokenizer: the tokenizer has no chat template: set its chat_template, or name "
             f"the format, Tagger.from_preset(name, tokenizer), {named}"

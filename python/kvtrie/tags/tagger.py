@@ -87,7 +87,8 @@ class Tagger(Grammar):
             tokenizer: One of `transformers`, or anything with `encode`, `decode`, `chat_template`
                 and `apply_chat_template`.
             **template_arguments: The arguments that requests give to the template, such as
-                `clear_thinking=False`: they decide what it deletes.
+                `clear_thinking=False`: they decide what it deletes. `chat_template=` is another
+                template than the tokenizer's.
 
         Raises:
             TypeError: ``tokenizer`` is not a tokenizer.

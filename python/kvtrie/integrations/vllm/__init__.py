@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvtrie.integrations.vllm import _version
+from kvtrie.integrations.vllm import _command, _version
 
 if TYPE_CHECKING:
     from kvtrie.integrations.vllm.connector import KvtrieConnector
@@ -34,4 +34,19 @@ def __getattr__(name: str) -> object:
         if not (error.name or "").startswith("vllm"):
             raise
         _version.lacks(error)
+    if name == "KvtrieConnector":
+        _check_command()
     return {"KvtrieConnector": KvtrieConnector, "KvtrieScheduler": KvtrieScheduler}[name]
+
+
+def _check_command() -> None:
+    """Refuse this vLLM, and what its server was started with, before it loads weights.
+
+    vLLM looks the connector up when it reads its configuration, with CUDA graphs and without.
+    """
+    from kvtrie.integrations.vllm._vllm import probe  # noqa: PLC0415 - imports vLLM
+    from kvtrie.integrations.vllm.connector import check_early  # noqa: PLC0415 - likewise
+
+    probe()
+    for extra in _command.settings("KvtrieConnector", __name__):
+        check_early(extra)

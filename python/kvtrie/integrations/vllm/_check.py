@@ -8,12 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, NoReturn
 
 from kvtrie import gates
-from kvtrie.integrations.vllm import _version
+from kvtrie.integrations.vllm import _others, _template, _version
+from kvtrie.integrations.vllm._others import MINE as CONNECTOR
+from kvtrie.integrations.vllm._others import MODULE, MULTI, SCHEDULER
 from kvtrie.integrations.vllm._settings import Settings, SettingsError
-
-CONNECTOR: Final = "KvtrieConnector"
-MODULE: Final = "kvtrie.integrations.vllm"
-SCHEDULER: Final = f"{MODULE}.KvtrieScheduler"
 
 # Fields of vLLM's KVTransferConfig and KVEventsConfig.
 _TRANSFER: Final = (
@@ -42,12 +40,16 @@ def check(transfer: str, *, events: str | None = None, scheduler: str | None = N
 
     Raises:
         SettingsError: A value is missing, unknown or invalid.
-        UnsupportedError: This vLLM is not among the tested ones, and KV would move.
+        UnsupportedError: This vLLM is not among the tested ones, and KV would move; or connectors
+            next to kvtrie's are not supported.
         GateError: The gate file cannot be read.
     """
     if _version.installed() is None:
         _version.refuse("vLLM is not installed in this environment: check where it runs")
     found = _mapping(transfer, "--kv-transfer-config", _TRANSFER)
+    if found.get("kv_connector") == MULTI:
+        _check_multi(found, events, scheduler)
+        found = {**found, **found["kv_connector_extra_config"]["connectors"][0]}
     _one_of(found, "kv_connector", (CONNECTOR,))
     _one_of(found, "kv_connector_module_path", (MODULE,))
     _one_of(found, "kv_role", _ROLES)
@@ -58,6 +60,9 @@ def check(transfer: str, *, events: str | None = None, scheduler: str | None = N
     _version.check_version(moves=settings.gate is not None)
     how = "tested" if _version.is_tested() else "untested: --probe says whether it looks the same"
     said = [f"vLLM {_version.running()} is {how}", _reuse(settings)]
+    template = _template.served(settings)
+    if template.text is not None:
+        said.append(f"chat template: {template.source}")
     _check_events(settings, events)
     if scheduler is None:
         said.append("reuse ends at the first gap: --scheduler-cls is not given")
@@ -86,6 +91,25 @@ def probed() -> str:
         _version.lacks(error)
     _vllm.probe()
     return f"vLLM {_vllm.VERSION} has everything that kvtrie touches"
+
+
+def _check_multi(found: Mapping[str, Any], events: str | None, scheduler: str | None) -> None:
+    among = found.get("kv_connector_extra_config")
+    children = among.get("connectors") if isinstance(among, Mapping) else None
+    theirs = {} if events is None else _mapping(events, "--kv-events-config", _EVENTS)
+    _others.check_names(
+        children,
+        scheduler=scheduler,
+        publishes=bool(theirs.get("enable_kv_cache_events")),
+        moves=(_extra(children).get("gate") is not None),
+    )
+
+
+def _extra(children: object) -> Mapping[str, Any]:
+    """The settings of the first connector."""
+    first = children[0] if isinstance(children, list) and children else None
+    extra = first.get("kv_connector_extra_config") if isinstance(first, Mapping) else None
+    return extra if isinstance(extra, Mapping) else {}
 
 
 def _reuse(settings: Settings) -> str:

@@ -12,12 +12,14 @@ from huggingface_hub import snapshot_download
 
 from kvtrie import gates
 from kvtrie._core import EXACT_ONLY, UnsupportedRopeError
+from kvtrie.integrations.vllm import _template
 from kvtrie.integrations.vllm._copies import rope_of
 from kvtrie.integrations.vllm._settings import LEAST_RUN
 from kvtrie.models.fingerprint import (
     CheckpointError,
     checkpoint_digest,
     directory_template_id,
+    template_id,
 )
 from kvtrie.rope import RopeSpec
 
@@ -51,7 +53,7 @@ def decision_of(settings: Settings, vllm_config: VllmConfig) -> gates.Decision:
     # A gate compares the shortest run, and the index finds none shorter than this.
     explicit = wanted if wanted.min_run is not None else wanted.replace(min_run=LEAST_RUN)
     try:
-        served, template = _served(vllm_config), _template(vllm_config)
+        served, template = _served(vllm_config), _template_id(settings, vllm_config)
         if settings.policy is None:
             decision = gate.ladder(repairs=("fronts",), checkpoint=served, template=template)
         else:
@@ -106,9 +108,9 @@ def _served(vllm_config: VllmConfig) -> str:
     return checkpoint_digest(directory)
 
 
-def _template(vllm_config: VllmConfig) -> str | None:
-    """The digest of the template in the directory: the engine does not see ``--chat-template``."""
-    return directory_template_id(_directory(vllm_config))
+def _template_id(settings: Settings, vllm_config: VllmConfig) -> str | None:
+    text = _template.served(settings).text
+    return directory_template_id(_directory(vllm_config)) if text is None else template_id(text)
 
 
 def _directory(vllm_config: VllmConfig) -> Path:

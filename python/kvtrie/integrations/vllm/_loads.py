@@ -73,6 +73,8 @@ class Loads:
             self._loads.append(Load(None, blocks))
             return False
         self._loads.append(Load(moves, blocks))
+        if live.pending is not None:
+            live.pending.is_read = True
         segments = plan.segments
         for segment in segments[(segments["end"] > start) & (segments["start"] < end)].tolist():
             first, last = max(segment[0], start), min(segment[1], end)

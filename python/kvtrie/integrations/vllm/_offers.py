@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from kvtrie.integrations.vllm._tags import count_by_kind
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from kvtrie.integrations.vllm._requests import LiveRequest
     from kvtrie.integrations.vllm._sources import Sources
     from kvtrie.integrations.vllm._stats import Counts
+    from kvtrie.integrations.vllm._tags import Reading
+
+_LOG = logging.getLogger("vllm.kvtrie")
 
 
 class Offers:
@@ -36,6 +40,7 @@ class Offers:
         self._counts = counts
         self._surprise = surprise
         self._prefilling: dict[str, Request] = {}
+        self._has_warned = False
 
     def __len__(self) -> int:
         """The number of admitted requests whose prompts are not computed."""
@@ -96,7 +101,24 @@ class Offers:
         live.is_counted = True
         if live.reading is not None:
             live.reading.follow(live.seq)
+            self._compare_template(request, live, live.reading)
         spans = () if live.reading is None else live.reading.spans()
         counted = count_by_kind(request.num_prompt_tokens, live.account.reused, spans)
         for key, count in counted.items():
             self._counts.add_prompt(*key, count)
+
+    def _compare_template(self, request: Request, live: LiveRequest, reading: Reading) -> None:
+        why = reading.disagreement(request.num_prompt_tokens)
+        if why is None:
+            return
+        live.has_other_template = True
+        self._counts.add("requests_other_template")
+        if not self._has_warned:
+            self._has_warned = True
+            _LOG.warning(
+                "kvtrie: the served chat template did not render the prompt of request %s: %s; "
+                "its reasoning stays, and metrics count further ones (set chat_template or "
+                "template_arguments if all requests are like this one)",
+                request.request_id,
+                why,
+            )

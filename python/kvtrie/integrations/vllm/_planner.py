@@ -7,11 +7,12 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from kvtrie._core import EXACT_ONLY, SHARED, Namespace, TokenSequence
-from kvtrie.integrations.vllm import _gate, _lineage, _ranges
+from kvtrie.integrations.vllm import _gate, _lineage, _ranges, _template
 from kvtrie.integrations.vllm._dead import DeadReasoning
 from kvtrie.integrations.vllm._events import MOVED, Events
 from kvtrie.integrations.vllm._failures import Failures, first_of
 from kvtrie.integrations.vllm._gaps import Gaps
+from kvtrie.integrations.vllm._held import Held
 from kvtrie.integrations.vllm._loads import Loads
 from kvtrie.integrations.vllm._metadata import StepMetadata
 from kvtrie.integrations.vllm._offers import Offers
@@ -20,7 +21,7 @@ from kvtrie.integrations.vllm._requests import LiveRequest, Pending, Range, adap
 from kvtrie.integrations.vllm._runners import Moved
 from kvtrie.integrations.vllm._settings import request_policy, request_session
 from kvtrie.integrations.vllm._sources import Sources, used_by
-from kvtrie.integrations.vllm._tags import Reading, tagger_of
+from kvtrie.integrations.vllm._tags import DROPPED_AT, Reading, tagger_of
 from kvtrie.integrations.vllm._vllm import RequestStatus, maybe_convert_block_hash
 
 if TYPE_CHECKING:
@@ -56,8 +57,10 @@ def summary(settings: Settings, cleared: ReusePolicy, tagger: Tagger | None) -> 
     else:
         why = "no gate" if settings.gate is None else "the gate does not clear the policy"
         reuse = f"exact reuse only ({why})"
-    form = "unknown" if tagger is None else tagger.format.name
-    return f"{reuse}; chat format: {form}"
+    if tagger is None:
+        return f"{reuse}; chat format: unknown"
+    dropped = DROPPED_AT[tagger.format.boundary]
+    return f"{reuse}; chat format: {tagger.format.name}; reasoning dropped at: {dropped}"
 
 
 class Planner:
@@ -95,6 +98,7 @@ class Planner:
         self._loads = Loads(manager, block_size, counts, self._failures, self._note_surprise)
         self._moved = Moved(vllm_config, manager)
         self.gaps = Gaps(self._loads, self._moved, self._live, self._pending, self.guarded)
+        self._held = Held(self._pool)
         self._dead: DeadReasoning | None = None
         if self._tagger is not None and settings.dead_thinking:
             self._dead = DeadReasoning(self._pool, self.sources, block_size, counts)
@@ -102,6 +106,7 @@ class Planner:
         if self._pool.enable_kv_cache_events and cleared.approximate:
             self._events = Events(self._pool, self._contents, self._requests.values, publisher)
         _LOG.info("kvtrie: %s", summary(settings, cleared, self._tagger))
+        _LOG.info("kvtrie: chat template: %s", _template.served(settings).source)
 
     # --- arrival -----------------------------------------------------------------------------
 
@@ -134,9 +139,17 @@ class Planner:
         if policy.approximate and not request.skip_reading_prefix_cache:
             self._join(request, live)
 
+    def run_with_others(self) -> None:
+        """Take into account that other connectors store and load this engine's blocks."""
+        self._held.on = True
+
     def _join(self, request: Request, live: LiveRequest) -> None:
-        """Let vLLM find approximate blocks in place, under their own hashes."""
-        if not self.sources.has_approximate:
+        """Let vLLM find approximate blocks in place, under their own hashes.
+
+        Other connectors would find more of such blocks than the plan that the gate has judged. Next
+        to them, approximate blocks are copied.
+        """
+        if self._held.on or not self.sources.has_approximate:
             return
         plan = self._plan(live)
         if plan is None:
@@ -247,6 +260,8 @@ class Planner:
             # vLLM may ask any number of times before, and again after a preemption.
             live.is_without_room = True
             self._counts.add("requests_without_room")
+        if self._held.on and not num_external and request.num_computed_tokens > live.num_local:
+            live.loaded_by_others(request.num_computed_tokens)
         pending = live.pending
         if pending is not None:
             pending.allocated = True
@@ -258,6 +273,7 @@ class Planner:
     # --- the step ------------------------------------------------------------------------------
 
     def step(self, output: SchedulerOutput) -> StepMetadata:
+        self._held.begin_step()
         # Copies that vLLM relies on must go out with this step, whatever else fails.
         try:
             self._settle()
@@ -364,6 +380,7 @@ class Planner:
 
     def step_is_done(self) -> None:
         """Take note that a step's output is handled, with its failures."""
+        self._held.end_step()
         self._failures.done()
 
     def preempted(self, request_id: str) -> None:
@@ -402,7 +419,7 @@ class Planner:
         self._pending.pop(request_id, None)
         if pending is not None:
             pending.plan.release()
-            self._pool.free_blocks(pending.pinned)
+            self._held.release(pending.pinned, are_read=pending.is_read)
 
     def _settle(self) -> None:
         if self._dead is not None:
@@ -435,7 +452,7 @@ class Planner:
             return
         self._drop_pending(request.request_id, live)
         self._offers.offer(request, live, block_ids, has_ended=True)
-        if self._dead is not None and live.reading is not None:
+        if self._dead is not None and live.reading is not None and not live.has_other_template:
             self._dead.close(live.seq, live.reading, block_ids)
 
     def abandon(self, request_id: str) -> None:

@@ -37,6 +37,7 @@ class Pending:
         pinned: Its blocks, which the pool may not hand out meanwhile.
         promised: The tokens after vLLM's own hit that need no computing.
         after_gaps: Ranges that may be copied when the gap before is computed, ascending.
+        is_read: Whether copies from its blocks were issued.
         jumped: The range that this step skips, if the step includes the request.
         rows: Parts of what is promised or skipped that the step computes as rows.
         num_overcounted: Tokens in rows that vLLM counts as external hits.
@@ -47,6 +48,7 @@ class Pending:
     promised: Range
     after_gaps: list[Range]
     allocated: bool = False
+    is_read: bool = False
     jumped: Range | None = None
     rows: list[Range] = field(default_factory=list)
     num_overcounted: int = 0
@@ -69,6 +71,8 @@ class LiveRequest:
         is_offered: Whether the index knows the prompt's blocks.
         session: The id of its conversation.
         moved_end: Where the prompt's last message of a user or a tool begins, if tags say so.
+        num_local: vLLM's own hit at the last admission.
+        has_other_template: Whether the served chat template cannot have rendered the prompt.
         account: Where the KV of its prompt came from.
         is_counted: Whether `account` is in the stats.
         built_under: What its plans are as strict as at least, which the index keeps as the grade
@@ -90,6 +94,8 @@ class LiveRequest:
     session: str | None = None
     moved_end: int | None = None
     built_under: ReusePolicy | None = None
+    has_other_template: bool = False
+    num_local: int = 0
 
     def is_built_under(self, policy: ReusePolicy) -> None:
         """Take note of a plan with approximate KV. Its request may have used others before."""
@@ -126,10 +132,22 @@ class LiveRequest:
 
     def begins_with(self, num_local: int) -> None:
         """Record vLLM's own hit, at every admission."""
+        self.num_local = num_local
         exact = num_local if self.exact_until is None else min(num_local, self.exact_until)
         self.account.admit(num_local, exact)
         # Blocks that vLLM found may have left the index since, with their hops: assume the most.
         self.moved = [(exact, num_local, self.policy.max_hops)] if exact < num_local else []
+
+    def loaded_by_others(self, end: int) -> None:
+        """Record what another connector has loaded after vLLM's own hit, up to ``end``."""
+        start, self.num_local = self.num_local, end
+        exact = end if self.exact_until is None else max(start, min(end, self.exact_until))
+        for first, last, is_approximate in ((start, exact, False), (exact, end, True)):
+            if first < last:
+                self.account.copy(first, last, is_approximate=is_approximate)
+        if exact < end:
+            # It stores no hops: assume the most.
+            self.moved.append((exact, end, self.policy.max_hops))
 
     def new_spans(self) -> list[Span]:
         """The spans that have ended since the last call."""

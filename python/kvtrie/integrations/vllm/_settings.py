@@ -54,6 +54,7 @@ class Settings:
     default: str = "approximate"
     policy: Mapping[str, Any] | None = None
     chat_format: str | Mapping[str, Any] | None = "auto"
+    chat_template: str | None = None
     template_arguments: Mapping[str, Any] | None = None
     dead_thinking: bool = True
     events: Mapping[str, Any] | None = None
@@ -88,6 +89,9 @@ class Settings:
             _refuse("policy", given["policy"], "a mapping of fields of kvtrie.ReusePolicy")
         if not isinstance(form, str | Mapping | None):
             _refuse("chat_format", form, '"auto", a preset of kvtrie.tags, token ids, or null')
+        template = given["chat_template"]
+        if template is not None and (not isinstance(template, str) or not template):
+            _refuse("chat_template", template, "the path of a chat template, or its text")
         if not isinstance(arguments, Mapping | None):
             _refuse("template_arguments", arguments, "a mapping of names to values")
         if not isinstance(given["dead_thinking"], bool):

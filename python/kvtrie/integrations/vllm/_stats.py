@@ -27,6 +27,7 @@ NAMES: Final = {
     "plans_stale": "Plans given up because vLLM kept reusing their sources.",
     "blocks_dead": "Blocks of reasoning of finished turns that vLLM reuses first.",
     "copies_failed": "Blocks whose copy failed and that vLLM computed.",
+    "requests_other_template": "Requests whose prompt the served chat template did not render.",
     "errors": "Errors after which a request continued without kvtrie.",
 }
 _PROMPT: Final = "prompt_tokens"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from kvtrie.integrations.vllm._others import check_around
 from kvtrie.integrations.vllm._version import UnsupportedError, check_version, refuse
 from kvtrie.integrations.vllm._vllm import (
     FullAttentionSpec,
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-__all__ = ["UnsupportedError", "check", "check_alone", "check_pool", "check_version"]
+__all__ = ["UnsupportedError", "check", "check_others", "check_pool", "check_version"]
 
 _DTYPES: Final = ("auto", "float16", "bfloat16", "float32")
 
@@ -89,17 +90,9 @@ def _check_settings(vllm_config: VllmConfig) -> None:
         refuse(f"speculative decoding by {method!r} has its own KV: use ngram, or none")
 
 
-def check_alone(vllm_config: VllmConfig) -> None:
-    """Refuse a connector around this one, which only a worker's configuration shows."""
-    current = get_current_vllm_config_or_none()
-    around = current.kv_transfer_config if current is not None else None
-    mine = vllm_config.kv_transfer_config
-    if around is None or mine is None or around.kv_connector == mine.kv_connector:
-        return
-    refuse(
-        f"{around.kv_connector} holds connectors that may store or send approximate KV as exact, "
-        "and write to blocks that are still to be copied from: use KvtrieConnector alone"
-    )
+def check_others(vllm_config: VllmConfig, *, moves: bool) -> bool:
+    """Whether other connectors run next to this one, which only a worker's configuration shows."""
+    return check_around(get_current_vllm_config_or_none(), vllm_config, moves=moves)
 
 
 def check_pool(pool: BlockPool, block_size: int) -> None:

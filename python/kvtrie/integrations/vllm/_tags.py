@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from kvtrie.integrations.vllm import _template
 from kvtrie.integrations.vllm._settings import WHERE, SettingsError
 from kvtrie.integrations.vllm._vllm import ReasoningParserManager, cached_tokenizer_from_config
 from kvtrie.tags import PRESETS, Tagger
@@ -25,8 +26,14 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("vllm.kvtrie")
 
+DROPPED_AT: Final = {"user": "next user message", "final": "final answer", "never": "never"}
+"""When a chat template drops reasoning, by the boundary of its format."""
+
 OTHER: Final = "other"
 """Tokens between messages, and all tokens if the chat format is unknown."""
+
+# Templates leave the delimiters of dropped reasoning, with newlines between.
+_MAX_BLANK: Final = 4
 
 REUSES: Final = ("exact", "moved", "recomputed")
 """The sources of the KV of prompt tokens."""
@@ -79,8 +86,12 @@ def _from_preset(name: str, tokenizer: Any) -> Tagger:  # noqa: ANN401 - vLLM's 
 
 
 def _from_template(settings: Settings, tokenizer: Any) -> Tagger | None:  # noqa: ANN401 - likewise
+    arguments = dict(settings.template_arguments or {})
+    template = _template.served(settings).text
+    if template is not None:
+        arguments["chat_template"] = template
     try:
-        return Tagger.from_tokenizer(tokenizer, **(settings.template_arguments or {}))
+        return Tagger.from_tokenizer(tokenizer, **arguments)
     except (TypeError, ValueError) as error:
         _LOG.info("kvtrie: %s", error)
         return None
@@ -132,6 +143,27 @@ class Reading:
         self.follow(seq)
         self.stream.finish(complete=complete)
         return self.new_spans(seq)
+
+    def disagreement(self, num_prompt: int) -> str | None:
+        """Why the served template cannot have rendered the prompt; None if it can have.
+
+        A prompt without any message was rendered by another template, or by none. One with
+        reasoning in a turn before the last user's message comes from a template that keeps it, or
+        an answer spells out its delimiters.
+        """
+        stream = self.stream
+        if not stream.sections and stream.open is None:
+            return "it has no message of the format"
+        if stream.tagger.format.boundary == "never":
+            return None
+        for turn in stream.turns:
+            if turn.state != "closed" or turn.end > num_prompt:
+                continue
+            for section in turn.sections:
+                start, end = section.body
+                if section.kind == "reasoning" and end - start > _MAX_BLANK:
+                    return f"it keeps reasoning of an earlier turn, at tokens [{start}, {end})"
+        return None
 
     def spans(self) -> list[Span]:
         """All spans, with the open one."""

@@ -8,11 +8,24 @@ name, and surprises no request. ``tests/vllm_scheduler/test_probe.py`` renames e
 from __future__ import annotations
 
 import inspect
+import re
 from typing import TYPE_CHECKING, Any, Final
 
 from vllm import SamplingParams
 from vllm import __version__ as VERSION  # noqa: N812 - vLLM's name for it
-from vllm.config import KVEventsConfig, get_layers_from_vllm_config
+from vllm.config import (
+    CacheConfig,
+    KVEventsConfig,
+    KVTransferConfig,
+    LoadConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    StructuredOutputsConfig,
+    VllmConfig,
+    get_layers_from_vllm_config,
+)
 from vllm.config.vllm import get_current_vllm_config_or_none
 from vllm.distributed.kv_events import (
     AllBlocksCleared,
@@ -32,6 +45,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
@@ -42,16 +57,17 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.kv_cache_utils import BlockHash, get_block_hash, maybe_convert_block_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.metrics.stats import PrefillStats, PrefixCacheStats
 from vllm.v1.metrics.utils import create_metric_per_engine
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kvtrie.integrations.vllm._version import refuse
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
 __all__ = [
     "VERSION",
@@ -73,6 +89,7 @@ __all__ = [
     "KVConnectorRole",
     "KVConnectorStats",
     "KVEventsConfig",
+    "MultiConnector",
     "NewRequestData",
     "ReasoningParserManager",
     "RequestStatus",
@@ -87,6 +104,7 @@ __all__ = [
     "get_layers_from_vllm_config",
     "maybe_convert_block_hash",
     "probe",
+    "probe_connector",
     "probe_scheduler",
 ]
 
@@ -122,8 +140,42 @@ FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
     "PrefillStats": (),
     "PrefixCacheStats": ("hits", "preempted_hits", "hits_by_source"),
     "CacheHitSource": ("EXTERNAL_UNSPECIFIED",),
+    "BlockStored": (
+        *("block_hashes", "parent_block_hash", "token_ids", "block_size", "medium"),
+        *("lora_name", "extra_keys", "group_idx"),
+    ),
+    "BlockRemoved": ("block_hashes",),
+    "MultiConnector": ("sub_connectors",),
+    "KVConnectorOutput": ("invalid_block_ids",),
+    "LoRARequest": ("lora_name", "lora_path"),
+    "KVCacheConfig": ("kv_cache_groups",),
+    "KVCacheGroupSpec": ("kv_cache_spec", "layer_names", "is_eagle_group"),
+    "FullAttentionSpec": (
+        *("block_size", "sliding_window", "attention_chunk_size", "non_causal"),
+        "tokens_per_state",
+    ),
+    "VllmConfig": (
+        *("model_config", "cache_config", "parallel_config", "scheduler_config"),
+        *("speculative_config", "load_config", "structured_outputs_config"),
+        *("kv_transfer_config", "kv_events_config", "use_v2_model_runner"),
+    ),
+    "ModelConfig": (
+        *("model", "revision", "dtype", "quantization", "hf_overrides", "hf_text_config"),
+        *("use_mla", "uses_mrope"),
+    ),
+    "CacheConfig": ("enable_prefix_caching", "cache_dtype"),
+    "ParallelConfig": (
+        *("decode_context_parallel_size", "prefill_context_parallel_size"),
+        *("pipeline_parallel_size", "data_parallel_index"),
+    ),
+    "SchedulerConfig": ("async_scheduling", "scheduler_cls"),
+    "SpeculativeConfig": ("method",),
+    "StructuredOutputsConfig": ("reasoning_parser",),
+    "LoadConfig": ("load_format", "download_dir"),
+    "KVTransferConfig": ("kv_connector", "kv_connector_extra_config"),
+    "KVEventsConfig": ("enable_kv_cache_events", "endpoint", "replay_endpoint"),
 }
-"""Fields that the scheduler's half reads or sets."""
+"""Fields that kvtrie reads or sets; of classes that need not be made here, the declared ones."""
 
 CALLS: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "Request": {"update_block_hashes": ()},
@@ -179,6 +231,23 @@ OVERRIDDEN: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
 }
 """Methods that vLLM calls: all its required parameters, in their order."""
 
+ADDED: Final[Mapping[tuple[int, int], Mapping[str, Mapping[str, tuple[str, ...]]]]] = {
+    (0, 33): {
+        "KVConnectorBase_V1": {
+            "supports_sleep_mode": ("kv_transfer_config",),
+            "unregister_kv_caches": (),
+            "restore_kv_caches": (),
+        },
+    },
+}
+"""Methods that vLLM calls from a release on: as `OVERRIDDEN`, and absent before."""
+
+CONNECTOR: Final = (
+    *("_vllm_config", "_kv_cache_config", "_kv_transfer_config"),
+    "_get_connector_metadata",
+)
+"""Attributes that `KvtrieConnector` uses of the connector that it is."""
+
 SCHEDULER: Final = (
     *("connector", "connector_prefix_cache_stats", "defer_block_free", "running", "requests"),
     *("finished_req_ids", "max_num_active_reqs", "max_num_running_reqs"),
@@ -186,6 +255,14 @@ SCHEDULER: Final = (
     *("kv_cache_manager", "block_size", "use_v2_model_runner"),
 )
 """Attributes that `KvtrieScheduler` uses of the scheduler that it is."""
+
+
+_DECLARED: Final = (
+    *(BlockStored, BlockRemoved, KVConnectorOutput, LoRARequest, MultiConnector),
+    *(KVCacheConfig, KVCacheGroupSpec, FullAttentionSpec),
+    *(VllmConfig, ModelConfig, CacheConfig, ParallelConfig, SchedulerConfig, SpeculativeConfig),
+    *(StructuredOutputsConfig, LoadConfig, KVTransferConfig, KVEventsConfig),
+)
 
 
 def things() -> dict[str, object]:
@@ -210,6 +287,7 @@ def things() -> dict[str, object]:
         "KVConnectorBase_V1": KVConnectorBase_V1,
         "SupportsHMA": SupportsHMA,
         "AsyncScheduler": AsyncScheduler,
+        **{one.__name__: one for one in _DECLARED},
     }
 
 
@@ -229,16 +307,30 @@ def probe(given: Mapping[str, object] | None = None) -> None:
         refuse(f"vLLM {VERSION} has no {', '.join(missing)}, which kvtrie needs")
 
 
+def release() -> tuple[int, ...]:
+    """The minor version that the names are compared with, (0, 33) say."""
+    return tuple(int(part) for part in re.findall(r"\d+", VERSION)[:2])
+
+
 def probe_scheduler(scheduler: object) -> None:
-    missing = [name for name in SCHEDULER if not hasattr(scheduler, name)]
+    _probe_own(scheduler, "scheduler", SCHEDULER)
+
+
+def probe_connector(connector: object) -> None:
+    _probe_own(connector, "connector", CONNECTOR)
+
+
+def _probe_own(mine: object, what: str, names: Iterable[str]) -> None:
+    missing = [name for name in names if not hasattr(mine, name)]
     if missing:
-        refuse(f"the scheduler of vLLM {VERSION} has no {', '.join(missing)}")
+        refuse(f"the {what} of vLLM {VERSION} has no {', '.join(missing)}")
 
 
 def _fields(given: Mapping[str, object]) -> Iterator[str]:
     for owner, names in FIELDS.items():
         for name in names:
-            if not hasattr(given[owner], name):
+            thing = given[owner]
+            if not hasattr(thing, name) and name not in getattr(thing, "__dataclass_fields__", ()):
                 yield f"{owner}.{name}"
 
 
@@ -255,7 +347,8 @@ def _calls(given: Mapping[str, object]) -> Iterator[str]:
 
 
 def _overridden(given: Mapping[str, object]) -> Iterator[str]:
-    for owner, methods in OVERRIDDEN.items():
+    tables = [OVERRIDDEN, *(table for first, table in ADDED.items() if release() >= first)]
+    for owner, methods in (pair for table in tables for pair in table.items()):
         for name, wanted in methods.items():
             has = _parameters(given[owner], name)
             if has is None:

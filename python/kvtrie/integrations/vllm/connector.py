@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from kvtrie.integrations.vllm import _events, _gate, _support, _version
+from kvtrie.integrations.vllm import _events, _gate, _support, _template, _version
 from kvtrie.integrations.vllm._copies import Copies, rope_of
 from kvtrie.integrations.vllm._metadata import StepMetadata
 from kvtrie.integrations.vllm._planner import Planner
@@ -16,11 +16,14 @@ from kvtrie.integrations.vllm._vllm import (
     KVConnectorRole,
     SupportsHMA,
     probe,
+    probe_connector,
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
         KVConnectorStats,
@@ -35,6 +38,21 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _LOG = logging.getLogger("vllm.kvtrie")
+
+
+def check_early(extra_config: Mapping[str, Any]) -> None:
+    """Check what needs no model: vLLM, settings, and that files can be read.
+
+    Raises:
+        SettingsError: A setting is unknown or invalid.
+        UnsupportedError: This vLLM is not supported.
+        GateError: The gate file cannot be read.
+    """
+    settings = Settings.read(extra_config)
+    _support.check_version(moves=settings.gate is not None)
+    probe()
+    _gate.read(settings)
+    _template.served(settings)
 
 
 class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
@@ -59,6 +77,7 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        probe_connector(self)
         self._settings = Settings.read(self._kv_transfer_config.kv_connector_extra_config)
         moves = self._settings.gate is not None
         _support.check(vllm_config, kv_cache_config, moves=moves)
@@ -69,10 +88,12 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
         if self._cleared.approximate:
             rope_of(vllm_config)
         self._block_size: int = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-        _support.check_alone(vllm_config)
+        self._is_among_others = _support.check_others(vllm_config, moves=moves)
         self._counts = Counts()
         self._planner: Planner | None = None
+        self._kv_caches: dict[str, torch.Tensor] = {}
         self._copies: Copies | None = None
+        self._not_copied: set[int] = set()
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -189,12 +210,27 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take the worker's tensors."""
-        self._copies = Copies(
-            kv_caches,
-            self._vllm_config,
-            self._kv_cache_config,
-            rotates=self._cleared.approximate,
-        )
+        self._kv_caches = kv_caches
+        self._copies = None
+        self.restore_kv_caches()
+
+    def unregister_kv_caches(self) -> None:
+        """Copy nothing until `restore_kv_caches`: sleep mode unmaps the tensors.
+
+        vLLM resets its prefix cache with it, and with that all blocks that the scheduler's half
+        knows.
+        """
+        self._copies = None
+
+    def restore_kv_caches(self) -> None:
+        """Take the registered tensors again, after sleep mode has mapped them."""
+        if self._copies is None and self._kv_caches:
+            self._copies = Copies(
+                self._kv_caches,
+                self._vllm_config,
+                self._kv_cache_config,
+                rotates=self._cleared.approximate,
+            )
 
     def start_load_kv(
         self,
@@ -203,7 +239,11 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         """Copy, before the forward pass."""
         metadata = self._get_connector_metadata()
-        if self._copies is not None and isinstance(metadata, StepMetadata):
+        if not isinstance(metadata, StepMetadata) or not metadata.loads:
+            return
+        if self._copies is None:
+            self._not_copied.update(block for load in metadata.loads for block in load.blocks)
+        else:
             self._copies.apply(metadata.loads)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -223,7 +263,13 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks whose copy failed."""
-        failed = self._copies.take_failed() if self._copies is not None else set()
+        failed, self._not_copied = self._not_copied, set()
+        if self._copies is not None:
+            failed |= self._copies.take_failed()
+        if failed and self._is_among_others:
+            msg = f"KvtrieConnector: {len(failed)} blocks were not copied, and another connector "
+            msg += "may store what they hold: start vLLM again"
+            raise RuntimeError(msg)
         if failed:
             self._counts.add("copies_failed", len(failed))
         return failed
@@ -237,11 +283,14 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
         With CUDA graphs, vLLM calls this before it loads any weights. So errors of `__init__` that
         are visible in the settings are raised here, after seconds.
         """
-        settings = Settings.read(extra_config)
-        _support.check_version(moves=settings.gate is not None)
-        probe()
-        _gate.read(settings)
+        check_early(extra_config)
         return False
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        """Whether copies can follow the mapping of KV: yes. vLLM asks where sleep mode is on."""
+        check_early(kv_transfer_config.kv_connector_extra_config)
+        return True
 
     # --- stats -------------------------------------------------------------------------------
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+from kvtrie.integrations.vllm import _others
 from kvtrie.integrations.vllm._rows import Rows, why_not
 from kvtrie.integrations.vllm._version import UnsupportedError
-from kvtrie.integrations.vllm._vllm import AsyncScheduler, probe_scheduler
+from kvtrie.integrations.vllm._vllm import AsyncScheduler, MultiConnector, probe_scheduler
 from kvtrie.integrations.vllm.connector import KvtrieConnector
 
 if TYPE_CHECKING:
@@ -30,7 +31,8 @@ class KvtrieScheduler(AsyncScheduler):
     * A preempted request releases its planned copies, and the blocks that its step was to write
       cannot be found.
     * What is copied after gaps counts as cached, in usage and metrics.
-    * Blocks are freed at once. vLLM keeps them while steps are in flight.
+    * Blocks are freed at once, unless other connectors may write to them. vLLM keeps them while
+      steps are in flight.
 
     Raises:
         UnsupportedError: The connector is not `KvtrieConnector`.
@@ -38,20 +40,28 @@ class KvtrieScheduler(AsyncScheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's own
         super().__init__(*args, **kwargs)
-        if not isinstance(self.connector, KvtrieConnector):
+        connector: object = self.connector
+        is_among_others = isinstance(connector, MultiConnector)
+        if isinstance(connector, MultiConnector):
+            connector = _others.check_children(connector.sub_connectors)
+        if not isinstance(connector, KvtrieConnector):
             msg = "KvtrieScheduler: the KV connector is not KvtrieConnector: configure it, or "
             msg += "omit --scheduler-cls"
             raise UnsupportedError(msg)
         probe_scheduler(self)
-        self._planner: Planner = self.connector.planner
+        self._planner: Planner = connector.planner
         self._gaps = self._planner.gaps
         self._gaps.resumes = True
         # vLLM replaces the record with every report.
         self._gaps.hit_stats = lambda: self.connector_prefix_cache_stats
-        # Copies come after a step in flight that writes them.
-        self.defer_block_free = False
+        if is_among_others:
+            # They write to blocks at once: not after the steps in flight.
+            self._planner.run_with_others()
+        else:
+            # Copies come after a step in flight that writes them.
+            self.defer_block_free = False
         self._rows: Rows | None = None
-        reason = why_not(self.vllm_config)
+        reason = "other connectors" if is_among_others else why_not(self.vllm_config)
         if reason is None:
             self._rows = self._gaps.rows = Rows(self)
         how = "and gaps share a step" if reason is None else f"each gap in its own step: {reason}"

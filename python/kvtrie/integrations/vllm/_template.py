@@ -1,0 +1,49 @@
+"""The chat template that vLLM serves.
+
+vLLM renders prompts in another process than its engine, whose configuration does not have
+``--chat-template``. So the setting says it, else the server's command line, else it is the model
+directory's.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from kvtrie.integrations.vllm import _command
+from kvtrie.integrations.vllm._settings import WHERE, SettingsError
+from kvtrie.models.template import TemplateError, read_template
+
+if TYPE_CHECKING:
+    from kvtrie.integrations.vllm._settings import Settings
+
+_DIRECTORY: Final = "the model directory's"
+_UNKNOWN: Final = (
+    f"{_DIRECTORY} (vLLM shows no --chat-template here: set chat_template if it has one)"
+)
+
+
+class Served(NamedTuple):
+    """A template, and where it comes from; ``text`` is None for the model directory's."""
+
+    text: str | None
+    source: str
+
+
+def served(settings: Settings) -> Served:
+    """The template that prompts are rendered with, as far as the engine can know.
+
+    Raises:
+        SettingsError: Its file cannot be read.
+    """
+    given, source = settings.chat_template, "the setting chat_template"
+    if given is None:
+        given, source = _command.chat_template(), f"--{_command.TEMPLATE}"
+    if given is None:
+        return Served(None, _DIRECTORY if _command.is_known() else _UNKNOWN)
+    try:
+        return Served(read_template(given), source)
+    except TemplateError as error:
+        msg = f"{WHERE}: chat_template: {error}"
+        if settings.chat_template is None:
+            msg += f" (it is --{_command.TEMPLATE}: name its file in this setting)"
+        raise SettingsError(msg) from error
