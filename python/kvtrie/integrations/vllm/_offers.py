@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
+    from kvtrie.integrations.vllm._reasons import Reasons
     from kvtrie.integrations.vllm._requests import LiveRequest
     from kvtrie.integrations.vllm._sources import Sources
     from kvtrie.integrations.vllm._stats import Counts
@@ -29,12 +30,14 @@ class Offers:
         block_size: int,
         counts: Counts,
         surprise: Callable[[str], None],
+        reasons: Reasons,
     ) -> None:
         self._manager = manager
         self._sources = sources
         self._block_size = block_size
         self._counts = counts
         self._surprise = surprise
+        self._reasons = reasons
         self._prefilling: dict[str, Request] = {}
 
     def __len__(self) -> int:
@@ -100,3 +103,4 @@ class Offers:
         counted = count_by_kind(request.num_prompt_tokens, live.account.reused, spans)
         for key, count in counted.items():
             self._counts.add_prompt(*key, count)
+        self._reasons.count(request, live, spans)

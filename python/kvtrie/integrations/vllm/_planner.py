@@ -14,6 +14,7 @@ from kvtrie.integrations.vllm._failures import Failures, first_of
 from kvtrie.integrations.vllm._metadata import Load, StepMetadata
 from kvtrie.integrations.vllm._offers import Offers
 from kvtrie.integrations.vllm._ranges import APPROXIMATE
+from kvtrie.integrations.vllm._reasons import Reasons
 from kvtrie.integrations.vllm._requests import LiveRequest, Pending, Range, adapter_of
 from kvtrie.integrations.vllm._runners import send_whole
 from kvtrie.integrations.vllm._settings import request_policy, request_session
@@ -94,11 +95,15 @@ class Planner:
         self._has_steps_in_flight = vllm_config.scheduler_config.async_scheduling
         self._tagger = tagger_of(settings, vllm_config)
         self.sources = Sources(self._pool, block_size, cleared, seed=settings.seed)
-        self._offers = Offers(manager, self.sources, block_size, counts, self._continues_alone)
-        self._failures = Failures(manager, block_size)
         self._dead: DeadReasoning | None = None
         if self._tagger is not None and settings.dead_thinking:
             self._dead = DeadReasoning(self._pool, self.sources, block_size, counts)
+        was_dead = (lambda _: False) if self._dead is None else self._dead.was_dead
+        self._reasons = Reasons(self.sources, decision, block_size, counts, was_dead)
+        self._offers = Offers(
+            manager, self.sources, block_size, counts, self._continues_alone, self._reasons
+        )
+        self._failures = Failures(manager, block_size)
         self._events: Events | None = None
         if self._pool.enable_kv_cache_events and cleared.approximate:
             self._events = Events(self._pool, self._contents, self._requests.values, publisher)
@@ -120,16 +125,19 @@ class Planner:
             or request.resumable
         ):
             self._counts.add("requests_unsupported")
+            _LOG.debug("kvtrie: request %s: not only token ids", request.request_id)
             return
         policy = request_policy(request.kv_transfer_params, self._cleared, self._settings.default)
         session = request_session(request.kv_transfer_params)
-        adapter = adapter_of(request)
+        adapter, is_uncalibrated = adapter_of(request), False
         if policy.approximate and not _gate.covers(self._settings, adapter):
             self._counts.add("requests_uncalibrated")
-            policy = EXACT_ONLY
+            policy, is_uncalibrated = EXACT_ONLY, True
         seq = TokenSequence(request.prompt_token_ids, self._namespace(request))
         reading = None if self._tagger is None else Reading(self._tagger)
-        live = LiveRequest(seq, policy, reading=reading, session=session)
+        live = LiveRequest(
+            seq, policy, reading=reading, session=session, is_uncalibrated=is_uncalibrated
+        )
         if policy.approximate and reading is not None:
             reading.follow(seq)
             live.moved_end = reading.stream.moved_end
@@ -155,6 +163,7 @@ class Planner:
         if plan is None or not live.policy.approximate:
             return plan
         judged = self._decision.of(plan)
+        live.granted, live.verdict = judged.policy, judged.reason
         if judged is self._decision:
             return plan
         plan.release()
@@ -193,6 +202,7 @@ class Planner:
         plan = self._plan(live)
         if plan is None:
             self._counts.add("plans_stale")
+            live.why = None
             return 0
         promised, after_gaps = _ranges.usable(
             plan,
@@ -203,6 +213,9 @@ class Planner:
             if live.exact_until is not None
             else lambda token: _lineage.covers(request, token // self._block_size),
         )
+        ranges = [promised, *after_gaps]
+        resumes = self.resumes_after_gaps
+        self.guarded(self._reasons.look, request, live, plan, num_local, ranges, resumes)
         if promised[0] == promised[1] and not after_gaps:
             plan.release()
             return 0
@@ -210,7 +223,7 @@ class Planner:
         self._pool.touch(pinned)
         live.pending = Pending(plan, pinned, promised, after_gaps)
         self._pending[request.request_id] = request
-        self._label(request, live, plan, [promised, *after_gaps])
+        self._label(request, live, plan, ranges)
         return promised[1] - promised[0]
 
     def _label(

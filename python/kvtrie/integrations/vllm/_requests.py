@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from kvtrie._core import ComputedSource, ReusePlan, ReusePolicy, Span, TokenSequence
     from kvtrie.integrations.vllm._events import Contents
+    from kvtrie.integrations.vllm._reasons import Why
     from kvtrie.integrations.vllm._tags import Reading
 
 Range = tuple[int, int]
@@ -64,6 +65,10 @@ class LiveRequest:
         is_offered: Whether the index knows the prompt's blocks.
         session: The id of its conversation.
         moved_end: Where the prompt's last message of a user or a tool begins, if tags say so.
+        granted: The policy of its latest plan, which the gate may have narrowed.
+        verdict: Why it may reuse what it may, in a sentence.
+        is_uncalibrated: Whether it gets exact reuse because the gate does not cover its adapter.
+        why: Why tokens of its prompt are computed.
         account: Where the KV of its prompt came from.
         is_counted: Whether `account` is in the stats.
     """
@@ -82,6 +87,10 @@ class LiveRequest:
     is_counted: bool = False
     session: str | None = None
     moved_end: int | None = None
+    granted: ReusePolicy | None = None
+    verdict: str = ""
+    is_uncalibrated: bool = False
+    why: Why | None = None
 
     def stretches(self, num_blocks: int, block_size: int) -> list[Stretch]:
         """The exactness of its blocks, in order.
