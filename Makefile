@@ -257,6 +257,15 @@ bench-vllm: $(VLLM_ENV)/.kvtrie ## what the vLLM connector saves on edited histo
 bench-vllm-steps: $(VLLM_ENV)/.kvtrie ## time to the first token with all gaps of a prompt in one step, next to one step for each
 	OMP_NUM_THREADS=1 $(VLLM_ENV)/bin/python benches/vllm_connector/one_step.py
 
+# REAL_VLLM_FLAGS="--gate model.gate.json": with the policy of a gate file as well.
+REAL_VLLM_FLAGS ?=
+
+.PHONY: bench-vllm-real
+bench-vllm-real: $(VLLM_ENV)/.kvtrie ## the same with SmolLM2-135M on real text: tokens computed, first token, replies (half an hour on a free core; REAL_VLLM_FLAGS)
+	@$(PY) -m tools.real_models smollm2
+	@PYTHONPATH=benches $(PY) -c "from real import texts; texts.fetch()"
+	OMP_NUM_THREADS=1 $(VLLM_ENV)/bin/python benches/vllm_connector/real_model.py $(REAL_VLLM_FLAGS)
+
 # Counts do not depend on what else the machine does, so they can fail a build where times cannot.
 .PHONY: instructions
 instructions: setup ## instructions of five key operations against the record, within 3 %

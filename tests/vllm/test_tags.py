@@ -195,11 +195,17 @@ def test_metrics_are_exported_to_prometheus() -> None:
     counts = Counts()
     counts.add("tokens_moved", 5)
     counts.add_prompt("moved", "answer", 3)
+    counts.add_computed("evicted", "answer", 4)
+    counts.add_computed("evicted", "user", 2)
     taken = counts.take()
     assert taken is not None
+    # The log has one number per reason.
+    assert taken.reduce()["computed_tokens/evicted"] == 6
     metrics.observe(taken.to_dict(), 1)
     metrics.observe({"unknown": 1}, 0)
     said = {"model_name": "m", "engine": "1"}
     assert registry.get_sample_value("vllm:kvtrie_tokens_moved_total", said) == 5
-    said |= {"reuse": "moved", "kind": "answer"}
-    assert registry.get_sample_value("vllm:kvtrie_prompt_tokens_total", said) == 3
+    moved = said | {"reuse": "moved", "kind": "answer"}
+    assert registry.get_sample_value("vllm:kvtrie_prompt_tokens_total", moved) == 3
+    evicted = said | {"reason": "evicted", "kind": "user"}
+    assert registry.get_sample_value("vllm:kvtrie_computed_tokens_total", evicted) == 2

@@ -197,6 +197,7 @@ def start(tmp_path: Path) -> Callable[..., Side]:
             structured_output_manager=StructuredOutputManager(config),
             block_size=SIZE,
             hash_block_size=SIZE,
+            log_stats=True,
         )
         return Side(scheduler, hasher=get_request_block_hasher(SIZE, sha256))
 

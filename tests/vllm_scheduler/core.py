@@ -124,11 +124,14 @@ class Core(Inside):
         salt: str | None = None,
         adapter: str | LoRARequest | None = None,
         priority: int = 0,
+        **given: Any,
     ) -> str:
         self._number += 1
         name = f"request-{self._number}"
         params = None if mode is None else {"kv_transfer_params": {"kvtrie": mode}}
-        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=params)
+        sampling = SamplingParams(
+            max_tokens=max_tokens, ignore_eos=True, extra_args=params, **given
+        )
         request = Request(
             name,
             list(prompt),

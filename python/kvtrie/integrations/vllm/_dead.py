@@ -5,8 +5,10 @@ Without this it would evict older prompts and answers before them.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Final
 
+from kvtrie.integrations.vllm._vllm import get_block_hash
 from kvtrie.tags import TurnPolicy
 
 if TYPE_CHECKING:
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 
 # A block in use after this many checks is shared with other requests.
 _MAX_LOOKS: Final = 8
+# Half a megabyte.
+_MAX_RECENT: Final = 4096
 
 
 class DeadReasoning:
@@ -39,6 +43,7 @@ class DeadReasoning:
         self._policy = TurnPolicy()
         # vLLM frees a request's blocks after it has reported its end: they wait here until then.
         self._waiting: dict[int, tuple[KVCacheBlock, bytes, int]] = {}
+        self._recent: OrderedDict[bytes, None] = OrderedDict()
 
     def close(self, seq: TokenSequence, reading: Reading, block_ids: Sequence[int]) -> None:
         ranges = self._policy.decide(reading.stream).evict_first
@@ -72,3 +77,12 @@ class DeadReasoning:
         queue.prepend_n(ready[::-1])
         if ready:
             self._counts.add("blocks_dead", len(ready))
+        for block in ready:
+            if block.block_hash is not None:
+                self._recent[get_block_hash(block.block_hash)] = None
+        while len(self._recent) > _MAX_RECENT:
+            self._recent.popitem(last=False)
+
+    def was_dead(self, block_hash: bytes) -> bool:
+        """Whether the block with vLLM's hash is one of the latest that were evicted first."""
+        return block_hash in self._recent

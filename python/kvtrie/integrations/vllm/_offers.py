@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
+    from kvtrie.integrations.vllm._reasons import Reasons
     from kvtrie.integrations.vllm._requests import LiveRequest
     from kvtrie.integrations.vllm._sources import Sources
     from kvtrie.integrations.vllm._stats import Counts
@@ -33,12 +34,14 @@ class Offers:
         block_size: int,
         counts: Counts,
         surprise: Callable[[str], None],
+        reasons: Reasons,
     ) -> None:
         self._manager = manager
         self._sources = sources
         self._block_size = block_size
         self._counts = counts
         self._surprise = surprise
+        self._reasons = reasons
         self._prefilling: dict[str, Request] = {}
         self._has_warned = False
 
@@ -106,6 +109,7 @@ class Offers:
         counted = count_by_kind(request.num_prompt_tokens, live.account.reused, spans)
         for key, count in counted.items():
             self._counts.add_prompt(*key, count)
+        self._reasons.count(request, live, spans)
 
     def _compare_template(self, request: Request, live: LiveRequest, reading: Reading) -> None:
         why = reading.disagreement(request.num_prompt_tokens)

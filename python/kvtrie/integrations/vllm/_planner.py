@@ -17,6 +17,7 @@ from kvtrie.integrations.vllm._loads import Loads
 from kvtrie.integrations.vllm._metadata import StepMetadata
 from kvtrie.integrations.vllm._offers import Offers
 from kvtrie.integrations.vllm._ranges import APPROXIMATE
+from kvtrie.integrations.vllm._reasons import Reasons
 from kvtrie.integrations.vllm._requests import LiveRequest, Pending, Range, adapter_of
 from kvtrie.integrations.vllm._runners import Moved
 from kvtrie.integrations.vllm._settings import request_policy, request_session
@@ -93,15 +94,19 @@ class Planner:
         self._pending: dict[str, Request] = {}
         self._tagger = tagger_of(settings, vllm_config)
         self.sources = Sources(self._pool, block_size, cleared, seed=settings.seed)
-        self._offers = Offers(manager, self.sources, block_size, counts, self._continues_alone)
-        self._failures = Failures(manager, block_size)
-        self._loads = Loads(manager, block_size, counts, self._failures, self._note_surprise)
-        self._moved = Moved(vllm_config, manager)
-        self.gaps = Gaps(self._loads, self._moved, self._live, self._pending, self.guarded)
         self._held = Held(self._pool)
         self._dead: DeadReasoning | None = None
         if self._tagger is not None and settings.dead_thinking:
             self._dead = DeadReasoning(self._pool, self.sources, block_size, counts)
+        was_dead = (lambda _: False) if self._dead is None else self._dead.was_dead
+        self._reasons = Reasons(self.sources, decision, block_size, counts, was_dead)
+        self._offers = Offers(
+            manager, self.sources, block_size, counts, self._continues_alone, self._reasons
+        )
+        self._failures = Failures(manager, block_size)
+        self._loads = Loads(manager, block_size, counts, self._failures, self._note_surprise)
+        self._moved = Moved(vllm_config, manager)
+        self.gaps = Gaps(self._loads, self._moved, self._live, self._pending, self.guarded)
         self._events: Events | None = None
         if self._pool.enable_kv_cache_events and cleared.approximate:
             self._events = Events(self._pool, self._contents, self._requests.values, publisher)
@@ -122,16 +127,19 @@ class Planner:
             or request.resumable
         ):
             self._counts.add("requests_unsupported")
+            _LOG.debug("kvtrie: request %s: not only token ids", request.request_id)
             return
         policy = request_policy(request.kv_transfer_params, self._cleared, self._settings.default)
         session = request_session(request.kv_transfer_params)
-        adapter = adapter_of(request)
+        adapter, is_uncalibrated = adapter_of(request), False
         if policy.approximate and not _gate.covers(self._settings, adapter):
             self._counts.add("requests_uncalibrated")
-            policy = EXACT_ONLY
+            policy, is_uncalibrated = EXACT_ONLY, True
         seq = TokenSequence(request.prompt_token_ids, self._namespace(request))
         reading = None if self._tagger is None else Reading(self._tagger)
-        live = LiveRequest(seq, policy, reading=reading, session=session)
+        live = LiveRequest(
+            seq, policy, reading=reading, session=session, is_uncalibrated=is_uncalibrated
+        )
         if policy.approximate and reading is not None:
             reading.follow(seq)
             live.moved_end = reading.stream.moved_end
@@ -174,6 +182,7 @@ class Planner:
             _LOG.debug("kvtrie: planned again, exact: %s", decision.reason)
         elif plan is not None and plan.num_approximate:
             live.is_built_under(decision.policy)
+        live.granted, live.verdict = decision.policy, decision.reason
         return plan
 
     def _namespace(self, request: Request) -> Namespace:
@@ -207,6 +216,7 @@ class Planner:
         plan = self._plan(live)
         if plan is None:
             self._counts.add("plans_stale")
+            live.why = None
             return 0
         promised, after_gaps = _ranges.usable(
             plan,
@@ -217,6 +227,9 @@ class Planner:
             if live.exact_until is not None
             else lambda token: _lineage.covers(request, token // self._block_size),
         )
+        ranges = [promised, *after_gaps]
+        resumes = self.gaps.resumes
+        self.guarded(self._reasons.look, request, live, plan, num_local, ranges, resumes)
         if promised[0] == promised[1] and not after_gaps:
             plan.release()
             return 0
@@ -224,7 +237,7 @@ class Planner:
         self._pool.touch(pinned)
         live.pending = Pending(plan, pinned, promised, after_gaps)
         self._pending[request.request_id] = request
-        self._label(request, live, plan, [promised, *after_gaps])
+        self._label(request, live, plan, ranges)
         self.gaps.promise(request, live.pending)
         start, end = live.pending.promised
         return end - start

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from kvtrie._core import ComputedSource, ReusePlan, ReusePolicy, Span, TokenSequence
     from kvtrie.integrations.vllm._events import Contents
+    from kvtrie.integrations.vllm._reasons import Why
     from kvtrie.integrations.vllm._tags import Reading
 
 Range = tuple[int, int]
@@ -73,6 +74,10 @@ class LiveRequest:
         moved_end: Where the prompt's last message of a user or a tool begins, if tags say so.
         num_local: vLLM's own hit at the last admission.
         has_other_template: Whether the served chat template cannot have rendered the prompt.
+        granted: The policy of its latest plan, which the gate may have narrowed.
+        verdict: Why it may reuse what it may, in a sentence.
+        is_uncalibrated: Whether it gets exact reuse because the gate does not cover its adapter.
+        why: Why tokens of its prompt are computed.
         account: Where the KV of its prompt came from.
         is_counted: Whether `account` is in the stats.
         built_under: What its plans are as strict as at least, which the index keeps as the grade
@@ -96,6 +101,10 @@ class LiveRequest:
     built_under: ReusePolicy | None = None
     has_other_template: bool = False
     num_local: int = 0
+    granted: ReusePolicy | None = None
+    verdict: str = ""
+    is_uncalibrated: bool = False
+    why: Why | None = None
 
     def is_built_under(self, policy: ReusePolicy) -> None:
         """Take note of a plan with approximate KV. Its request may have used others before."""

@@ -31,7 +31,12 @@ NAMES: Final = {
     "errors": "Errors after which a request continued without kvtrie.",
 }
 _PROMPT: Final = "prompt_tokens"
-_PROMPT_TEXT: Final = "Prompt tokens by source of their KV and by kind."
+_COMPUTED: Final = "computed_tokens"
+LABELLED: Final = {
+    _PROMPT: ("Prompt tokens by source of their KV and by kind.", ("reuse", "kind")),
+    _COMPUTED: ("Prompt tokens computed, by the reason and by kind.", ("reason", "kind")),
+}
+"""Counters with labels of their own: text, and labels."""
 
 
 class Counts:
@@ -45,6 +50,9 @@ class Counts:
 
     def add_prompt(self, reuse: str, kind: str, count: int) -> None:
         self.add(f"{_PROMPT}/{reuse}/{kind}", count)
+
+    def add_computed(self, reason: str, kind: str, count: int) -> None:
+        self.add(f"{_COMPUTED}/{reason}/{kind}", count)
 
     def take(self) -> Stats | None:
         """The counters since the last call; None if nothing was counted."""
@@ -67,7 +75,12 @@ class Stats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        return dict(self.data)
+        """For the log: reasons are not split by kind."""
+        found: dict[str, int | float] = {}
+        for name, count in self.data.items():
+            short = name.rpartition("/")[0] if name.startswith(_COMPUTED) else name
+            found[short] = found.get(short, 0) + count
+        return found
 
     def is_empty(self) -> bool:
         return not self.data
@@ -76,8 +89,8 @@ class Stats(KVConnectorStats):
 class PromMetrics(KVConnectorPromMetrics):
     """The same counters for Prometheus, ``vllm:kvtrie_<name>``.
 
-    Tokens of prompts are one counter with two labels: ``reuse`` (exact, moved, recomputed; exact
-    includes vLLM's own hits) and ``kind``.
+    Tokens of prompts are counted with the labels ``reuse`` (exact, moved, recomputed; exact
+    includes vLLM's own hits) and ``kind``; computed ones also with ``reason`` and ``kind``.
     """
 
     def __init__(
@@ -95,15 +108,16 @@ class PromMetrics(KVConnectorPromMetrics):
             )
             for name, text in NAMES.items()
         }
-        self._prompts = self._counter_cls(
-            f"vllm:kvtrie_{_PROMPT}", _PROMPT_TEXT, labelnames=[*labelnames, "reuse", "kind"]
-        )
+        self._labelled = {
+            name: self._counter_cls(f"vllm:kvtrie_{name}", text, labelnames=[*labelnames, *labels])
+            for name, (text, labels) in LABELLED.items()
+        }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for name, count in transfer_stats_data.items():
             what, _, labels = name.partition("/")
-            if what == _PROMPT and labels:
+            if what in self._labelled and labels:
                 values = self.per_engine_labelvalues[engine_idx]
-                self._prompts.labels(*values, *labels.split("/", 1)).inc(count)
+                self._labelled[what].labels(*values, *labels.split("/", 1)).inc(count)
             elif name in self._counters:
                 self._counters[name][engine_idx].inc(count)

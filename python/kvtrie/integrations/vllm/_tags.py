@@ -17,6 +17,7 @@ from kvtrie.tags import PRESETS, Tagger
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from numpy.typing import NDArray
     from vllm.config import VllmConfig
 
     from kvtrie._core import Span, TokenSequence
@@ -171,6 +172,18 @@ class Reading:
         return spans if under_way is None else [*spans, under_way]
 
 
+def kinds_of(num_tokens: int, spans: Iterable[Span]) -> tuple[list[str], NDArray[np.int64] | None]:
+    """Names of kinds, and the number of each token's; None if there are no spans."""
+    names, kinds = [OTHER], None
+    for span in sorted(spans, key=lambda span: (span.start, -span.end)):
+        if kinds is None:
+            kinds = np.zeros(num_tokens, np.int64)
+        if span.kind not in names:
+            names.append(span.kind)
+        kinds[span.start : span.end] = names.index(span.kind)
+    return names, kinds
+
+
 def count_by_kind(
     num_tokens: int, reused: Iterable[Reused], spans: Iterable[Span]
 ) -> Counter[tuple[str, str]]:
@@ -187,12 +200,8 @@ def count_by_kind(
     reuse = np.full(num_tokens, REUSES.index("recomputed"), np.int64)
     for one in reused:
         reuse[one.start : one.end] = int(one.is_approximate)
-    names = [OTHER]
-    kinds = np.zeros(num_tokens, np.int64)
-    for span in sorted(spans, key=lambda span: (span.start, -span.end)):
-        if span.kind not in names:
-            names.append(span.kind)
-        kinds[span.start : span.end] = names.index(span.kind)
+    names, kinds = kinds_of(num_tokens, spans)
+    kinds = reuse * 0 if kinds is None else kinds
     counts = np.bincount(kinds * len(REUSES) + reuse, minlength=len(names) * len(REUSES))
     return Counter(
         {

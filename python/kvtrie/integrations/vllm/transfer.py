@@ -26,6 +26,12 @@ from kvtrie._core import (
     plan_transfer,
 )
 from kvtrie.integrations.vllm import _support
+from kvtrie.integrations.vllm._outcomes import (
+    OUTCOMES,
+    THEIRS,
+    TransferPromMetrics,
+    TransferStats,
+)
 from kvtrie.integrations.vllm._requests import adapter_of
 from kvtrie.integrations.vllm._settings import WHERE, SettingsError
 from kvtrie.integrations.vllm._vllm import KVCacheBlocks
@@ -35,6 +41,11 @@ if TYPE_CHECKING:
 
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+        KVConnectorStats,
+        PromMetric,
+        PromMetricT,
+    )
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
@@ -54,8 +65,10 @@ class CheckedTransfer:
     per group), and take ``KVCacheBlocks`` to load into.
 
     Attributes:
-        outcomes: Transfers by outcome: ``"whole"``, ``"part"``, ``"nothing"`` (no block holds the
-            tokens that follow), ``"no manifest"``, and the reasons of `kvtrie.TransferRefused`.
+        outcomes: Requests by outcome, each counted once, when it is admitted: ``"whole"``,
+            ``"part"``, ``"nothing"`` (no block holds the tokens that follow), ``"no manifest"``,
+            ``"error"``, and the reasons of `kvtrie.TransferRefused`. At the sender: ``"not sent"``,
+            if the manifest could not be made. In Prometheus ``vllm:kvtrie_transfers``.
 
     Raises:
         SettingsError: There is no key, or it is invalid.
@@ -75,6 +88,9 @@ class CheckedTransfer:
         self._size: int = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self._promised: dict[str, tuple[int, int]] = {}
         self.outcomes: Counter[str] = Counter()
+        self._since: Counter[str] = Counter()
+        # vLLM may ask any number of times before it admits a request.
+        self._found: dict[str, tuple[str, str | None]] = {}
         super().__init__(vllm_config, role, kv_cache_config)  # type: ignore[call-arg] # the connector's
 
     # --- the sender --------------------------------------------------------------------------
@@ -84,6 +100,7 @@ class CheckedTransfer:
     ) -> tuple[bool, dict[str, Any] | None]:
         """Add the manifest of the blocks that wait to be fetched."""
         self._promised.pop(request.request_id, None)
+        self._found.pop(request.request_id, None)
         result: tuple[bool, dict[str, Any] | None]
         result = super().request_finished_all_groups(request, block_ids)  # type: ignore[misc]
         delay, params = result
@@ -92,6 +109,7 @@ class CheckedTransfer:
                 params[MANIFEST] = self._manifest(request, block_ids[0])
             except Exception:
                 _LOG.exception("kvtrie: request %s is sent without manifest", request.request_id)
+                self._count("not sent")
         return delay, params
 
     def _manifest(self, request: Request, block_ids: list[int]) -> str:
@@ -114,6 +132,7 @@ class CheckedTransfer:
         found = super().get_num_new_matched_tokens(request, num_computed_tokens)  # type: ignore[misc]
         count, is_async = found
         self._promised.pop(request.request_id, None)
+        self._found.pop(request.request_id, None)
         if not count:
             return count, is_async
         remote, end = self._loadable(request, num_computed_tokens, num_computed_tokens + count)
@@ -128,6 +147,7 @@ class CheckedTransfer:
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         """Load into the blocks of the promised positions, and into no others."""
+        self._admitted(request)
         promised = self._promised.get(request.request_id)
         if promised is not None and num_external_tokens:
             first, last = promised[0] // self._size, -(-promised[1] // self._size)
@@ -152,7 +172,7 @@ class CheckedTransfer:
             return [], start
         except Exception:
             _LOG.exception("kvtrie: request %s computes its prompt", request.request_id)
-            self.outcomes["error"] += 1
+            self._tell(request, "error", None)
             return [], start
         remote, end = [], start
         for pair in plan.pairs:
@@ -168,17 +188,62 @@ class CheckedTransfer:
         if end == start:
             self._tell(request, "nothing", "no block holds the tokens that follow")
         else:
-            self.outcomes["whole" if end == stop else "part"] += 1
+            self._tell(request, "whole" if end == stop else "part", None)
         return remote, end
 
-    def _tell(self, request: Request, outcome: str, why: str) -> None:
+    def _tell(self, request: Request, outcome: str, why: str | None) -> None:
+        self._found[request.request_id] = outcome, why
+
+    def _admitted(self, request: Request) -> None:
+        outcome, why = self._found.pop(request.request_id, (None, None))
+        if outcome is not None:
+            self._count(outcome)
+        if why is not None:
+            _LOG.warning("kvtrie: request %s computes its prompt: %s", request.request_id, why)
+
+    def _count(self, outcome: str) -> None:
         self.outcomes[outcome] += 1
-        _LOG.warning("kvtrie: request %s computes its prompt: %s", request.request_id, why)
+        self._since[outcome] += 1
 
     def _namespace(self, request: Request) -> Namespace:
         return Namespace(
             adapter=adapter_of(request), salt=request.cache_salt or SHARED, **self._space
         )
+
+    # --- stats -------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """The outcomes since the last call, and the connector's own stats."""
+        theirs: KVConnectorStats | None
+        theirs = super().get_kv_connector_stats()  # type: ignore[misc]
+        since, self._since = self._since, Counter()
+        if not since and (theirs is None or theirs.is_empty()):
+            return None
+        return TransferStats(theirs=theirs, outcomes=dict(since))
+
+    @classmethod
+    def build_kv_connector_stats(
+        cls, data: dict[str, Any] | None = None
+    ) -> KVConnectorStats | None:
+        """Stats from their serialised form."""
+        data = data or {}
+        theirs = data.get(THEIRS)
+        if theirs is not None:
+            theirs = super().build_kv_connector_stats(theirs)  # type: ignore[misc]
+        return TransferStats(theirs=theirs, outcomes=dict(data.get(OUTCOMES, {})))
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> TransferPromMetrics:
+        """Prometheus metrics."""
+        given = vllm_config, metric_types, labelnames, per_engine_labelvalues
+        theirs = super().build_prom_metrics(*given)  # type: ignore[misc]
+        return TransferPromMetrics(*given, theirs)
 
 
 class KvtrieNixlConnector(CheckedTransfer, NixlConnector):
