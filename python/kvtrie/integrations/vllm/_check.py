@@ -59,7 +59,11 @@ def check(transfer: str, *, events: str | None = None, scheduler: str | None = N
     how = "tested" if _version.is_tested() else "untested: --probe says whether it looks the same"
     said = [f"vLLM {_version.running()} is {how}", _reuse(settings)]
     _check_events(settings, events)
-    if scheduler is None:
+    if settings.is_exact and scheduler is not None:
+        _refuse('"mode": "exact" has no gaps to continue after: omit --scheduler-cls')
+    if settings.is_exact:
+        pass
+    elif scheduler is None:
         said.append("reuse ends at the first gap: --scheduler-cls is not given")
     elif scheduler == SCHEDULER:
         said.append("reuse continues after gaps")
@@ -89,6 +93,8 @@ def probed() -> str:
 
 
 def _reuse(settings: Settings) -> str:
+    if settings.is_exact:
+        return "exact mode: nothing is moved"
     if settings.gate is None:
         return "exact reuse only (no gate)"
     if settings.gate == "unchecked":

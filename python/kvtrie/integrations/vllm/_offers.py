@@ -29,12 +29,15 @@ class Offers:
         block_size: int,
         counts: Counts,
         surprise: Callable[[str], None],
+        *,
+        group: int = 0,
     ) -> None:
         self._manager = manager
         self._sources = sources
         self._block_size = block_size
         self._counts = counts
         self._surprise = surprise
+        self._group = group
         self._prefilling: dict[str, Request] = {}
 
     def __len__(self) -> int:
@@ -63,7 +66,8 @@ class Offers:
                 del self._prefilling[request_id]
                 live.is_offered = True
                 try:
-                    self.offer(request, live, self._manager.get_block_ids(request_id)[0])
+                    ids = self._manager.get_block_ids(request_id)[self._group]
+                    self.offer(request, live, ids)
                 except Exception:
                     self._surprise(request_id)
 

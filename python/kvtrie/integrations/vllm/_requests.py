@@ -63,6 +63,7 @@ class LiveRequest:
         is_without_room: Whether it was admitted without reuse for that reason.
         is_offered: Whether the index knows the prompt's blocks.
         session: The id of its conversation.
+        num_local: Tokens of vLLM's own hit when it began.
         moved_end: Where the prompt's last message of a user or a tool begins, if tags say so.
         account: Where the KV of its prompt came from.
         is_counted: Whether `account` is in the stats.
@@ -82,6 +83,7 @@ class LiveRequest:
     is_counted: bool = False
     session: str | None = None
     moved_end: int | None = None
+    num_local: int = 0
 
     def stretches(self, num_blocks: int, block_size: int) -> list[Stretch]:
         """The exactness of its blocks, in order.
@@ -112,6 +114,8 @@ class LiveRequest:
 
     def begins_with(self, num_local: int) -> None:
         """Record vLLM's own hit, at every admission."""
+        if not self.account.reached:
+            self.num_local = num_local
         exact = num_local if self.exact_until is None else min(num_local, self.exact_until)
         self.account.admit(num_local, exact)
         # Blocks that vLLM found may have left the index since, with their hops: assume the most.

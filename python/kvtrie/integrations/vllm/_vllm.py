@@ -97,11 +97,12 @@ FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
         *("num_in_flight_tokens", "num_output_placeholders", "num_preemptions"),
         *("num_stale_output_tokens", "drop_stale_output", "prefill_stats"),
         *("block_hashes", "skip_reading_prefix_cache", "kv_transfer_params"),
+        *("session_id", "kv_hints"),
     ),
     "RequestStatus": ("RUNNING", "FINISHED_STOPPED"),
     "SchedulerOutput": (
         *("scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens"),
-        "has_sync_kv_loads",
+        *("has_sync_kv_loads", "total_num_scheduled_tokens"),
     ),
     "CachedRequestData": (
         *("req_ids", "resumed_req_ids", "new_token_ids", "all_token_ids", "new_block_ids"),
@@ -112,7 +113,8 @@ FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
         *("blocks", "num_gpu_blocks", "hash_block_size", "free_block_queue"),
         *("enable_kv_cache_events", "kv_event_queue"),
     ),
-    "KVCacheBlock": ("block_id", "block_hash", "ref_cnt", "is_null"),
+    "FreeKVCacheBlockQueue": ("fake_free_list_head", "num_free_blocks"),
+    "KVCacheBlock": ("block_id", "block_hash", "ref_cnt", "is_null", "next_free_block"),
     "PrefillStats": (),
     "PrefixCacheStats": ("hits", "preempted_hits", "hits_by_source"),
     "CacheHitSource": ("EXTERNAL_UNSPECIFIED",),
@@ -132,7 +134,11 @@ CALLS: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         "evict_blocks": ("block_ids",),
         "get_num_free_blocks": (),
     },
-    "FreeKVCacheBlockQueue": {"remove": ("block",), "prepend_n": ("blocks",)},
+    "FreeKVCacheBlockQueue": {
+        "remove": ("block",),
+        "prepend_n": ("blocks",),
+        "append_n": ("blocks",),
+    },
     "PrefillStats": {
         "set": ("num_prompt_tokens", "num_local_cached_tokens", "num_external_cached_tokens"),
     },

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+from kvtrie.integrations.vllm._planner import Planner
 from kvtrie.integrations.vllm._version import UnsupportedError
 from kvtrie.integrations.vllm._vllm import AsyncScheduler, probe_scheduler
 from kvtrie.integrations.vllm.connector import KvtrieConnector
@@ -12,8 +13,6 @@ from kvtrie.integrations.vllm.connector import KvtrieConnector
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
-
-    from kvtrie.integrations.vllm._planner import Planner
 
 _LOG = logging.getLogger("vllm.kvtrie")
 
@@ -40,7 +39,12 @@ class KvtrieScheduler(AsyncScheduler):
             msg += "omit --scheduler-cls"
             raise UnsupportedError(msg)
         probe_scheduler(self)
-        self._planner: Planner = self.connector.planner
+        planner = self.connector.planner
+        if not isinstance(planner, Planner):
+            msg = 'KvtrieScheduler: "mode": "exact" has no gaps to continue after: '
+            msg += "omit --scheduler-cls"
+            raise UnsupportedError(msg)
+        self._planner = planner
         self._planner.resumes_after_gaps = True
         # vLLM replaces the record with every report.
         self._planner.hit_stats = lambda: self.connector_prefix_cache_stats
