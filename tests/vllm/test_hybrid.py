@@ -1,4 +1,4 @@
-"""Models with other layers next to full attention: exact mode orders, copies nothing, changes nothing."""
+"""Models with other layers next to full attention: exact mode orders blocks and copies nothing."""
 
 from __future__ import annotations
 

@@ -6,9 +6,11 @@ import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from tests.vllm_scheduler.core import Answer
-from tests.vllm_scheduler.worker import BLOCK, VOCAB, continuation
+from tests.vllm_scheduler.worker import BLOCK, VOCAB, Worker, continuation
 from vllm import SamplingParams
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 from vllm.v1.request import Request, RequestStatus
 
@@ -224,6 +226,34 @@ def test_bad_hints_are_counted_and_served_alone(exact: Core) -> None:
     end(exact, CLOSED, kv_hints=hints)
     assert exact.counts["requests_refused"] == 1
     assert exact.counts["errors"] == 0
+
+
+def test_a_model_with_sliding_windows_too(
+    core: Callable[..., Core], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 32}
+    specs = {
+        "layers.0": SlidingWindowSpec(**sizes, dtype=torch.float32, sliding_window=48),
+        "layers.1": FullAttentionSpec(**sizes, dtype=torch.float32),
+    }
+    monkeypatch.setattr(Worker, "get_kv_cache_specs", lambda _: [specs])
+    vllm = core(connector=EXACT, blocks=307)
+    planner = vllm.connector.planner
+    assert len(planner._same) + planner._first >= 1
+    assert not planner.copies
+    end(vllm, CLOSED)
+    # The whole blocks of full attention behind the first dropped token.
+    first = -(-(len(HEAD) + len(QUESTION) + 1) // BLOCK)
+    assert vllm.counts["blocks_dead"] == (len(CLOSED) - 1) // BLOCK - first
+    end(vllm, LOOPING)
+    assert (planner._retention._passes > 0).sum() == (len(LOOPING) - 1) // BLOCK
+    before = vllm.worker.num_computed
+    vllm.ask([*LOOPING, *message(TOOL, 40, 8), ASSISTANT], max_tokens=1)
+    assert vllm.worker.num_computed - before <= 40 + 3 * BLOCK
+    assert vllm.counts["tokens_exact"] == vllm.counts["errors"] == 0
+    assert vllm.pool.get_num_free_blocks() == vllm.pool.num_gpu_blocks - 1
+    with pytest.raises(UnsupportedError, match='set "mode": "exact"'):
+        core(connector={"gate": "unchecked"}, blocks=308)
 
 
 @pytest.mark.parametrize(

@@ -71,9 +71,7 @@ class ExactPlanner:
         self._block_size = groups[self._first].kv_cache_spec.block_size
         # Groups whose blocks hold the same tokens as those of the first.
         self._same = [
-            at
-            for at in whole[1:]
-            if groups[at].kv_cache_spec.block_size == self._block_size
+            at for at in whole[1:] if groups[at].kv_cache_spec.block_size == self._block_size
         ]
         self.copies = len(groups) == 1
         self._settings = settings
@@ -410,4 +408,3 @@ class ExactPlanner:
         self._offers.forget(request_id)
         if live is not None:
             self._drop_pending(request_id, live)
-

@@ -2,10 +2,11 @@
 
 vLLM evicts the block that has been free longest. Where agents take turns and their histories do not
 fit together, that is always the one that is needed next. So some blocks get passes: when such a
-block comes near the head of the queue, it goes back to the tail, and has one pass less. Evicted are
+block comes near the head of the queue, it goes back to the tail, and has one pass less. vLLM then
+evicts, in this order,
 
 1. dead reasoning and what follows it in its turn (`DeadReasoning`): at once;
-2. blocks without passes, the longest free first, as in vLLM: finished turns, and what found no room;
+2. blocks without passes, the longest free first, as in vLLM: ended turns, and what found no room;
 3. conversations inside a tool loop, which come back within seconds: the blocks of one get passes as
    far as there is room, its first ones first, and keep them until its turn ends;
 4. what other requests have begun with too, by a hit on it: system prompt and tools.
@@ -33,6 +34,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from numpy.typing import NDArray
     from vllm.v1.core.block_pool import BlockPool
 
     from kvtrie.integrations.vllm._stats import Counts
@@ -64,7 +66,7 @@ class Retention:
         # Blocks that no step has looked at are left in a small pool too.
         self._per_step = min(per_step, pool.num_gpu_blocks // 8)
         # The blocks with passes of each conversation, the latest one last.
-        self._kept: OrderedDict[str, list[int]] = OrderedDict()
+        self._kept: OrderedDict[str, NDArray[np.int32]] = OrderedDict()
         # Blocks at the head of the queue that have no pass left, by the last look.
         self._num_clear = 0.0
 
@@ -84,10 +86,10 @@ class Retention:
             loops: Whether it is inside a tool loop.
             session: The id of its conversation.
         """
-        ids, passes = np.asarray(block_ids, np.int64), self._passes
-        before = self._kept.pop(session, []) if session is not None else []
+        ids, passes = np.array(block_ids, np.int32), self._passes
+        before = self._kept.pop(session, None) if session is not None else None
         # A helper with a prompt of its own may have the same id.
-        if before[num_shared : num_shared + 1] == list(block_ids[num_shared : num_shared + 1]):
+        if before is not None and np.array_equal(before[num_shared:][:1], ids[num_shared:][:1]):
             passes[before[num_shared:]] = 0
         passes[ids] = 0
         free = len(passes) * KEPT - np.count_nonzero(passes)
@@ -96,7 +98,7 @@ class Retention:
         kept = ids[: max(shared, room)]
         passes[kept] = PASSES
         if loops and session is not None:
-            self._kept[session] = kept.tolist()
+            self._kept[session] = kept
             if len(self._kept) > MAX_SESSIONS:
                 self._kept.popitem(last=False)
 
@@ -104,7 +106,7 @@ class Retention:
         self._passes[np.asarray(block_ids, np.int64)] = 0
 
     def took(self, num_blocks: float) -> None:
-        """vLLM has taken about so many blocks from the queue."""
+        """VLLM has taken about so many blocks from the queue."""
         self._num_clear -= num_blocks
 
     def look(self) -> None:

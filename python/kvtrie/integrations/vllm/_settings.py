@@ -186,10 +186,14 @@ def _check_mode(given: Mapping[str, Any]) -> None:
         return
     for name in ("gate", "policy", "events"):
         if given.get(name):
-            msg = f'{WHERE}: "mode": "exact" makes nothing approximate: remove "{name}", or the mode'
+            msg = (
+                f'{WHERE}: "mode": "exact" makes nothing approximate: remove "{name}", or the mode'
+            )
             raise SettingsError(msg)
     if given.get("default", "exact") != "exact":
-        msg = f'{WHERE}: "mode": "exact" serves every request exactly: remove "default", or the mode'
+        msg = (
+            f'{WHERE}: "mode": "exact" serves every request exactly: remove "default", or the mode'
+        )
         raise SettingsError(msg)
 
 
