@@ -128,7 +128,8 @@ class Retention:
             else:
                 num_clear += 1
             block = block.next_free_block
-        self._num_clear = num_clear
+        # Where few are left without a pass, looking at every step would use passes up for nothing.
+        self._num_clear = max(num_clear, 1.5 * self._per_step)
         for one in again:
             queue.remove(one)
         queue.append_n(again)
