@@ -118,9 +118,9 @@ class Writer:
     def reply(self, reasoning: float, answer: float, *, calls: bool) -> Message:
         text = self.words(answer)
         text = [CALL, *text, END_CALL] if calls else text
-        thought = [THINK, *self.words(reasoning), END_THINK]
+        reasoned = [THINK, *self.words(reasoning), END_THINK]
         return Message(
-            [ASSISTANT, *thought, *text, END], [ASSISTANT, *text, END], is_generated=True
+            [ASSISTANT, *reasoned, *text, END], [ASSISTANT, *text, END], is_generated=True
         )
 
 
@@ -220,7 +220,7 @@ class WorkingSet:
                 interval[1] = self._now
 
     def largest(self) -> int:
-        change = defaultdict(int)
+        change: dict[int, int] = defaultdict(int)
         for first, last in self._seen.values():
             if last > first:
                 change[first] += 1
@@ -280,7 +280,7 @@ def replay(talks: list[Conversation], core: Core, scale: float, watch: WorkingSe
 
 def measure(seed: int, options: argparse.Namespace) -> None:
     """All configurations on one workload; one line of JSON each."""
-    core_module.Worker = Worker
+    vars(core_module)["Worker"] = Worker
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "llama"
         transformers.LlamaConfig(
@@ -333,7 +333,7 @@ def report(seed: int, part: float | str, name: str, size: int, tally: Tally) -> 
 
 
 def rate(rows: list[dict[str, Any]], kinds: tuple[str, ...]) -> float:
-    prompt = sum(row[f"{kind}_prompt"] for row in rows for kind in kinds)
+    prompt: int = sum(row[f"{kind}_prompt"] for row in rows for kind in kinds)
     return 1 - sum(row[f"{kind}_computed"] for row in rows for kind in kinds) / prompt
 
 

@@ -38,11 +38,11 @@ def converse(engine: Engine, count: int) -> list[list[int]]:
             for at in (one for one in group if turn < turns[one]):
                 question = [USER, *rng.choices(range(16, 500), k=rng.randrange(10, 50)), ASSISTANT]
                 kept[at] += question
-                thought = [THINK, *rng.choices(range(16, 500), k=rng.randrange(20, 90)), STOP]
+                reasoned = [THINK, *rng.choices(range(16, 500), k=rng.randrange(20, 90)), STOP]
                 # Any token ends every other reply, so its turn is closed.
                 stops = {"stop_token_ids": list(range(512)), "ignore_eos": False}
                 more: dict[str, Any] = stops if rng.random() < 0.5 else {}
-                names[at] = engine.add([*kept[at], *thought], max_tokens=12, **more)
+                names[at] = engine.add([*kept[at], *reasoned], max_tokens=12, **more)
             engine.drain()
             for at, name in names.items():
                 said.append(engine.answers[name].tokens)

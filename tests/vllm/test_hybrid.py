@@ -44,10 +44,10 @@ def conversations(count: int) -> list[list[int]]:
         kept = list(head)
         for _ in range(3):
             asked = [USER, *rng.choices(range(16, 500), k=30), ASSISTANT]
-            thought = [THINK, *rng.choices(range(16, 500), k=90), STOP]
+            reasoned = [THINK, *rng.choices(range(16, 500), k=90), STOP]
             said = rng.choices(range(16, 500), k=40)
             prompts.append([*kept, *asked])
-            prompts.append([*kept, *asked, *thought, *said])
+            prompts.append([*kept, *asked, *reasoned, *said])
             kept += [*asked, *said]
     return prompts
 

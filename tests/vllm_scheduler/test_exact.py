@@ -51,11 +51,11 @@ def message(role: int, count: int, seed: int) -> list[int]:
 
 HEAD = message(SYSTEM, 62, 0)
 QUESTION = message(USER, 40, 1)
-THOUGHT = [THINK, *words(158, 2), STOP]
+REASONING = [THINK, *words(158, 2), STOP]
 ANSWER = [*words(94, 3), END]
 TOOL_CALL = [CALL, *words(10, 4), DONE, END]
-CLOSED = [*HEAD, *QUESTION, ASSISTANT, *THOUGHT, *ANSWER]
-LOOPING = [*HEAD, *QUESTION, ASSISTANT, *THOUGHT, *TOOL_CALL]
+CLOSED = [*HEAD, *QUESTION, ASSISTANT, *REASONING, *ANSWER]
+LOOPING = [*HEAD, *QUESTION, ASSISTANT, *REASONING, *TOOL_CALL]
 
 
 def end(
@@ -69,7 +69,8 @@ def end(
     hasher = core.core.request_block_hasher
     name = f"request-{core._number}"
     request = Request(name, prompt, sampling, None, block_hasher=hasher, **more)
-    say, core.worker._forward = core.worker._forward, None
+    worker: Any = core.worker
+    say = worker._forward
 
     def ends(row: Any, count: int, drafted: Any) -> list[int]:
         said = say(row, count, drafted)
@@ -78,7 +79,7 @@ def end(
             return [last]
         return said
 
-    core.worker._forward = ends
+    worker._forward = ends
     tables: list[int] = []
     finish = core.connector.planner.finish
 
@@ -91,7 +92,7 @@ def end(
     core.answers[name] = Answer()
     core.core.add_request(request)
     core.drain()
-    core.worker._forward = say
+    worker._forward = say
     core.connector.planner.finish = finish
     assert request.status == RequestStatus.FINISHED_STOPPED
     core.connector.planner._dead.settle()
@@ -184,7 +185,7 @@ def test_there_is_always_room_for_what_has_no_passes(core: Callable[..., Core]) 
     vllm = core(connector=EXACT, blocks=100, **SMALL | {"max_model_len": 1500})
     retention = vllm.connector.planner._retention
     for seed in range(12):
-        tokens = [*HEAD, *message(USER, 200, seed), ASSISTANT, *THOUGHT, *TOOL_CALL]
+        tokens = [*HEAD, *message(USER, 200, seed), ASSISTANT, *REASONING, *TOOL_CALL]
         end(vllm, tokens)
         assert (retention._passes > 0).sum() <= _retention.KEPT * 100
     # A request that needs nearly all of the pool is served.
@@ -198,7 +199,7 @@ def test_a_conversation_that_leaves_its_path_gives_its_room_back(core: Callable[
     passes = vllm.connector.planner._retention._passes
     old = end(vllm, LOOPING, session_id="one")
     assert passes[old[:-1]].all()
-    helper = [*message(SYSTEM, 62, 5), *QUESTION, ASSISTANT, *THOUGHT, *TOOL_CALL]
+    helper = [*message(SYSTEM, 62, 5), *QUESTION, ASSISTANT, *REASONING, *TOOL_CALL]
     end(vllm, helper, session_id="one")
     assert passes[old[:-1]].all(), "a helper with another prompt takes nothing"
     old = end(vllm, LOOPING, session_id="two")
@@ -242,7 +243,7 @@ def test_a_model_with_sliding_windows_too(
     assert len(planner._same) + planner._first >= 1
     assert not planner.copies
     end(vllm, CLOSED)
-    # The whole blocks of full attention behind the first dropped token.
+    # The whole blocks of full attention after the first dropped token.
     first = -(-(len(HEAD) + len(QUESTION) + 1) // BLOCK)
     assert vllm.counts["blocks_dead"] == (len(CLOSED) - 1) // BLOCK - first
     end(vllm, LOOPING)

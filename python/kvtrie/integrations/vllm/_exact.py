@@ -388,12 +388,13 @@ class ExactPlanner:
 
     def _num_shared(self, live: LiveRequest) -> int:
         """The whole blocks before the first user's message that were hit: others begin so too."""
-        end = 0
+        end: int = 0
         for section in () if live.reading is None else live.reading.stream.sections:
             if section.kind != "system":
                 break
             end = section.span.end
-        return min(end, live.num_local) // self._block_size
+        shared: int = min(end, live.num_local) // self._block_size
+        return shared
 
     def _calls(self, request: Request, live: LiveRequest) -> bool:
         """Whether the model has called a tool, so that its conversation goes on at once."""

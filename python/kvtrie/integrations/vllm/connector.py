@@ -84,7 +84,7 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
     # --- scheduler ---------------------------------------------------------------------------
 
     @property
-    def planner(self) -> Planner | ExactPlanner:
+    def planner(self) -> Any:  # noqa: ANN401 - `Planner`, or `ExactPlanner` in exact mode
         """The scheduler's half."""
         if self._planner is None:
             msg = "KvtrieConnector: no cache manager is bound; this is a worker's half"
