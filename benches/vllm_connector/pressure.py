@@ -334,7 +334,8 @@ def report(seed: int, part: float | str, name: str, size: int, tally: Tally) -> 
 
 def rate(rows: list[dict[str, Any]], kinds: tuple[str, ...]) -> float:
     prompt: int = sum(row[f"{kind}_prompt"] for row in rows for kind in kinds)
-    return 1 - sum(row[f"{kind}_computed"] for row in rows for kind in kinds) / prompt
+    computed: int = sum(row[f"{kind}_computed"] for row in rows for kind in kinds)
+    return 1 - computed / prompt
 
 
 def summary(rows: list[dict[str, Any]]) -> None:

@@ -73,7 +73,7 @@ def end(
     say = worker._forward
 
     def ends(row: Any, count: int, drafted: Any) -> list[int]:
-        said = say(row, count, drafted)
+        said: list[int] = say(row, count, drafted)
         if said and row.num_prompt == len(prompt):
             row.tokens[-1] = last
             return [last]
