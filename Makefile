@@ -248,6 +248,10 @@ soak-vllm: $(VLLM_ENV)/.kvtrie ## 2,000 mixed requests in a small pool of a real
 	KVTRIE_VLLM_SOAK=2000 $(VLLM_ENV)/bin/python -m pytest --config-file tests/vllm/pytest.toml tests/vllm/test_soak.py -s $(VLLM_FLAGS)
 	$(VLLM_ENV)/bin/python -m pytest --config-file tests/vllm/pytest.toml tests/vllm/test_modes.py -m minutes $(VLLM_FLAGS)
 
+.PHONY: bench-vllm-pressure
+bench-vllm-pressure: $(VLLM_ENV)/.kvtrie ## hit rates of agents and chats in a small pool: vLLM's scheduler alone and in exact mode; no model (ten minutes)
+	OMP_NUM_THREADS=1 $(VLLM_ENV)/bin/python benches/vllm_connector/pressure.py
+
 .PHONY: bench-vllm
 bench-vllm: $(VLLM_ENV)/.kvtrie ## what the vLLM connector saves on edited histories, and what it costs where nothing is reused
 	OMP_NUM_THREADS=1 $(VLLM_ENV)/bin/python benches/vllm_connector/edited_histories.py

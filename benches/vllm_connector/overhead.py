@@ -2,6 +2,8 @@
 
     make bench-vllm
 
+``--exact`` measures exact mode, ``--model`` the request of 2,000 tokens with a real model.
+
 In one engine in one process the connector is removed and put back, so that all else is the same;
 the pool is as if it had never been removed (`Bench.keep_up`). A round has four members in random
 order, each with a new prompt. *off* and *control* have no connector: their difference is the error
@@ -32,7 +34,6 @@ from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -136,10 +137,11 @@ STEPS = (
 class Bench:
     """The engine, and the member that is in place of its connector."""
 
-    def __init__(self, folder: str, num_blocks: int) -> None:
+    def __init__(self, model: Path, num_blocks: int, *, is_exact: bool = False) -> None:
+        how = {"mode": "exact"} if is_exact else {"gate": "unchecked"}
         self.engine = Engine(
-            models.llama(Path(folder) / "llama"),
-            connector={"gate": "unchecked", "chat_format": FORMAT},
+            model,
+            connector={**how, "chat_format": FORMAT},
             blocks=num_blocks,
             shadow=False,
             # A step then returns the tokens that it computes.
@@ -187,9 +189,7 @@ class Bench:
         pool._reuse_watchers, self._watchers = self._watchers, None
         gone = [number for number in pool._reuse_watchers if sources.is_stale(number)]
         pool._notify_reuse([pool.blocks[number] for number in gone])
-        space = self.kvtrie[0].planner._namespace(
-            SimpleNamespace(cache_salt=None, lora_request=None)
-        )
+        space = self.kvtrie[0].planner._space_of(None, None)
         for request in requests:
             found = [pool.get_cached_block(one, [0]) for one in request.block_hashes]
             ids = [blocks[0].block_id for blocks in found if blocks]
@@ -385,11 +385,14 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=2_048, help="of the pool")
     parser.add_argument("--calls", action="store_true", help="kvtrie's own calls, no pairs")
     parser.add_argument("--decode", action="store_true", help="decode steps alone")
+    parser.add_argument("--exact", action="store_true", help="exact mode")
+    parser.add_argument("--model", type=Path, help="a model, else a tiny one; its prompts alone")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     rng = random.Random(options.seed)
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(folder, options.blocks)
+        model = options.model or models.llama(Path(folder) / "llama")
+        bench = Bench(model, options.blocks, is_exact=options.exact)
         if options.calls:
             for work, _ in REQUESTS[1:]:
                 bench.fill(rng)
@@ -398,9 +401,10 @@ def main() -> None:
         print(f"A pool of {options.blocks:,} blocks of {BLOCK} tokens.\n")
         print("| processor time | pairs | off (ms) | control | plumbing | kvtrie |")
         print("| --- | --- | --- | --- | --- | --- |")
-        for work, is_full in () if options.decode else REQUESTS:
+        works = REQUESTS[:1] if options.model else REQUESTS
+        for work, is_full in () if options.decode else works:
             report_requests(bench, work, options.pairs, rng, is_full=is_full)
-        for work in STEPS:
+        for work in () if options.model else STEPS:
             report_steps(bench, work, options.pairs, rng)
         bench.switch("kvtrie")
 

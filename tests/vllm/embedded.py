@@ -159,7 +159,7 @@ class Watched:
         plan, finish = planner.sources.plan, planner.finish
 
         def planning(*given: Any) -> kvtrie.ReusePlan | None:
-            made = plan(*given)
+            made: kvtrie.ReusePlan | None = plan(*given)
             if made is not None:
                 self._planned = made.segments
             return made

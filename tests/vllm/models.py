@@ -57,6 +57,32 @@ def deepseek(folder: Path, seed: int = 0) -> Path:
     return _save(transformers.DeepseekV2ForCausalLM, config, folder, seed)
 
 
+def gemma(folder: Path, seed: int = 0) -> Path:
+    """Layers with a sliding window next to full attention."""
+    config = transformers.Gemma3TextConfig(
+        **_COMMON | {"num_hidden_layers": 4},
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        sliding_window=96,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    )
+    return _save(transformers.Gemma3ForCausalLM, config, folder, seed)
+
+
+def lfm(folder: Path, seed: int = 0) -> Path:
+    """Layers whose convolution has a state next to full attention."""
+    config = transformers.Lfm2Config(
+        **{name: one for name, one in _COMMON.items() if name != "rms_norm_eps"}
+        | {"num_hidden_layers": 4},
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        layer_types=["conv", "full_attention"] * 2,
+        block_auto_adjust_ff_dim=False,
+    )
+    return _save(transformers.Lfm2ForCausalLM, config, folder, seed)
+
+
 # Ways to scale the frequencies by which keys are rotated.
 SCALED: dict[str, dict[str, object]] = {
     "yarn": {"rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 8192},

@@ -96,8 +96,10 @@ class Shadow:
             assert output.has_sync_kv_loads, "copies come after the forward pass that reads them"
             if not self._fails:
                 self._copy(load)
+        for name in output.preempted_req_ids:
+            self._verified.pop(name, None)
         for name, start in starts.items():
-            if name in output.preempted_req_ids or start < self._verified.get(name, 0):
+            if start < self._verified.get(name, 0):
                 self._verified.pop(name, None)
         self._check_limits(output)
         rows = {name for name in output.num_scheduled_tokens if name not in requests}

@@ -64,7 +64,11 @@ def check(transfer: str, *, events: str | None = None, scheduler: str | None = N
     if template.text is not None:
         said.append(f"chat template: {template.source}")
     _check_events(settings, events)
-    if scheduler is None:
+    if settings.is_exact and scheduler is not None:
+        _refuse('"mode": "exact" has no gaps to continue after: omit --scheduler-cls')
+    if settings.is_exact:
+        pass
+    elif scheduler is None:
         said.append("reuse ends at the first gap: --scheduler-cls is not given")
     elif scheduler == SCHEDULER:
         said.append("reuse continues after gaps")
@@ -101,7 +105,8 @@ def _check_multi(found: Mapping[str, Any], events: str | None, scheduler: str | 
         children,
         scheduler=scheduler,
         publishes=bool(theirs.get("enable_kv_cache_events")),
-        moves=(_extra(children).get("gate") is not None),
+        moves=_extra(children).get("gate") is not None,
+        is_exact=_extra(children).get("mode") == "exact",
     )
 
 
@@ -113,6 +118,8 @@ def _extra(children: object) -> Mapping[str, Any]:
 
 
 def _reuse(settings: Settings) -> str:
+    if settings.is_exact:
+        return "exact mode: nothing is moved"
     if settings.gate is None:
         return "exact reuse only (no gate)"
     if settings.gate == "unchecked":

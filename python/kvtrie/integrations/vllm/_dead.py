@@ -1,6 +1,7 @@
 """Dead reasoning: vLLM evicts the blocks of finished turns' reasoning first.
 
-Without this it would evict older prompts and answers before them.
+Without this it would evict older prompts and answers before them. Where nothing moves, what follows
+the reasoning is dead with it (``and_after``): the next prompt has these tokens after others.
 """
 
 from __future__ import annotations
@@ -35,28 +36,62 @@ class DeadReasoning:
     other conversations continue from stay where they are.
     """
 
-    def __init__(self, pool: BlockPool, sources: Sources, block_size: int, counts: Counts) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        sources: Sources,
+        block_size: int,
+        counts: Counts,
+        *,
+        and_after: bool = False,
+    ) -> None:
         self._pool = pool
         self._sources = sources
         self._block_size = block_size
         self._counts = counts
+        self._and_after = and_after
         self._policy = TurnPolicy()
         # vLLM frees a request's blocks after it has reported its end: they wait here until then.
         self._waiting: dict[int, tuple[KVCacheBlock, bytes, int]] = {}
         self._recent: OrderedDict[bytes, None] = OrderedDict()
 
-    def close(self, seq: TokenSequence, reading: Reading, block_ids: Sequence[int]) -> None:
+    def close(
+        self,
+        seq: TokenSequence,
+        reading: Reading,
+        block_ids: Sequence[int],
+        others: Sequence[Sequence[int]] = (),
+    ) -> list[int]:
+        """Find what is dead; ``others`` are tables of blocks that hold the same tokens."""
         ranges = self._policy.decide(reading.stream).evict_first
+        if ranges and self._and_after:
+            ranges = ((ranges[0][0], len(seq)),)
+        return self.drop(seq, ranges, block_ids, others)
+
+    def drop(
+        self,
+        seq: TokenSequence,
+        ranges: Sequence[tuple[int, int]],
+        block_ids: Sequence[int],
+        others: Sequence[Sequence[int]] = (),
+    ) -> list[int]:
+        """Let the blocks wholly inside ranges of a sequence be evicted first; returns their ids."""
         if not ranges:
-            return
+            return []
         gone, kept = self._sources.remove(seq, ranges)
         numbers = set(gone)
         for start, end in ranges:
             first = -(-start // self._block_size)
-            numbers.update(block_ids[first : max(first, end // self._block_size)])
-        for block in self._sources.blocks(sorted(numbers.difference(kept))):
+            inside = slice(first, max(first, end // self._block_size))
+            numbers.update(block_ids[inside])
+            for table in others:
+                pairs = zip(block_ids[inside], table[inside], strict=False)
+                numbers.update(other for one, other in pairs if one not in kept)
+        dead = sorted(numbers.difference(kept))
+        for block in self._sources.blocks(dead):
             if block.block_hash is not None and not block.is_null:
                 self._waiting[block.block_id] = (block, block.block_hash, 0)
+        return dead
 
     def settle(self) -> None:
         """Move what vLLM has freed meanwhile."""

@@ -34,7 +34,9 @@ class Offers:
         block_size: int,
         counts: Counts,
         surprise: Callable[[str], None],
-        reasons: Reasons,
+        reasons: Reasons | None,
+        *,
+        group: int = 0,
     ) -> None:
         self._manager = manager
         self._sources = sources
@@ -42,6 +44,7 @@ class Offers:
         self._counts = counts
         self._surprise = surprise
         self._reasons = reasons
+        self._group = group
         self._prefilling: dict[str, Request] = {}
         self._has_warned = False
 
@@ -71,7 +74,8 @@ class Offers:
                 del self._prefilling[request_id]
                 live.is_offered = True
                 try:
-                    self.offer(request, live, self._manager.get_block_ids(request_id)[0])
+                    ids = self._manager.get_block_ids(request_id)[self._group]
+                    self.offer(request, live, ids)
                 except Exception:
                     self._surprise(request_id)
 
@@ -109,7 +113,8 @@ class Offers:
         counted = count_by_kind(request.num_prompt_tokens, live.account.reused, spans)
         for key, count in counted.items():
             self._counts.add_prompt(*key, count)
-        self._reasons.count(request, live, spans)
+        if self._reasons is not None:
+            self._reasons.count(request, live, spans)
 
     def _compare_template(self, request: Request, live: LiveRequest, reading: Reading) -> None:
         why = reading.disagreement(request.num_prompt_tokens)

@@ -42,7 +42,9 @@ _WHY: Final[Mapping[str, str]] = {
 }
 
 
-def check_names(given: object, *, scheduler: object, publishes: bool, moves: bool) -> None:
+def check_names(
+    given: object, *, scheduler: object, publishes: bool, moves: bool, is_exact: bool
+) -> None:
     """Check ``connectors`` of a `MultiConnector`.
 
     Args:
@@ -50,11 +52,14 @@ def check_names(given: object, *, scheduler: object, publishes: bool, moves: boo
         scheduler: ``--scheduler-cls``, a name or a class.
         publishes: Whether ``--kv-events-config`` switches events on.
         moves: Whether KV may be approximate.
+        is_exact: Whether the mode is exact.
 
     Raises:
         UnsupportedError: One of them may store or send approximate KV as exact, or write to a block
             that is still copied from; the message has its name and the reason.
     """
+    if is_exact:
+        refuse(f'"mode": "exact" was not run next to other connectors: omit it, or {MULTI}')
     children = given if isinstance(given, list) else []
     names = [one.get("kv_connector") if isinstance(one, dict) else None for one in children]
     _check_order(names)
@@ -83,7 +88,9 @@ def check_children(children: Sequence[object]) -> Any:  # noqa: ANN401 - KvtrieC
     return children[0]
 
 
-def check_around(current: VllmConfig | None, mine: VllmConfig, *, moves: bool) -> bool:
+def check_around(
+    current: VllmConfig | None, mine: VllmConfig, *, moves: bool, is_exact: bool
+) -> bool:
     """Whether a worker's half is among others; ``current`` is the configuration around it.
 
     Raises:
@@ -104,6 +111,7 @@ def check_around(current: VllmConfig | None, mine: VllmConfig, *, moves: bool) -
         scheduler=mine.scheduler_config.scheduler_cls,
         publishes=events is not None and events.enable_kv_cache_events,
         moves=moves,
+        is_exact=is_exact,
     )
     return True
 

@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import logging
-from functools import lru_cache
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING
 
-from kvtrie._core import EXACT_ONLY, SHARED, Namespace, TokenSequence
+from kvtrie._core import EXACT_ONLY, TokenSequence
 from kvtrie.integrations.vllm import _gate, _lineage, _ranges, _template
-from kvtrie.integrations.vllm._dead import DeadReasoning
 from kvtrie.integrations.vllm._events import MOVED, Events
-from kvtrie.integrations.vllm._failures import Failures, first_of
 from kvtrie.integrations.vllm._gaps import Gaps
-from kvtrie.integrations.vllm._held import Held
-from kvtrie.integrations.vllm._loads import Loads
+from kvtrie.integrations.vllm._half import Half
 from kvtrie.integrations.vllm._metadata import StepMetadata
-from kvtrie.integrations.vllm._offers import Offers
 from kvtrie.integrations.vllm._ranges import APPROXIMATE
-from kvtrie.integrations.vllm._reasons import Reasons
 from kvtrie.integrations.vllm._requests import LiveRequest, Pending, Range, adapter_of
-from kvtrie.integrations.vllm._runners import Moved
 from kvtrie.integrations.vllm._settings import request_policy, request_session
-from kvtrie.integrations.vllm._sources import Sources, used_by
-from kvtrie.integrations.vllm._tags import DROPPED_AT, Reading, tagger_of
+from kvtrie.integrations.vllm._sources import used_by
+from kvtrie.integrations.vllm._tags import Reading, form_of
 from kvtrie.integrations.vllm._vllm import RequestStatus, maybe_convert_block_hash
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Sequence
 
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import EventPublisher
@@ -42,12 +35,6 @@ if TYPE_CHECKING:
     from kvtrie.tags import Tagger
 
 _LOG = logging.getLogger("vllm.kvtrie")
-_Result = TypeVar("_Result")
-
-# Failed admissions with pinned sources, after which a request gets no reuse.
-_MAX_REFUSALS: Final = 2
-# A server may see any number of salts.
-_MAX_NAMESPACES: Final = 1024
 
 
 def summary(settings: Settings, cleared: ReusePolicy, tagger: Tagger | None) -> str:
@@ -58,13 +45,10 @@ def summary(settings: Settings, cleared: ReusePolicy, tagger: Tagger | None) -> 
     else:
         why = "no gate" if settings.gate is None else "the gate does not clear the policy"
         reuse = f"exact reuse only ({why})"
-    if tagger is None:
-        return f"{reuse}; chat format: unknown"
-    dropped = DROPPED_AT[tagger.format.boundary]
-    return f"{reuse}; chat format: {tagger.format.name}; reasoning dropped at: {dropped}"
+    return f"{reuse}; {form_of(tagger)}"
 
 
-class Planner:
+class Planner(Half):
     """Plans for requests, and carries the plans out."""
 
     def __init__(
@@ -77,35 +61,10 @@ class Planner:
         counts: Counts,
         publisher: EventPublisher | None = None,
     ) -> None:
-        self._vllm_config = vllm_config
-        self._manager = manager
-        self._pool = manager.block_pool
-        self._block_size = block_size
-        self._settings = settings
+        super().__init__(vllm_config, manager, block_size, settings, decision, counts)
         self._decision = decision
         cleared = decision.policy
         self._cleared = cleared
-        self._counts = counts
-        self._space_of = lru_cache(maxsize=_MAX_NAMESPACES)(self._new_namespace)
-        # Includes requests without kvtrie: they may read what it copied.
-        self._requests: dict[str, Request] = {}
-        self._live: dict[str, LiveRequest] = {}
-        # Requests with work in the current step, so that a decode step skips the others.
-        self._pending: dict[str, Request] = {}
-        self._tagger = tagger_of(settings, vllm_config)
-        self.sources = Sources(self._pool, block_size, cleared, seed=settings.seed)
-        self._held = Held(self._pool)
-        self._dead: DeadReasoning | None = None
-        if self._tagger is not None and settings.dead_thinking:
-            self._dead = DeadReasoning(self._pool, self.sources, block_size, counts)
-        was_dead = (lambda _: False) if self._dead is None else self._dead.was_dead
-        self._reasons = Reasons(self.sources, decision, block_size, counts, was_dead)
-        self._offers = Offers(
-            manager, self.sources, block_size, counts, self._continues_alone, self._reasons
-        )
-        self._failures = Failures(manager, block_size)
-        self._loads = Loads(manager, block_size, counts, self._failures, self._note_surprise)
-        self._moved = Moved(vllm_config, manager)
         self.gaps = Gaps(self._loads, self._moved, self._live, self._pending, self.guarded)
         self._events: Events | None = None
         if self._pool.enable_kv_cache_events and cleared.approximate:
@@ -117,17 +76,7 @@ class Planner:
 
     def arrive(self, request: Request) -> None:
         """Register a request before vLLM looks it up."""
-        self._settle()
-        self._requests[request.request_id] = request
-        # vLLM truncates and extends a resumable request's tokens without notice.
-        if (
-            request.mm_features
-            or request.prompt_token_ids is None
-            or request.prompt_is_token_ids
-            or request.resumable
-        ):
-            self._counts.add("requests_unsupported")
-            _LOG.debug("kvtrie: request %s: not only token ids", request.request_id)
+        if not self._take(request):
             return
         policy = request_policy(request.kv_transfer_params, self._cleared, self._settings.default)
         session = request_session(request.kv_transfer_params)
@@ -185,17 +134,6 @@ class Planner:
         live.granted, live.verdict = decision.policy, decision.reason
         return plan
 
-    def _namespace(self, request: Request) -> Namespace:
-        return self._space_of(request.cache_salt, adapter_of(request))
-
-    def _new_namespace(self, salt: str | None, adapter: str | None) -> Namespace:
-        return Namespace(
-            model=self._vllm_config.model_config.model,
-            kv_dtype=str(self._vllm_config.cache_config.cache_dtype),
-            adapter=adapter,
-            salt=salt or SHARED,
-        )
-
     # --- admission ---------------------------------------------------------------------------
 
     def match(self, request: Request, num_local: int) -> int:
@@ -203,16 +141,9 @@ class Planner:
 
         The sources are pinned. May be called again for the same request.
         """
-        live = self._live.get(request.request_id)
+        live = self._looked_up(request, num_local)
         if live is None:
             return 0
-        live.begins_with(num_local)
-        if request.skip_reading_prefix_cache:
-            return 0
-        self._drop_pending(request.request_id, live)
-        if live.num_refused >= _MAX_REFUSALS:
-            return 0
-        live.follow(request)
         plan = self._plan(live)
         if plan is None:
             self._counts.add("plans_stale")
@@ -229,7 +160,8 @@ class Planner:
         )
         ranges = [promised, *after_gaps]
         resumes = self.gaps.resumes
-        self.guarded(self._reasons.look, request, live, plan, num_local, ranges, resumes)
+        if self._reasons is not None:
+            self.guarded(self._reasons.look, request, live, plan, num_local, ranges, resumes)
         if promised[0] == promised[1] and not after_gaps:
             plan.release()
             return 0
@@ -264,15 +196,9 @@ class Planner:
 
     def allocated(self, request: Request, num_external: int) -> None:
         """Handle vLLM's allocation; ``num_external`` is what `match` promised, or 0 if unused."""
-        self._failures.admitted(request.request_id)
-        live = self._live.get(request.request_id)
+        live = self._admitted(request)
         if live is None:
             return
-        self._offers.admitted(request, live)
-        if live.num_refused >= _MAX_REFUSALS and not live.is_without_room:
-            # vLLM may ask any number of times before, and again after a preemption.
-            live.is_without_room = True
-            self._counts.add("requests_without_room")
         if self._held.on and not num_external and request.num_computed_tokens > live.num_local:
             live.loaded_by_others(request.num_computed_tokens)
         pending = live.pending
@@ -288,10 +214,7 @@ class Planner:
     def step(self, output: SchedulerOutput) -> StepMetadata:
         self._held.begin_step()
         # Copies that vLLM relies on must go out with this step, whatever else fails.
-        try:
-            self._settle()
-        except Exception:
-            self._note_surprise("blocks of dead reasoning stay where they are")
+        self.guarded(self._dead.settle)
         for request_id, request in list(self._pending.items()):
             live = self._live.get(request_id)
             if live is None or live.pending is None:
@@ -349,64 +272,6 @@ class Planner:
         ids = self._manager.get_block_ids(request.request_id)[0][written // self._block_size :]
         self._pool.evict_blocks({block.block_id for block in self.sources.blocks(ids)})
 
-    def failed(self, block_ids: Collection[int]) -> None:
-        """Compute everything that was to be copied into failed blocks, and all tokens after it.
-
-        vLLM has reset the requests that it knows to read these blocks, and dropped this step's
-        output for them. But it keeps the output of steps in flight, counts the tokens that these
-        were to sample, lets other requests hit the blocks, and does not notify model runner V2.
-        Only what these blocks have touched is forgotten.
-        """
-        tables = {
-            request_id: self._manager.get_block_ids(request_id)[0]
-            for request_id, request in self._requests.items()
-            if request.status == RequestStatus.RUNNING
-        }
-        touched = self._failures.touched(block_ids, tables.values())
-        for request_id, table in tables.items():
-            first = first_of(table, touched)
-            if first is not None:
-                self._set_back(self._requests[request_id], first * self._block_size)
-        for request_id in list(self._pending):
-            live = self._live.get(request_id)
-            if live is not None and live.pending is not None and live.pending.reads(touched):
-                self._drop_pending(request_id, live)
-        self.sources.forget(touched)
-        cached = {block.block_id for block in self.sources.blocks(touched) if block.block_hash}
-        self._manager.evict_blocks(cached)
-
-    def _set_back(self, request: Request, position: int) -> None:
-        """Compute a request again from a position on."""
-        request_id = request.request_id
-        position = min(request.num_computed_tokens, position)
-        request.num_computed_tokens = position
-        request.num_output_placeholders = 0
-        request.spec_token_ids = []
-        request.num_stale_output_tokens = request.num_in_flight_tokens
-        request.drop_stale_output = True
-        self._moved.back(request)
-        live = self._live.get(request_id)
-        if live is not None:
-            self._drop_pending(request_id, live)
-            live.account.fail(position)
-            self.guarded(live.account.tell, request)
-
-    def step_is_done(self) -> None:
-        """Take note that a step's output is handled, with its failures."""
-        self._held.end_step()
-        self._failures.done()
-
-    def preempted(self, request_id: str) -> None:
-        """Release the sources: vLLM may need these blocks."""
-        live = self._live.get(request_id)
-        if live is not None:
-            self._drop_pending(request_id, live)
-
-    def reset(self) -> None:
-        for request_id in list(self._pending):
-            self.preempted(request_id)
-        self.sources.reset()
-
     def _advance(
         self, request: Request, live: LiveRequest, pending: Pending, output: SchedulerOutput
     ) -> None:
@@ -418,59 +283,16 @@ class Planner:
             return
         self._drop_pending(request.request_id, live)
 
-    def _note_refusal(self, request: Request, live: LiveRequest) -> None:
-        before = self._pool.get_num_free_blocks()
-        self._drop_pending(request.request_id, live)
-        after = self._pool.get_num_free_blocks()
-        needed = -(-request.num_tokens // self._block_size)
-        if before < needed <= after or before == live.last_free:
-            live.num_refused += 1
-        live.last_free = before
-
-    def _drop_pending(self, request_id: str, live: LiveRequest) -> None:
-        pending, live.pending = live.pending, None
-        self._pending.pop(request_id, None)
-        if pending is not None:
-            pending.plan.release()
-            self._held.release(pending.pinned, are_read=pending.is_read)
-
-    def _settle(self) -> None:
-        if self._dead is not None:
-            self._dead.settle()
-
-    def guarded(self, call: Callable[..., _Result], *args: object) -> _Result | None:
-        """Call; count an error and return None if it raises."""
-        try:
-            return call(*args)
-        except Exception:
-            self._note_surprise("%s failed", getattr(call, "__name__", call))
-            return None
-
-    def _continues_alone(self, request_id: str) -> None:
-        self._note_surprise("request %s continues without kvtrie", request_id)
-        self.abandon(request_id)
-
-    def _note_surprise(self, what: str, *given: object) -> None:
-        _LOG.exception(f"kvtrie: {what}", *given)
-        self._counts.add("errors")
-
     # --- the end -------------------------------------------------------------------------------
 
     def finish(self, request: Request, block_ids: Sequence[int]) -> None:
-        self._requests.pop(request.request_id, None)
-        self._moved.forget(request.request_id)
-        live = self._live.pop(request.request_id, None)
-        self._offers.forget(request.request_id)
+        live = self._leave(request)
         if live is None:
             return
-        self._drop_pending(request.request_id, live)
         self._offers.offer(request, live, block_ids, has_ended=True)
-        if self._dead is not None and live.reading is not None and not live.has_other_template:
+        if (
+            self._settings.dead_thinking
+            and live.reading is not None
+            and not live.has_other_template
+        ):
             self._dead.close(live.seq, live.reading, block_ids)
-
-    def abandon(self, request_id: str) -> None:
-        """Forget the request; vLLM continues with it alone."""
-        live = self._live.pop(request_id, None)
-        self._offers.forget(request_id)
-        if live is not None:
-            self._drop_pending(request_id, live)

@@ -71,6 +71,7 @@ class LiveRequest:
         is_without_room: Whether it was admitted without reuse for that reason.
         is_offered: Whether the index knows the prompt's blocks.
         session: The id of its conversation.
+        first_hit: Tokens of vLLM's own hit when it began.
         moved_end: Where the prompt's last message of a user or a tool begins, if tags say so.
         num_local: vLLM's own hit at the last admission.
         has_other_template: Whether the served chat template cannot have rendered the prompt.
@@ -98,6 +99,7 @@ class LiveRequest:
     is_counted: bool = False
     session: str | None = None
     moved_end: int | None = None
+    first_hit: int = 0
     built_under: ReusePolicy | None = None
     has_other_template: bool = False
     num_local: int = 0
@@ -142,6 +144,8 @@ class LiveRequest:
     def begins_with(self, num_local: int) -> None:
         """Record vLLM's own hit, at every admission."""
         self.num_local = num_local
+        if not self.account.reached:
+            self.first_hit = num_local
         exact = num_local if self.exact_until is None else min(num_local, self.exact_until)
         self.account.admit(num_local, exact)
         # Blocks that vLLM found may have left the index since, with their hops: assume the most.

@@ -5,15 +5,20 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Final, NoReturn, cast
+from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
 
 from kvtrie._core import EXACT_ONLY, ReusePolicy
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
 
 WHERE: Final = "kv_connector_extra_config"
 LEAST_RUN: Final = 16
 """The shortest moved run in tokens, unless the policy sets it."""
 MAX_SESSION: Final = 256
 """Bytes of the longest id of a conversation."""
+LAST_HINT: Final = "kvtrie.last"
+"""The action of vLLM's ``kv_hints`` that says that a conversation ends."""
 _POLICY_FIELDS: Final = (
     "min_run",
     "max_hops",
@@ -50,6 +55,7 @@ class SettingsError(ValueError):
 class Settings:
     """The connector's configuration; ``docs/vllm.md`` describes the keys."""
 
+    mode: str | None = None
     gate: str | None = None
     default: str = "approximate"
     policy: Mapping[str, Any] | None = None
@@ -70,9 +76,17 @@ class Settings:
         """
         known = [one.name for one in fields(cls)]
         _check_keys(given, known, WHERE)
+        _check_mode(given)
+        if given.get("mode") == "exact":
+            given = {**given, "default": "exact"}
         settings = cls(**given)
         settings._check()
         return settings
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether nothing that could be approximate is made at all."""
+        return self.mode == "exact"
 
     def wanted(self) -> ReusePolicy:
         return _policy(self.policy or {})
@@ -139,6 +153,52 @@ def request_session(params: Mapping[str, Any] | None) -> str | None:
         msg = f"kv_transfer_params: session must be a text of 1 to {MAX_SESSION} bytes of UTF-8"
         raise SettingsError(msg)
     return cast("str", session)
+
+
+def is_last(request: Request) -> bool:
+    """Whether no request will continue this one, by its parameters or by vLLM's ``kv_hints``.
+
+    Raises:
+        SettingsError: ``last`` is not true or false, or a hint for kvtrie is unknown.
+    """
+    said: object = (request.kv_transfer_params or {}).get("last", False)
+    if not isinstance(said, bool):
+        msg = f"kv_transfer_params: last must be true or false, not {said!r}"
+        raise SettingsError(msg)
+    hints = request.kv_hints
+    for action in () if hints is None else hints.actions:
+        if action.action_type == LAST_HINT:
+            said = True
+        elif action.action_type.startswith("kvtrie."):
+            msg = f"kv_hints: unknown action {action.action_type!r} (known: {LAST_HINT})"
+            raise SettingsError(msg)
+    return said
+
+
+def _check_mode(given: Mapping[str, Any]) -> None:
+    """Refuse a mode that other settings contradict."""
+    mode = given.get("mode")
+    if mode not in (None, "exact", "approximate"):
+        close = difflib.get_close_matches(str(mode), ("exact", "approximate"), n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        msg = f'{WHERE}: mode must be "exact" or "approximate", not {mode!r}{hint}'
+        raise SettingsError(msg)
+    if mode == "approximate" and given.get("gate") is None:
+        msg = f'{WHERE}: "mode": "approximate" needs "gate", the model\'s gate file'
+        raise SettingsError(msg)
+    if mode != "exact":
+        return
+    for name in ("gate", "policy", "events"):
+        if given.get(name):
+            msg = (
+                f'{WHERE}: "mode": "exact" makes nothing approximate: remove "{name}", or the mode'
+            )
+            raise SettingsError(msg)
+    if given.get("default", "exact") != "exact":
+        msg = (
+            f'{WHERE}: "mode": "exact" serves every request exactly: remove "default", or the mode'
+        )
+        raise SettingsError(msg)
 
 
 def _policy(given: Mapping[str, Any]) -> ReusePolicy:

@@ -26,6 +26,7 @@ NAMES: Final = {
     "plans_not_cleared": "Plans after a kind of edit that the gate does not clear, made exact.",
     "plans_stale": "Plans given up because vLLM kept reusing their sources.",
     "blocks_dead": "Blocks of reasoning of finished turns that vLLM reuses first.",
+    "blocks_kept": "Blocks that exact mode kept in the cache for another pass of vLLM's queue.",
     "copies_failed": "Blocks whose copy failed and that vLLM computed.",
     "requests_other_template": "Requests whose prompt the served chat template did not render.",
     "errors": "Errors after which a request continued without kvtrie.",

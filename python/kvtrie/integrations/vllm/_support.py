@@ -23,21 +23,36 @@ __all__ = ["UnsupportedError", "check", "check_others", "check_pool", "check_ver
 _DTYPES: Final = ("auto", "float16", "bfloat16", "float32")
 
 
-def check(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, moves: bool = True) -> None:
-    """Check everything that is known at start-up; ``moves``: whether KV may be approximate."""
+def check(
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    *,
+    moves: bool = True,
+    is_exact: bool = False,
+) -> None:
+    """Check everything that is known at start-up.
+
+    ``moves``: whether KV may be approximate. ``is_exact``: whether the mode is exact.
+    """
     check_version(moves=moves)
     probe()
-    _check_groups(kv_cache_config)
+    _check_groups(kv_cache_config, is_exact=is_exact)
     _check_settings(vllm_config)
 
 
-def _check_groups(kv_cache_config: KVCacheConfig) -> None:
+def _check_groups(kv_cache_config: KVCacheConfig, *, is_exact: bool) -> None:
     """Refuse KV that does not depend on exactly all tokens before it, or is not per token."""
     groups = kv_cache_config.kv_cache_groups
+    if is_exact and len(groups) > 1:
+        if not any(is_whole(one.kv_cache_spec) for one in groups):
+            kinds = ", ".join(sorted({type(one.kv_cache_spec).__name__ for one in groups}))
+            refuse(f"the model has no group of full attention ({kinds}), and exact mode orders one")
+        return
     if len(groups) != 1:
         refuse(
             f"the model keeps {len(groups)} groups of KV blocks (sliding windows, state spaces, "
-            "or draft layers next to full attention), and one group of full attention is supported"
+            "or draft layers next to full attention), and one group of full attention is "
+            'supported: set "mode": "exact", which works with these models'
         )
     spec = groups[0].kv_cache_spec
     if not isinstance(spec, FullAttentionSpec):
@@ -53,6 +68,17 @@ def _check_groups(kv_cache_config: KVCacheConfig) -> None:
         refuse("the model's KV cache compresses several tokens into one state")
     if groups[0].is_eagle_group:
         refuse("draft layers (EAGLE, MTP) share its KV blocks: turn speculative decoding off")
+
+
+def is_whole(spec: object) -> bool:
+    """Whether a group's KV is that of all tokens, each in its slot, by full attention."""
+    return (
+        isinstance(spec, FullAttentionSpec)
+        and spec.sliding_window is None
+        and spec.attention_chunk_size is None
+        and not spec.non_causal
+        and spec.tokens_per_state == 1
+    )
 
 
 def _check_settings(vllm_config: VllmConfig) -> None:
@@ -90,9 +116,11 @@ def _check_settings(vllm_config: VllmConfig) -> None:
         refuse(f"speculative decoding by {method!r} has its own KV: use ngram, or none")
 
 
-def check_others(vllm_config: VllmConfig, *, moves: bool) -> bool:
+def check_others(vllm_config: VllmConfig, *, moves: bool, is_exact: bool) -> bool:
     """Whether other connectors run next to this one, which only a worker's configuration shows."""
-    return check_around(get_current_vllm_config_or_none(), vllm_config, moves=moves)
+    return check_around(
+        get_current_vllm_config_or_none(), vllm_config, moves=moves, is_exact=is_exact
+    )
 
 
 def check_pool(pool: BlockPool, block_size: int) -> None:

@@ -118,6 +118,14 @@ def _from_parser(vllm_config: VllmConfig, tokenizer: Any) -> Tagger | None:  # n
     return found
 
 
+def form_of(tagger: Tagger | None) -> str:
+    """The chat format, and when it drops reasoning, in the words of the log."""
+    if tagger is None:
+        return "chat format: unknown"
+    dropped = DROPPED_AT[tagger.format.boundary]
+    return f"chat format: {tagger.format.name}; reasoning dropped at: {dropped}"
+
+
 class Reading:
     """The spans of one request's final tokens."""
 

@@ -116,6 +116,7 @@ FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
         *("num_in_flight_tokens", "num_output_placeholders", "num_preemptions"),
         *("num_stale_output_tokens", "drop_stale_output", "prefill_stats", "sampling_params"),
         *("block_hashes", "skip_reading_prefix_cache", "kv_transfer_params"),
+        *("session_id", "kv_hints"),
     ),
     "RequestStatus": ("RUNNING", "FINISHED_STOPPED"),
     "SchedulerOutput": (
@@ -136,7 +137,8 @@ FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
         *("blocks", "num_gpu_blocks", "hash_block_size", "free_block_queue"),
         *("enable_kv_cache_events", "kv_event_queue"),
     ),
-    "KVCacheBlock": ("block_id", "block_hash", "ref_cnt", "is_null"),
+    "FreeKVCacheBlockQueue": ("fake_free_list_head", "num_free_blocks"),
+    "KVCacheBlock": ("block_id", "block_hash", "ref_cnt", "is_null", "next_free_block"),
     "PrefillStats": (),
     "PrefixCacheStats": ("hits", "preempted_hits", "hits_by_source"),
     "CacheHitSource": ("EXTERNAL_UNSPECIFIED",),
@@ -190,7 +192,11 @@ CALLS: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         "evict_blocks": ("block_ids",),
         "get_num_free_blocks": (),
     },
-    "FreeKVCacheBlockQueue": {"remove": ("block",), "prepend_n": ("blocks",)},
+    "FreeKVCacheBlockQueue": {
+        "remove": ("block",),
+        "prepend_n": ("blocks",),
+        "append_n": ("blocks",),
+    },
     "PrefillStats": {
         "set": ("num_prompt_tokens", "num_local_cached_tokens", "num_external_cached_tokens"),
     },

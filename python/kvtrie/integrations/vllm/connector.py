@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtrie.integrations.vllm import _events, _gate, _support, _template, _version
 from kvtrie.integrations.vllm._copies import Copies, rope_of
+from kvtrie.integrations.vllm._exact import ExactPlanner
 from kvtrie.integrations.vllm._metadata import StepMetadata
 from kvtrie.integrations.vllm._planner import Planner
 from kvtrie.integrations.vllm._settings import Settings, SettingsError
@@ -80,7 +81,8 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
         probe_connector(self)
         self._settings = Settings.read(self._kv_transfer_config.kv_connector_extra_config)
         moves = self._settings.gate is not None
-        _support.check(vllm_config, kv_cache_config, moves=moves)
+        is_exact = self._settings.is_exact
+        _support.check(vllm_config, kv_cache_config, moves=moves, is_exact=is_exact)
         if not _version.is_tested():
             _LOG.warning("kvtrie: vLLM %s is untested; it looks the same", _version.running())
         self._decision = _gate.decision_of(self._settings, vllm_config)
@@ -88,9 +90,9 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
         if self._cleared.approximate:
             rope_of(vllm_config)
         self._block_size: int = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-        self._is_among_others = _support.check_others(vllm_config, moves=moves)
+        self._is_among_others = _support.check_others(vllm_config, moves=moves, is_exact=is_exact)
         self._counts = Counts()
-        self._planner: Planner | None = None
+        self._planner: Planner | ExactPlanner | None = None
         self._kv_caches: dict[str, torch.Tensor] = {}
         self._copies: Copies | None = None
         self._not_copied: set[int] = set()
@@ -103,7 +105,7 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
     # --- scheduler ---------------------------------------------------------------------------
 
     @property
-    def planner(self) -> Planner:
+    def planner(self) -> Any:  # noqa: ANN401 - `Planner`, or `ExactPlanner` in exact mode
         """The scheduler's half."""
         if self._planner is None:
             msg = "KvtrieConnector: no cache manager is bound; this is a worker's half"
@@ -113,6 +115,9 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         """Take vLLM's cache manager."""
         super().bind_kv_cache_manager(kv_cache_manager)
+        if self._settings.is_exact:
+            self._bind_exact(kv_cache_manager)
+            return
         _support.check_pool(kv_cache_manager.block_pool, self._block_size)
         publisher = _events.publisher(self._settings.events, self._vllm_config)
         self._planner = Planner(
@@ -124,6 +129,19 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
             self._counts,
             publisher,
         )
+
+    def _bind_exact(self, manager: KVCacheManager) -> None:
+        made = ExactPlanner(
+            self._vllm_config,
+            self._kv_cache_config,
+            manager,
+            self._settings,
+            self._decision,
+            self._counts,
+        )
+        if made.copies:
+            _support.check_pool(manager.block_pool, self._block_size)
+        self._planner = made
 
     def on_new_request(self, request: Request) -> None:
         """Register a request."""
@@ -181,7 +199,11 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         """Index what a request leaves in the cache; vLLM frees its blocks as usual."""
         try:
-            self.planner.finish(request, block_ids[0])
+            planner = self.planner
+            if isinstance(planner, ExactPlanner):
+                planner.finish(request, block_ids)
+            else:
+                planner.finish(request, block_ids[0])
         except Exception:
             self._surprise(request)
         return False, None
@@ -210,6 +232,9 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take the worker's tensors."""
+        if len(self._kv_cache_config.kv_cache_groups) > 1:
+            # Exact mode copies nothing there.
+            return
         self._kv_caches = kv_caches
         self._copies = None
         self.restore_kv_caches()

@@ -6,6 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from kvtrie.integrations.vllm import _others
+from kvtrie.integrations.vllm._planner import Planner
 from kvtrie.integrations.vllm._rows import Rows, why_not
 from kvtrie.integrations.vllm._version import UnsupportedError
 from kvtrie.integrations.vllm._vllm import AsyncScheduler, MultiConnector, probe_scheduler
@@ -14,8 +15,6 @@ from kvtrie.integrations.vllm.connector import KvtrieConnector
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
-
-    from kvtrie.integrations.vllm._planner import Planner
 
 _LOG = logging.getLogger("vllm.kvtrie")
 
@@ -49,8 +48,13 @@ class KvtrieScheduler(AsyncScheduler):
             msg += "omit --scheduler-cls"
             raise UnsupportedError(msg)
         probe_scheduler(self)
-        self._planner: Planner = connector.planner
-        self._gaps = self._planner.gaps
+        planner: object = connector.planner
+        if not isinstance(planner, Planner):
+            msg = 'KvtrieScheduler: "mode": "exact" has no gaps to continue after: omit '
+            msg += "MultiConnector" if is_among_others else "--scheduler-cls"
+            raise UnsupportedError(msg)
+        self._planner = planner
+        self._gaps = planner.gaps
         self._gaps.resumes = True
         # vLLM replaces the record with every report.
         self._gaps.hit_stats = lambda: self.connector_prefix_cache_stats

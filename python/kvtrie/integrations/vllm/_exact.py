@@ -1,0 +1,226 @@
+"""The scheduler's half in exact mode: nothing is moved, so nothing needs a gate or a scheduler.
+
+Three things differ from vLLM alone. What a prompt shares with cached KV beyond vLLM's last whole
+block is copied. Reasoning that the chat template drops, and what follows it in its turn, is evicted
+first. And blocks that are needed again are evicted later (`_retention`). Every request computes
+what it would have computed, or copies KV of the same tokens at the same positions.
+
+Models with sliding windows, state spaces or linear attention next to full attention get the last
+two, on their groups of full attention: a copy would leave the other groups without KV.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from kvtrie._core import EXACT_ONLY, TokenSequence
+from kvtrie.integrations.vllm import _ranges, _template
+from kvtrie.integrations.vllm._half import Half
+from kvtrie.integrations.vllm._metadata import StepMetadata
+from kvtrie.integrations.vllm._requests import LiveRequest, Pending
+from kvtrie.integrations.vllm._retention import Retention
+from kvtrie.integrations.vllm._settings import is_last, request_policy, request_session
+from kvtrie.integrations.vllm._sources import used_by
+from kvtrie.integrations.vllm._support import is_whole
+from kvtrie.integrations.vllm._tags import Reading, form_of
+from kvtrie.integrations.vllm._vllm import RequestStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+    from kvtrie.gates import Decision
+    from kvtrie.integrations.vllm._settings import Settings
+    from kvtrie.integrations.vllm._stats import Counts
+
+_LOG = logging.getLogger("vllm.kvtrie")
+
+
+class ExactPlanner(Half):
+    """Plans copies of exact KV, and orders vLLM's free queue."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        manager: KVCacheManager,
+        settings: Settings,
+        decision: Decision,
+        counts: Counts,
+    ) -> None:
+        groups = kv_cache_config.kv_cache_groups
+        whole = [at for at, one in enumerate(groups) if is_whole(one.kv_cache_spec)]
+        self._first = whole[0]
+        block_size = groups[self._first].kv_cache_spec.block_size
+        # Groups whose blocks hold the same tokens as those of the first.
+        self._same = [at for at in whole[1:] if groups[at].kv_cache_spec.block_size == block_size]
+        self.copies = len(groups) == 1
+        super().__init__(
+            vllm_config,
+            manager,
+            block_size,
+            settings,
+            decision,
+            counts,
+            group=self._first,
+            is_only_group=self.copies,
+            and_after=True,
+        )
+        scheduler = vllm_config.scheduler_config
+        per_step = scheduler.max_num_batched_tokens // block_size + scheduler.max_num_seqs
+        self._retention = Retention(self._pool, per_step * len(groups), counts)
+        self._per_token = len(groups) / block_size
+        parts = "" if self.copies else f"; no copies: {len(groups)} groups of KV blocks"
+        _LOG.info("kvtrie: exact mode; %s%s", form_of(self._tagger), parts)
+        _LOG.info("kvtrie: chat template: %s", _template.served(settings).source)
+
+    # --- arrival -----------------------------------------------------------------------------
+
+    def arrive(self, request: Request) -> None:
+        """Register a request before vLLM looks it up."""
+        if not self._take(request):
+            return
+        request_policy(request.kv_transfer_params, EXACT_ONLY, "exact")
+        session = request_session(request.kv_transfer_params) or request.session_id
+        is_last(request)
+        seq = TokenSequence(request.prompt_token_ids, self._namespace(request))
+        reading = None if self._tagger is None else Reading(self._tagger)
+        self._live[request.request_id] = LiveRequest(
+            seq, EXACT_ONLY, reading=reading, session=session
+        )
+
+    # --- admission ---------------------------------------------------------------------------
+
+    def match(self, request: Request, num_local: int) -> int:
+        """The number of tokens after vLLM's own hit (whole blocks) that are copied.
+
+        The sources are pinned. May be called again for the same request.
+        """
+        if not self.copies:
+            live = self._live.get(request.request_id)
+            if live is not None:
+                live.begins_with(num_local)
+            return 0
+        live = self._looked_up(request, num_local)
+        if live is None:
+            return 0
+        plan = self.sources.plan(live.seq, EXACT_ONLY)
+        if plan is None:
+            self._counts.add("plans_stale")
+            live.why = None
+            return 0
+        promised, _ = _ranges.usable(plan, num_local, resumes=False, may_begin=None)
+        if self._reasons is not None:
+            self.guarded(self._reasons.look, request, live, plan, num_local, [promised], False)
+        if promised[0] == promised[1]:
+            plan.release()
+            return 0
+        pinned = self.sources.blocks(used_by(plan))
+        self._pool.touch(pinned)
+        live.pending = Pending(plan, pinned, promised, [])
+        self._pending[request.request_id] = request
+        return promised[1] - promised[0]
+
+    def allocated(self, request: Request, num_external: int) -> None:
+        """Handle vLLM's allocation; ``num_external`` is what `match` promised, or 0 if unused."""
+        live = self._admitted(request)
+        if live is None:
+            return
+        pending = live.pending
+        if pending is not None:
+            pending.allocated = True
+            if num_external:
+                start, end = pending.promised
+                self._loads.add(request, live, pending.plan, start, start + num_external, most=end)
+        if request.num_preemptions and self.copies:
+            self.guarded(live.account.tell, request)
+
+    # --- the step ------------------------------------------------------------------------------
+
+    def step(self, output: SchedulerOutput) -> StepMetadata:
+        # Copies that vLLM relies on must go out with this step, whatever else fails.
+        self.guarded(self._dead.settle)
+        for request_id, request in list(self._pending.items()):
+            live = self._live.get(request_id)
+            if live is not None and live.pending is not None and not live.pending.allocated:
+                self._note_refusal(request, live)
+            elif live is not None:
+                self._drop_pending(request_id, live)
+            self._pending.pop(request_id, None)
+        self._moved.tell(output)
+        if not self.copies:
+            self._follow_hits(output)
+        self._offers.step(output, self._live)
+        loads = self._loads.take()
+        if self.copies:
+            self._failures.scheduled(output, loads)
+        self.guarded(self._order, output)
+        return StepMetadata(loads)
+
+    def _order(self, output: SchedulerOutput) -> None:
+        hits = sum(new.num_computed_tokens for new in output.scheduled_new_reqs)
+        tokens = output.total_num_scheduled_tokens + hits
+        self._retention.took(tokens * self._per_token + len(output.scheduled_new_reqs))
+        self._retention.look()
+
+    def _follow_hits(self, output: SchedulerOutput) -> None:
+        """Count hits that end inside a block, which vLLM tells no connector of."""
+        for new in output.scheduled_new_reqs:
+            live = self._live.get(new.req_id)
+            if live is not None:
+                live.begins_with(new.num_computed_tokens)
+
+    def sort_events(self) -> None:
+        """Do nothing: vLLM's events are all of exact blocks."""
+
+    # --- the end -------------------------------------------------------------------------------
+
+    def finish(self, request: Request, tables: Sequence[Sequence[int]]) -> None:
+        """Index a request's blocks and say how long to keep them, before vLLM frees them."""
+        live = self._leave(request)
+        if live is None:
+            return
+        block_ids = tables[self._first]
+        self._offers.offer(request, live, block_ids, has_ended=True)
+        same = [tables[at] for at in self._same]
+        num_shared = self._num_shared(live)
+        loops = self._calls(request, live)
+        # vLLM keeps no partial block.
+        whole = len(live.seq) // self._block_size
+        self._retention.keep(block_ids[:whole], num_shared, loops=loops, session=live.session)
+        for table in same:
+            self._retention.keep(table[:whole], num_shared, loops=loops)
+        dead: list[int] = []
+        if is_last(request):
+            ranges = ((num_shared * self._block_size, len(live.seq)),)
+            dead = self._dead.drop(live.seq, ranges, block_ids, same)
+        elif (
+            live.reading is not None
+            and self._settings.dead_thinking
+            and not live.has_other_template
+        ):
+            dead = self._dead.close(live.seq, live.reading, block_ids, same)
+        self._retention.forget(dead)
+
+    def _num_shared(self, live: LiveRequest) -> int:
+        """The whole blocks before the first user's message that were hit: others begin so too."""
+        end: int = 0
+        for section in () if live.reading is None else live.reading.stream.sections:
+            if section.kind != "system":
+                break
+            end = section.span.end
+        shared: int = min(end, live.first_hit) // self._block_size
+        return shared
+
+    def _calls(self, request: Request, live: LiveRequest) -> bool:
+        """Whether the model has called a tool, so that its conversation goes on at once."""
+        if live.reading is None or request.status != RequestStatus.FINISHED_STOPPED:
+            return False
+        turns = live.reading.stream.turns
+        return bool(turns) and not turns[-1].is_finished

@@ -1,0 +1,81 @@
+"""Models with other layers next to full attention: exact mode orders blocks and copies nothing."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.vllm import models
+from tests.vllm.test_startup import refused
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tests.vllm.engine import Engine
+    from tests.vllm.kept import Kept
+
+USER, ASSISTANT, SYSTEM, THINK, STOP = range(3, 8)
+EXACT: dict[str, Any] = {
+    "mode": "exact",
+    "chat_format": {
+        "system": SYSTEM,
+        "user": USER,
+        "assistant": ASSISTANT,
+        "reasoning": [THINK, STOP],
+    },
+}
+OPTIONS: dict[str, Any] = {"shadow": False, "blocks": 160, "max_model_len": 1024}
+
+
+@pytest.fixture(scope="module", params=["sliding-window", "state"])
+def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / request.param
+    return models.gemma(folder) if request.param == "sliding-window" else models.lfm(folder)
+
+
+def conversations(count: int) -> list[list[int]]:
+    """Prompts of several turns; the template drops the reasoning of all but the last turn."""
+    rng = random.Random(7)
+    head = [SYSTEM, *rng.choices(range(16, 500), k=120)]
+    prompts = []
+    for _ in range(count):
+        kept = list(head)
+        for _ in range(3):
+            asked = [USER, *rng.choices(range(16, 500), k=30), ASSISTANT]
+            reasoned = [THINK, *rng.choices(range(16, 500), k=90), STOP]
+            said = rng.choices(range(16, 500), k=40)
+            prompts.append([*kept, *asked])
+            prompts.append([*kept, *asked, *reasoned, *said])
+            kept += [*asked, *said]
+    return prompts
+
+
+def serve(engine: Engine) -> list[list[int]]:
+    said = []
+    for at, prompt in enumerate(conversations(4)):
+        # The model stops by itself after any token: the turn is closed.
+        stops = {"stop_token_ids": list(range(512)), "ignore_eos": False} if at % 2 else {}
+        said.append(engine.ask(prompt, max_tokens=6, **stops).tokens)
+    return said
+
+
+def test_outputs_are_vllms_and_dead_reasoning_leaves_first(
+    engine: Callable[..., Engine], hybrid: Path
+) -> None:
+    alone = serve(engine(hybrid, **OPTIONS))
+    mine = engine(hybrid, connector=EXACT, **OPTIONS)
+    assert serve(mine) == alone
+    counts = mine.counts
+    assert counts["blocks_dead"] > 10
+    assert counts["tokens_exact"] == counts["tokens_moved"] == counts["errors"] == 0
+    planner = mine.connector.planner
+    assert not planner.copies
+    assert not planner._live
+    assert mine.pool.get_num_free_blocks() == mine.pool.num_gpu_blocks - 1
+
+
+def test_moving_is_refused_by_name(engines: Kept, hybrid: Path) -> None:
+    said = refused(engines, hybrid, connector={"gate": "unchecked"}, **OPTIONS)
+    assert 'set "mode": "exact", which works with these models' in said

@@ -1,0 +1,280 @@
+"""Exact mode: nothing approximate is made or run; what is needed again stays longer."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from tests.vllm_scheduler.core import Answer
+from tests.vllm_scheduler.worker import BLOCK, VOCAB, Worker, continuation
+from vllm import SamplingParams
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
+from vllm.v1.request import Request, RequestStatus
+
+from kvtrie.integrations.vllm import _gate, _lineage, _retention, _settings
+from kvtrie.integrations.vllm._version import UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.vllm_scheduler.core import Core
+
+USER, ASSISTANT, SYSTEM, TOOL, THINK, STOP, CALL, DONE, END = range(3, 12)
+FORMAT = {
+    "system": SYSTEM,
+    "user": USER,
+    "assistant": ASSISTANT,
+    "tool": TOOL,
+    "reasoning": [THINK, STOP],
+    "tool_call": [CALL, DONE],
+    "end": END,
+}
+EXACT: dict[str, Any] = {"mode": "exact", "chat_format": FORMAT}
+
+SMALL: dict[str, Any] = {
+    "max_num_batched_tokens": 128,
+    "max_num_seqs": 2,
+    "max_model_len": 800,
+}
+
+
+def words(count: int, seed: int) -> list[int]:
+    return random.Random(seed).choices(range(16, VOCAB), k=count)
+
+
+def message(role: int, count: int, seed: int) -> list[int]:
+    return [role, *words(count, seed), END]
+
+
+HEAD = message(SYSTEM, 62, 0)
+QUESTION = message(USER, 40, 1)
+REASONING = [THINK, *words(158, 2), STOP]
+ANSWER = [*words(94, 3), END]
+TOOL_CALL = [CALL, *words(10, 4), DONE, END]
+CLOSED = [*HEAD, *QUESTION, ASSISTANT, *REASONING, *ANSWER]
+LOOPING = [*HEAD, *QUESTION, ASSISTANT, *REASONING, *TOOL_CALL]
+
+
+def end(
+    core: Core, tokens: list[int], params: dict[str, Any] | None = None, **more: Any
+) -> list[int]:
+    """Serve a request whose last token is generated; returns its blocks."""
+    *prompt, last = tokens
+    core._number += 1
+    extra = {"kv_transfer_params": params or {}}
+    sampling = SamplingParams(max_tokens=4, stop_token_ids=[last], extra_args=extra)
+    hasher = core.core.request_block_hasher
+    name = f"request-{core._number}"
+    request = Request(name, prompt, sampling, None, block_hasher=hasher, **more)
+    worker: Any = core.worker
+    say = worker._forward
+
+    def ends(row: Any, count: int, drafted: Any) -> list[int]:
+        said: list[int] = say(row, count, drafted)
+        if said and row.num_prompt == len(prompt):
+            row.tokens[-1] = last
+            return [last]
+        return said
+
+    worker._forward = ends
+    tables: list[int] = []
+    finish = core.connector.planner.finish
+
+    def watching(one: Any, given: Any) -> None:
+        if one is request:
+            tables.extend(given[0])
+        finish(one, given)
+
+    core.connector.planner.finish = watching
+    core.answers[name] = Answer()
+    core.core.add_request(request)
+    core.drain()
+    worker._forward = say
+    core.connector.planner.finish = finish
+    assert request.status == RequestStatus.FINISHED_STOPPED
+    core.connector.planner._dead.settle()
+    return tables
+
+
+def order(core: Core) -> list[int]:
+    return [block.block_id for block in core.pool.free_block_queue.get_all_free_blocks()]
+
+
+@pytest.fixture(params=[False, True], ids=["sync", "async"])
+def exact(core: Callable[..., Core], request: pytest.FixtureRequest) -> Core:
+    return core(connector=EXACT, in_flight=request.param)
+
+
+def test_no_part_of_moving_is_made_or_run(
+    core: Callable[..., Core], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError("a part of moving runs in exact mode")
+
+    for owner, name in (
+        (_gate, "read"),
+        (_lineage, "start"),
+        (_lineage, "join"),
+    ):
+        monkeypatch.setattr(owner, name, never)
+    monkeypatch.setattr("kvtrie.integrations.vllm.connector.Planner", never)
+    vllm = core(connector=EXACT)
+    end(vllm, CLOSED)
+    following = [*HEAD, *QUESTION, ASSISTANT, *ANSWER, *message(USER, 40, 9), ASSISTANT]
+    # The exact part of the block in which reasoning began is copied, no more.
+    same = len(HEAD) + len(QUESTION) + 1
+    assert vllm.ask(following) == continuation(following, 8)
+    assert vllm.counts["tokens_exact"] == same % BLOCK
+    assert vllm.counts["tokens_moved"] == vllm.counts["errors"] == 0
+    assert vllm.worker.num_moved == 0
+    vllm.check_idle()
+
+
+def test_what_follows_dead_reasoning_is_evicted_with_it(exact: Core) -> None:
+    table = end(exact, CLOSED)
+    first = -(-(len(HEAD) + len(QUESTION) + 1) // BLOCK)
+    dead = table[first : (len(CLOSED) - 1) // BLOCK]
+    assert len(dead) > 10
+    assert sorted(order(exact)[: len(dead)]) == sorted(dead)
+    assert exact.counts["blocks_dead"] == len(dead)
+
+
+def test_live_reasoning_is_never_evicted_first(exact: Core) -> None:
+    table = end(exact, LOOPING)
+    assert exact.counts["blocks_dead"] == 0
+    written = table[: (len(LOOPING) - 1) // BLOCK]
+    free = order(exact)
+    assert min(free.index(one) for one in written) >= len(free) - len(written) - 1
+
+
+def fill(core: Core, num_blocks: int, seed: int) -> None:
+    """Other requests take this many blocks."""
+    for at in range(num_blocks // 8):
+        core.ask(words(8 * BLOCK - 1, 1000 * seed + at), max_tokens=1)
+
+
+@pytest.mark.parametrize("mode", ["exact", "vLLM"])
+def test_a_tool_loop_outlives_other_requests(core: Callable[..., Core], mode: str) -> None:
+    vllm = core(connector=EXACT, blocks=128, **SMALL)
+    if mode == "vLLM":
+        vllm.connector.planner._retention.look = lambda: None
+    end(vllm, LOOPING)
+    fill(vllm, 400, 1)
+    following = [*LOOPING, *message(TOOL, 40, 8), ASSISTANT]
+    found = len(following) - vllm.computed_for(following)
+    assert found >= len(LOOPING) - BLOCK if mode == "exact" else found == 0
+    vllm.check_idle()
+
+
+def test_a_tool_loop_that_never_goes_on_leaves(core: Callable[..., Core]) -> None:
+    vllm = core(connector=EXACT, blocks=64, **SMALL)
+    table = end(vllm, LOOPING)
+    passes = vllm.connector.planner._retention._passes
+    before = int(passes[table].sum())
+    fill(vllm, 64 * 4, 1)
+    assert int(passes[table].sum()) < before
+    passes[table] = 1
+    fill(vllm, 64 * 4, 2)
+    assert vllm.computed_for(LOOPING) == len(LOOPING)
+
+
+def test_there_is_always_room_for_what_has_no_passes(core: Callable[..., Core]) -> None:
+    vllm = core(connector=EXACT, blocks=100, **SMALL | {"max_model_len": 1500})
+    retention = vllm.connector.planner._retention
+    for seed in range(12):
+        tokens = [*HEAD, *message(USER, 200, seed), ASSISTANT, *REASONING, *TOOL_CALL]
+        end(vllm, tokens)
+        assert (retention._passes > 0).sum() <= _retention.KEPT * 100
+    # A request that needs nearly all of the pool is served.
+    long = words(90 * BLOCK, 77)
+    assert vllm.ask(long) == continuation(long, 8)
+    vllm.check_idle()
+
+
+def test_a_conversation_that_leaves_its_path_gives_its_room_back(core: Callable[..., Core]) -> None:
+    vllm = core(connector=EXACT)
+    passes = vllm.connector.planner._retention._passes
+    old = end(vllm, LOOPING, session_id="one")
+    assert passes[old[:-1]].all()
+    helper = [*message(SYSTEM, 62, 5), *QUESTION, ASSISTANT, *REASONING, *TOOL_CALL]
+    end(vllm, helper, session_id="one")
+    assert passes[old[:-1]].all(), "a helper with another prompt takes nothing"
+    old = end(vllm, LOOPING, session_id="two")
+    new = end(vllm, [*HEAD, *QUESTION, ASSISTANT, *ANSWER], session_id="two")
+    common = [one for one in old if one in new]
+    assert not passes[[one for one in old if one not in common]].any()
+
+
+@pytest.mark.parametrize("how", ["parameter", "hint"])
+def test_the_last_request_of_a_conversation_leaves_first(exact: Core, how: str) -> None:
+    hint = KvHintAction(action_id="1", action_type="kvtrie.last", action_version="1", payload={})
+    hints = KvHintsEnvelope(protocol_version="1", message_id="1", actions=[hint])
+    tokens = [*HEAD, *QUESTION, ASSISTANT, *ANSWER]
+    if how == "parameter":
+        table = end(exact, tokens, {"last": True})
+    else:
+        table = end(exact, tokens, kv_hints=hints)
+    written = table[: (len(tokens) - 1) // BLOCK]
+    assert set(order(exact)[: len(written)]) == set(written)
+
+
+def test_bad_hints_are_counted_and_served_alone(exact: Core) -> None:
+    hint = KvHintAction(action_id="1", action_type="kvtrie.lst", action_version="1", payload={})
+    hints = KvHintsEnvelope(protocol_version="1", message_id="1", actions=[hint])
+    end(exact, CLOSED, kv_hints=hints)
+    assert exact.counts["requests_refused"] == 1
+    assert exact.counts["errors"] == 0
+
+
+def test_a_model_with_sliding_windows_too(
+    core: Callable[..., Core], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 32}
+    specs = {
+        "layers.0": SlidingWindowSpec(**sizes, dtype=torch.float32, sliding_window=48),
+        "layers.1": FullAttentionSpec(**sizes, dtype=torch.float32),
+    }
+    monkeypatch.setattr(Worker, "get_kv_cache_specs", lambda _: [specs])
+    vllm = core(connector=EXACT, blocks=307)
+    planner = vllm.connector.planner
+    assert len(planner._same) + planner._first >= 1
+    assert not planner.copies
+    end(vllm, CLOSED)
+    # The whole blocks of full attention after the first dropped token.
+    first = -(-(len(HEAD) + len(QUESTION) + 1) // BLOCK)
+    assert vllm.counts["blocks_dead"] == (len(CLOSED) - 1) // BLOCK - first
+    end(vllm, LOOPING)
+    assert (planner._retention._passes > 0).sum() == (len(LOOPING) - 1) // BLOCK
+    before = vllm.worker.num_computed
+    vllm.ask([*LOOPING, *message(TOOL, 40, 8), ASSISTANT], max_tokens=1)
+    assert vllm.worker.num_computed - before <= 40 + 3 * BLOCK
+    assert vllm.counts["tokens_exact"] == vllm.counts["errors"] == 0
+    assert vllm.pool.get_num_free_blocks() == vllm.pool.num_gpu_blocks - 1
+    with pytest.raises(UnsupportedError, match='set "mode": "exact"'):
+        core(connector={"gate": "unchecked"}, blocks=308)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"mode": "exakt"}, "did you mean 'exact'"),
+        ({"mode": 1}, 'mode must be "exact" or "approximate"'),
+        ({"mode": "approximate"}, 'needs "gate"'),
+        ({"mode": "exact", "gate": "unchecked"}, 'remove "gate"'),
+        ({"mode": "exact", "policy": {"min_run": 8}}, 'remove "policy"'),
+        ({"mode": "exact", "default": "approximate"}, 'remove "default"'),
+        ({"mode": "exact", "events": {"endpoint": "tcp://*:1"}}, 'remove "events"'),
+        ({"mod": "exact"}, "did you mean 'mode'"),
+    ],
+)
+def test_contradictions_are_refused_in_one_sentence(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(_settings.SettingsError, match=said):
+        _settings.Settings.read(given)
+
+
+def test_the_scheduler_class_is_refused(core: Callable[..., Core]) -> None:
+    with pytest.raises(UnsupportedError, match="omit --scheduler-cls"):
+        core(connector=EXACT, gaps=True)
