@@ -185,6 +185,9 @@ def test_connectors_next_to_it() -> None:
     )
     assert code == 2
     assert "would publish approximate blocks as exact ones" in err
+    code, _, err = run(*scheduler, **among("SimpleCPUOffloadConnector", mode="exact"))
+    assert code == 2
+    assert '"mode": "exact" was not run next to other connectors' in err
 
 
 def test_a_chat_template(tmp_path: Path) -> None:

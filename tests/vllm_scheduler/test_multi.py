@@ -142,6 +142,14 @@ def test_a_failed_copy_ends_the_engine(core: Callable[..., Core]) -> None:
         half._is_among_others = False
 
 
+SAID: dict[str, Any] = {
+    "scheduler": SCHEDULER,
+    "publishes": False,
+    "moves": True,
+    "is_exact": False,
+}
+
+
 def names(*others: str) -> list[dict[str, Any]]:
     return [{"kv_connector": one} for one in ("KvtrieConnector", *others)]
 
@@ -166,16 +174,16 @@ def names(*others: str) -> list[dict[str, Any]]:
         ([*names(), 3], {}, "None next to it is not supported"),
         (names(storing.NAME), {"scheduler": None}, "only KvtrieScheduler keeps blocks"),
         (names(storing.NAME), {"publishes": True}, "would publish approximate blocks as exact"),
+        (names(storing.NAME), {"is_exact": True}, '"mode": "exact" was not run next to other'),
     ],
 )
 def test_what_is_refused(given: object, more: dict[str, Any], why: str) -> None:
-    said: dict[str, Any] = {"scheduler": SCHEDULER, "publishes": False, "moves": True} | more
     with pytest.raises(UnsupportedError, match=why):
-        _others.check_names(given, **said)
+        _others.check_names(given, **(SAID | more))
 
 
 def test_events_of_exact_blocks_alone_may_be_published() -> None:
-    _others.check_names(names(storing.NAME), scheduler=SCHEDULER, publishes=True, moves=False)
+    _others.check_names(names(storing.NAME), **(SAID | {"publishes": True, "moves": False}))
 
 
 @pytest.mark.parametrize("gate", [None, "unchecked"])
