@@ -166,5 +166,5 @@ class Inside:
             assert not planner._offers
             assert not planner._loads
             assert not planner._moved
-            assert not planner.gaps.rows
+            assert not (planner.gaps.rows if hasattr(planner, "gaps") else None)
             assert not planner._requests

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.vllm.prompts import ANSWER, EDITED, QUESTION, REASONING, gapped, joined, words
 from tests.vllm_scheduler.worker import BLOCK, continuation
+from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    KVCacheBlock,
+    make_block_hash_with_group_id,
+)
+from vllm.v1.request import Request
+
+from kvtrie.integrations.vllm import _lineage
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,7 +52,7 @@ def boom(*_: object, **__: object) -> None:
     "call",
     [
         *("gaps.jump", "gaps.end", "gaps.skip", "gaps.promise", "gaps._count"),
-        *("forget_unwritten", "preempted", "_settle", "_advance", "_offers.offer"),
+        *("forget_unwritten", "preempted", "_dead.settle", "_advance", "_offers.offer"),
     ],
 )
 def test_a_surprise_within_a_step_ends_no_engine(
@@ -151,3 +160,30 @@ def test_blocks_of_a_request_preempted_in_the_step_that_was_to_write_them_are_no
         assert vllm.answers[low].tokens == continuation(prompt, 8)
         assert vllm.answers[high].tokens == continuation(words(BLOCK, 77), 8)
     assert num_preempted
+
+
+@pytest.mark.parametrize("after", ["exact", "gone"])
+def test_a_chain_through_approximate_blocks_never_returns_to_plain_tokens(
+    core: Callable[..., Core], after: str
+) -> None:
+    # The chain took the plain hash of an exact block that follows approximate ones. When that block
+    # was evicted, the request cached approximate KV under it.
+    vllm = core(connector=UNCHECKED)
+    tokens = words(5 * BLOCK, 3)
+    request = Request(
+        "joins",
+        tokens,
+        SamplingParams(max_tokens=1),
+        None,
+        block_hasher=vllm.core.request_block_hasher,
+    )
+    plain, own = list(request.block_hashes), [BlockHash(bytes([one]) * 32) for one in range(5)]
+    found = [plain[0], own[1], plain[2] if after == "exact" else None, own[3], own[4]]
+    blocks = [KVCacheBlock(number) for number in range(5)]
+    for block, block_hash in zip(blocks, found, strict=True):
+        if block_hash is not None:
+            block._block_hash = make_block_hash_with_group_id(block_hash, 0)
+    assert _lineage.join(request, blocks) == 1
+    assert request.block_hashes[:2] == [plain[0], own[1]]
+    assert len(request.block_hashes) == 5
+    assert not set(request.block_hashes[1:]) & {*plain, *own[2:]}

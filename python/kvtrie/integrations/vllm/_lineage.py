@@ -44,14 +44,19 @@ def join(request: Request, blocks: Sequence[KVCacheBlock]) -> int | None:
         The first block whose lineage differs from plain tokens; None if there is none, and nothing
         was changed.
     """
-    hashes, first, last = request.block_hashes, None, 0
+    hashes, first = request.block_hashes, None
+    labels: list[BlockHash] = []
     for number, (block, plain) in enumerate(zip(blocks, hashes, strict=False)):
-        if block.block_hash is not None and get_block_hash(block.block_hash) != plain:
+        found = None if block.block_hash is None else get_block_hash(block.block_hash)
+        if found is not None and found != plain:
             first = number if first is None else first
-            last = number
+            labels.append(found)
+        elif first is not None:
+            # Of an exact block: if it leaves before the request begins, the request would compute
+            # this block after approximate KV, and keep it under the hash of plain tokens.
+            break
     if first is None:
         return None
-    labelled = blocks[first : last + 1]
-    hashes[first:] = [get_block_hash(one.block_hash) for one in labelled if one.block_hash]
+    hashes[first:] = labels
     request.update_block_hashes()
     return first

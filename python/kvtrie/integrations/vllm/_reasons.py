@@ -69,8 +69,7 @@ _EXPLAINED: Final = {
     # A wider plan says whose fault it is.
     "approximate_only": "diverged",
 }
-# A few hundred kilobytes.
-_MAX_FIRST_BLOCKS: Final = 4096
+_MAX_FIRST_BLOCKS: Final = 1024
 _MAX_POLICIES: Final = 64
 
 Step = tuple[str, "ReusePolicy"]
