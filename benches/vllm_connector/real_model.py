@@ -284,8 +284,8 @@ def main() -> None:
     global POSITIONS  # noqa: PLW0603 - a constant of one run
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", help="one configuration, in this process")
-    parser.add_argument("--gate", help="a gate file: a configuration more, under its policy")
-    parser.add_argument("--policy", type=json.loads, default={}, help="of that one, as JSON")
+    parser.add_argument("--gate", help="a gate file: a configuration more, under the policy that it clears")
+    parser.add_argument("--policy", type=json.loads, help="of that one, as JSON; none: the gate's")
     parser.add_argument("--workloads", nargs="*", choices=workloads())
     parser.add_argument("--rounds", type=int, default=1, help="conversations of each workload")
     parser.add_argument("--questions", type=int, default=5, help="about each conversation")
@@ -297,7 +297,8 @@ def main() -> None:
     POSITIONS = options.positions
     wanted = dict(CONFIGURATIONS)
     if options.gate:
-        wanted[GATED] = {"gate": options.gate, "policy": options.policy}
+        given = {} if options.policy is None else {"policy": options.policy}
+        wanted[GATED] = {"gate": options.gate, **given}
     if options.only:
         measure(options.only, wanted[options.only], options)
         return
