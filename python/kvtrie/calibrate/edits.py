@@ -84,9 +84,10 @@ def _read(notes: list[str]) -> dict[str, Any]:
 
 
 def _nonce(rng: Random) -> Case:
-    """The first line changes with every request."""
+    """The first line, a short or a long one, changes with every request."""
     found = texts.places(rng, 5)
-    before, after = texts.nonce(rng), texts.nonce(rng)
+    length = rng.randint(1, 3)
+    before, after = (" ".join(texts.nonce(rng) for _ in range(length)) for _ in range(2))
     asked, again = rng.sample(found, 2)
     history = [_notes([one.note for one in found], asked.question(rng))]
     longer = [*history, _assistant(asked.answer), _user(again.question(rng))]
@@ -123,9 +124,10 @@ def _whole(history: Messages) -> EditedPrompt:
 
 
 def _window(rng: Random) -> Case:
-    """The oldest exchange leaves."""
-    history, _ = _exchanges(rng, 5)
-    kept = history[2:]
+    """The oldest exchanges leave, one to three."""
+    num_gone = rng.randint(1, 3)
+    history, _ = _exchanges(rng, 4 + num_gone)
+    kept = history[2 * num_gone :]
     return Case(
         [_whole(history), EditedPrompt([_system(), *kept, _last(rng, kept)], is_measured=True)],
     )
@@ -147,6 +149,14 @@ def _reasoning(rng: Random) -> Case:
 def _reasonings(rng: Random) -> Case:
     """The reasoning of all replies leaves at once."""
     written, sent = _exchanges(rng, rng.randint(3, 5), musings=5)
+    return Case(
+        [_whole(written), EditedPrompt([_system(), *sent, _last(rng, sent)], is_measured=True)]
+    )
+
+
+def _loop(rng: Random) -> Case:
+    """The same after more replies, with less reasoning in each: steps of an agent."""
+    written, sent = _exchanges(rng, rng.randint(7, 10), musings=2)
     return Case(
         [_whole(written), EditedPrompt([_system(), *sent, _last(rng, sent)], is_measured=True)]
     )
@@ -230,6 +240,7 @@ EDITS: Final[dict[str, Callable[[Random], Case]]] = {
     "window": _window,
     "reasoning": _reasoning,
     "reasonings": _reasonings,
+    "loop": _loop,
     "prune": _prune,
     "reorder": _reorder,
     "assembled": _assembled,

@@ -13,6 +13,7 @@ from kvtrie.gates import Box, Range
 
 _NONE: Final = Range(most=0)
 _LITTLE: Final = 0.1
+_SEVERAL: Final = 5
 
 KINDS: Final = {
     # Approximate KV in place, and nothing that moves: the turns after an edit.
@@ -38,7 +39,13 @@ KINDS: Final = {
     ),
     # Something was removed several times, or replaced by stubs: reasoning, results of tools.
     "several cuts": Box(
-        cuts=Range(above=1), new_context=Range(most=_LITTLE), same_conversation=True
+        cuts=Range(above=1, most=_SEVERAL),
+        new_context=Range(most=_LITTLE),
+        same_conversation=True,
+    ),
+    # The same many times: all reasoning of an agent's steps.
+    "many cuts": Box(
+        cuts=Range(above=_SEVERAL), new_context=Range(most=_LITTLE), same_conversation=True
     ),
     # Cut, and much of the context is new: documents in another order.
     "reordered": Box(cuts=Range(above=1), new_context=Range(above=_LITTLE), same_conversation=True),
