@@ -3038,7 +3038,10 @@ class TransferPlan:
         """
         The source for `insert` and `begin` after loading: `Imported(exact_until, hops, policy)`, or
         `COMPUTED` if all loaded KV is exact, so that tokens decoded after it are exact too. Both
-        assume that the `cached` tokens are exact.
+        assume that the `cached` tokens are exact. The policy is that of the plan, with one
+        exception: if a moved run is loaded, and a share of moved runs was to be chosen by another
+        `repair`, it has `repair="fronts"`, as was done, and `recompute_share=0` if KV that is
+        approximate at the sender is loaded too.
         """
 
 @final
@@ -3115,7 +3118,9 @@ def plan_transfer(
         key: The deployment's key, 16 to 64 bytes.
         policy: What may be loaded; None means `kvtrie.EXACT_ONLY`. A manifest has no kinds: with
             any `forbid_kinds`, or beyond `max_approximate_share` of the local sequence, nothing
-            approximate is loaded. `partial_blocks` has no effect.
+            approximate is loaded. With `max_cuts`, `max_lost_context` or `max_new_context` and
+            several groups, nothing is moved. A `recompute_share` is one of fronts, whatever
+            `repair` says. The manifest counts as in scope. `partial_blocks` has no effect.
         block_size: Tokens per local block, or a dict by group; None means the sender's.
         keep_last: Tokens at the end that are computed in any case, cached or not.
         context: As the sender gave it to `TransferManifest.from_blocks`.

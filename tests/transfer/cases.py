@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from hypothesis import strategies as st
@@ -94,7 +94,16 @@ def as_plan(plan: kvtrie.TransferPlan) -> naive.Plan:
         plan.hops,
         plan.num_exact,
         plan.num_approximate,
+        as_policy(plan.source),
     )
+
+
+def as_policy(source: kvtrie.ComputedSource | kvtrie.Imported) -> naive.Policy | None:
+    if not isinstance(source, kvtrie.Imported) or source.policy is None:
+        return None
+    names = (one.name for one in fields(naive.Policy))
+    found = naive.Policy(**{name: getattr(source.policy, name) for name in names})
+    return replace(found, forbid_kinds=tuple(found.forbid_kinds))
 
 
 def refusal(call: Callable[[], Any]) -> str | None:
@@ -210,6 +219,9 @@ def policies() -> st.SearchStrategy[naive.Policy]:
             recompute_share=st.sampled_from([0.0, 0.0, 0.3]),
             repair=st.sampled_from(["fronts", "fronts", "probe"]),
             forbid_kinds=st.sampled_from([(), (), (), ("reasoning",)]),
+            max_cuts=st.sampled_from([None, None, None, None, 0, 1]),
+            max_lost_context=st.sampled_from([1.0, 1.0, 1.0, 1.0, 0.5]),
+            max_new_context=st.sampled_from([1.0, 1.0, 1.0, 1.0, 0.4]),
         ),
     )
 
@@ -239,6 +251,11 @@ def cases(draw: st.DrawFn) -> Case:
         policy := draw(policies()),
         draw(st.sampled_from(built_under(policy))),
     )
+
+
+def without_limits(policy: naive.Policy) -> naive.Policy:
+    """The policy without limits on the context of moved runs."""
+    return replace(policy, max_cuts=None, max_lost_context=1.0, max_new_context=1.0)
 
 
 def built_under(policy: naive.Policy) -> list[naive.Policy | None]:
@@ -308,7 +325,15 @@ def edited(rng: Random) -> Case:
         recompute_first=rng.choice([0, 0, 1, 3]),
         recompute_last=rng.choice([0, 0, 2, 30]),
         recompute_share=rng.choice([0.0, 0.0, 0.3]),
+        repair=rng.choice(["fronts", "question"]),
     )
+    if rng.random() < 0.3:
+        limits = [
+            replace(policy, max_cuts=1),
+            replace(policy, max_lost_context=0.5),
+            replace(policy, max_new_context=0.5),
+        ]
+        policy = rng.choice(limits)
     return Case(
         naive.Prompt(tuple(ids), inside, where),
         labels,

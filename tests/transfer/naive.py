@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import itertools
 import math
 import struct
 from dataclasses import dataclass, field, replace
@@ -109,6 +110,8 @@ class Plan:
     hops: int
     num_exact: int
     num_approximate: int
+    policy: Policy | None
+    """What approximate KV is said to be built under; None if there is none."""
 
 
 # What is hashed.
@@ -431,10 +434,11 @@ def plan(  # noqa: PLR0912 - one step after the other
     length = len(prompt.ids)
     until = max(0, length - keep_last)
     open_ = [at < until and not cached[0] <= at < cached[1] for at in range(length)]
-    loads = loads_of(manifest, prompt, key, open_, policy)
+    here = set(range(*cached))
+    loads = loads_of(manifest, prompt, key, open_, policy, here)
     count = sum(max(load[1] for load in loads[at]) == APPROXIMATE for at in loads)
     if length and count / length > policy.max_approximate_share:
-        loads = loads_of(manifest, prompt, key, open_, Policy())
+        loads = loads_of(manifest, prompt, key, open_, Policy(), here)
     pairs: list[Pair] = []
     for place, group in enumerate(manifest.groups):
         size, table = tables[group.group]
@@ -463,15 +467,46 @@ def plan(  # noqa: PLR0912 - one step after the other
         max((load[2] for at in loads for load in loads[at]), default=0),
         len(loads) - len(approximate),
         len(approximate),
+        said(manifest, loads, policy) if approximate else None,
     )
 
 
+def said(manifest: Manifest, loads: dict[int, list[Load]], policy: Policy) -> Policy:
+    """The policy, with the repair that was really done, and the share that all loads have of it."""
+    if policy.repair == "fronts" or policy.recompute_share == 0:
+        return policy
+    moved, sent_on = False, False
+    for place, group in enumerate(manifest.groups):
+        labels = {
+            block: (run.flags, run.hops)
+            for run in group.runs
+            if run.flags != LOOKAHEAD
+            for block in run.blocks
+        }
+        for _, _, hops, block in (loads[at][place] for at in loads):
+            moved = moved or hops == labels[block][1] + 1
+            sent_on = sent_on or labels[block][0] == APPROXIMATE
+    if not moved:
+        return policy
+    share = 0.0 if sent_on else policy.recompute_share
+    return replace(policy, repair="fronts", recompute_share=share)
+
+
 def loads_of(
-    manifest: Manifest, prompt: Prompt, key: bytes, open_: list[bool], policy: Policy
+    manifest: Manifest,
+    prompt: Prompt,
+    key: bytes,
+    open_: list[bool],
+    policy: Policy,
+    here: set[int],
 ) -> dict[int, list[Load]]:
     """Loads by position, one per group, of positions that all groups have."""
     takes = policy.approximate and not policy.forbid_kinds and is_strict(manifest.policy, policy)
-    groups = [group_loads(group, prompt, key, open_, policy, takes) for group in manifest.groups]
+    is_alone = len(manifest.groups) == 1
+    groups = [
+        group_loads(group, prompt, key, open_, policy, takes, here, is_alone=is_alone)
+        for group in manifest.groups
+    ]
     if not groups:
         return {}
     common = set.intersection(*(set(loads) for loads in groups))
@@ -479,12 +514,21 @@ def loads_of(
 
 
 def group_loads(
-    group: Group, prompt: Prompt, key: bytes, open_: list[bool], policy: Policy, takes: bool
+    group: Group,
+    prompt: Prompt,
+    key: bytes,
+    open_: list[bool],
+    policy: Policy,
+    takes: bool,
+    here: set[int],
+    *,
+    is_alone: bool,
 ) -> dict[int, Load]:
-    """`takes`: whether approximate blocks may be loaded."""
+    """`takes`: whether approximate blocks may be loaded; `here`: the positions that are cached."""
     size, length = group.block_size, len(prompt.ids)
     is_approximate = policy.approximate and not policy.forbid_kinds
     loads: dict[int, Load] = {}
+    kept: dict[int, int] = {}
     for run in group.runs:
         if run.flags == LOOKAHEAD or run.start >= length:
             continue
@@ -500,9 +544,28 @@ def group_loads(
             for at in range(first, stop):
                 if open_[at]:
                     loads[at] = (at, run.flags, run.hops, run.blocks[place])
-    if is_approximate:
-        add_moved(group, prompt, key, open_, policy, loads, takes)
+                if open_[at] or (at in here and run.flags == EXACT):
+                    kept[at] = at
+    is_limited = (
+        policy.max_cuts is not None or min(policy.max_lost_context, policy.max_new_context) < 1
+    )
+    if is_approximate and (is_alone or not is_limited):
+        add_moved(group, prompt, key, open_, policy, loads, takes, kept)
     return loads
+
+
+def is_within(policy: Policy, kept: dict[int, int], start: int, source: int) -> bool:
+    """Whether the context of a run is within the limits: rule P17, token by token."""
+    before = [(at, kept[at]) for at in sorted(kept) if at < start and kept[at] < source]
+    steps = itertools.pairwise([*before, (start, source)])
+    cuts = sum((at + 1, there + 1) != after for (at, there), after in steps)
+    lost = max(0.0, 1 - len(before) / source) if source else 0.0
+    new = max(0.0, 1 - len(before) / start) if start else 0.0
+    return (
+        (policy.max_cuts is None or cuts <= policy.max_cuts)
+        and lost <= policy.max_lost_context
+        and new <= policy.max_new_context
+    )
 
 
 @dataclass(frozen=True)
@@ -594,7 +657,9 @@ def add_moved(
     policy: Policy,
     loads: dict[int, Load],
     takes: bool,
+    kept: dict[int, int],
 ) -> None:
+    """`kept`: for each token of the prompt that is the sender's KV, its position there."""
     length, size = len(prompt.ids), group.block_size
     min_run = 16 if policy.min_run is None else policy.min_run
     windows, partial = matches_of(group, prompt, key, policy, min_run, takes)
@@ -616,8 +681,18 @@ def add_moved(
             at += 1
             continue
         best = min(found, key=lambda match: match.rank(at, stop, size))
+        if min(best.end, stop) - at < min_run:
+            at += 1
+            continue
         pieces.append((at, min(best.end, stop), best))
         at = min(best.end, stop)
+    allowed = []
+    for at, end, best in pieces:
+        inside = range(at + policy.recompute_first, end - policy.recompute_last)
+        if inside and is_within(policy, kept, inside[0], best.load(inside[0])[0]):
+            allowed.append((at, end, best))
+            kept.update((token, best.load(token)[0]) for token in inside)
+    pieces = allowed
     wanted = math.ceil(policy.recompute_share * sum(end - at for at, end, _ in pieces))
     first = 0
     while sum(min(first, end - at) for at, end, _ in pieces) < wanted:

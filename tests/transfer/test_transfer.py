@@ -121,7 +121,9 @@ def test_moved_runs_equal_the_naive_ones(seed: int) -> None:
         met["approximate"] += found.num_approximate > 0
         met["moved"] += any(pair[5] for pair in found.pairs)
         met["several deltas"] += len({pair[5] for pair in found.pairs}) > 2
-    wanted = ("exact", "approximate", "approximate as sent", "moved", "several deltas")
+        lax = cases.replaced(case, policy=cases.without_limits(case.policy))
+        met["limited"] += found.num_approximate < lax.planned(sent).num_approximate
+    wanted = ("exact", "approximate", "approximate as sent", "moved", "several deltas", "limited")
     assert all(met[what] > 0 for what in wanted), met
 
 

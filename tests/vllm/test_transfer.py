@@ -312,6 +312,31 @@ def test_what_is_no_manifest_is_computed(
     assert receiver.scheduler.connector.outcomes == {outcome: 1}
 
 
+def test_approximate_kv_is_neither_loaded_nor_sent_on(start: Callable[..., Side]) -> None:
+    """A manifest says no policy, because all that it names is exact."""
+    sender, receiver = start(), start()
+    params = prefill(sender, PROMPT)
+    exact = kvtrie.TransferManifest.from_bytes(base64.b64decode(params[transfer.MANIFEST]))
+    space = kvtrie.Namespace(model=exact.model, kv_dtype=exact.kv_dtype, salt=kvtrie.SHARED)
+    source = kvtrie.Imported(48, policy=kvtrie.ReusePolicy(approximate=True))
+    approximate = kvtrie.TransferManifest.from_blocks(
+        kvtrie.TokenSequence(PROMPT, space),
+        params["remote_block_ids"][0],
+        key=KEY,
+        num_computed=len(PROMPT),
+        block_size=SIZE,
+        source=source,
+    )
+    assert approximate.policy == source.policy
+    params[transfer.MANIFEST] = base64.b64encode(approximate.to_bytes()).decode()
+    assert receive(receiver, sender, PROMPT, params) == len(PROMPT) - 48
+    assert len(receiver.loaded) == 3
+    params = prefill(receiver, [*PROMPT, 5])
+    sent_on = kvtrie.TransferManifest.from_bytes(base64.b64decode(params[transfer.MANIFEST]))
+    assert {run.class_ for run in sent_on.runs} == {0}
+    assert sent_on.policy is None
+
+
 def test_another_key_model_or_tenant_is_computed(
     start: Callable[..., Side], tmp_path: Path
 ) -> None:

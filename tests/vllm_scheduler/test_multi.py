@@ -161,6 +161,7 @@ def names(*others: str) -> list[dict[str, Any]]:
         (names("ExampleConnector"), {}, "ExampleConnector .* it stores KV under the tokens"),
         (names("LMCacheConnectorV1"), {}, "LMCacheConnectorV1 .* it stores KV under the tokens"),
         (names("NixlConnector"), {}, "NixlConnector .* it sends blocks to engines"),
+        (names("KvtrieNixlConnector"), {}, "KvtrieNixlConnector .* it sends blocks to engines"),
         (names("HF3FSKVConnector"), {}, "HF3FSKVConnector .* it was not run next to kvtrie"),
         (names(storing.NAME, "NixlConnector"), {}, "NixlConnector next to it is not supported"),
         (

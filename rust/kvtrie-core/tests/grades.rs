@@ -111,6 +111,35 @@ fn policies_that_are_each_stricter_in_one_field_share_nothing() {
 }
 
 #[test]
+fn a_plan_of_stricter_and_laxer_kv_claims_no_more_than_its_own_policy() {
+    let hops = |count| ReusePolicy {
+        max_hops: 2,
+        ..first(count)
+    };
+    let mut index = index();
+    put(&mut index, &mut sequence(0..240), 0..60);
+    let mut theirs = sequence(2000..2240);
+    put(&mut index, &mut theirs, 60..120);
+    // The first prompt is built strictly, the second laxly, and of its source nothing is left.
+    let mut strict = sequence((0..40).chain(80..240));
+    let plan = planned(&mut index, &mut strict.clone(), &hops(32));
+    build(&mut index, &mut strict, &plan, 200);
+    let mut lax = sequence((2000..2040).chain(2080..2240));
+    let plan = planned(&mut index, &mut lax.clone(), &hops(8));
+    build(&mut index, &mut lax, &plan, 300);
+    index.remove_spans(&theirs, &[(40, 240)], false).unwrap();
+    // The third has both: the first in place, and the second moved.
+    let mut both = sequence((0..40).chain(80..240).chain(2088..2240));
+    let plan = planned(&mut index, &mut both.clone(), &hops(8));
+    assert_eq!(plan.num_tokens(Class::Compute), 8 + 1);
+    assert_eq!((plan.blocks().len(), plan.hops_of_block(60)), (50, 2));
+    build(&mut index, &mut both, &plan, 400);
+    let next = sequence((0..40).chain(80..240).chain(2088..2240).chain([1]));
+    assert_eq!(to_compute(&mut index, &next, &hops(8)), 1);
+    assert_eq!(to_compute(&mut index, &next, &hops(9)), 153);
+}
+
+#[test]
 fn what_is_computed_after_approximate_kv_has_its_grade() {
     let (mut index, mut prompt) = edited();
     let plan = planned(&mut index, &mut prompt.clone(), &first(0));

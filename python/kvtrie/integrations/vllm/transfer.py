@@ -62,7 +62,11 @@ class CheckedTransfer:
     """A mixin before a transfer connector of vLLM, which checks what it loads.
 
     The connector must name its blocks in ``remote_block_ids`` of ``kv_transfer_params`` (one list
-    per group), and take ``KVCacheBlocks`` to load into.
+    per group), and take ``KVCacheBlocks`` to load into. Its KV must be exact.
+
+    A manifest is of exact KV alone, so it says no policy: the engine computed the KV, or loaded it
+    under `kvtrie.EXACT_ONLY`. `KvtrieConnector`, whose KV may be approximate, is refused next to
+    any connector that sends blocks.
 
     Attributes:
         outcomes: Requests by outcome, each counted once, when it is admitted: ``"whole"``,

@@ -13,6 +13,7 @@
 //! from one window to the next, so each window takes about `block_size / 32` compressions.
 
 mod built;
+mod context;
 mod digests;
 mod limits;
 mod manifest;

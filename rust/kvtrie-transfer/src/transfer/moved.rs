@@ -2,7 +2,8 @@
 //!
 //! A *match* is a maximal chain of consecutive blocks of the sender whose tokens the prompt has at one distance. From
 //! left to right, the match that contains the next token and reaches furthest is used. Of several, it is the one with
-//! fewer hops, then the smaller distance, then the lowest slot. Every match that contains a token has a block that
+//! fewer hops, then the smaller distance, then the lowest slot. It is a run if that is long enough, and it is loaded if
+//! the policy allows its context. Every match that contains a token has a block that
 //! contains it, or ends in a partial block after such a block. So few windows are looked up per token.
 
 use std::ops::Range;
@@ -11,6 +12,7 @@ use foldhash::quality::FixedState;
 use hashbrown::HashMap;
 use kvtrie_core::{Class, ReusePolicy};
 
+use crate::transfer::context::Contexts;
 use crate::transfer::digests::{Digest, Tokens, TransferKey};
 use crate::transfer::manifest::BlockRun;
 use crate::transfer::pairs::{Piece, distance};
@@ -117,7 +119,14 @@ impl<'a> MoveSearch<'a> {
         self.blocks.push(SentBlock { content, ..block });
     }
 
-    pub(super) fn cover(&mut self, gaps: &[Range<usize>], policy: &ReusePolicy) -> Vec<Piece> {
+    /// The runs that fill the gaps. `in_place` are the prompt's tokens whose KV is the sender's at the same position,
+    /// which is context of the runs.
+    pub(super) fn cover(
+        &mut self,
+        gaps: &[Range<usize>],
+        in_place: &[Range<usize>],
+        policy: &ReusePolicy,
+    ) -> Vec<Piece> {
         let (mut pieces, mut runs) = (Vec::new(), Vec::new());
         if self.blocks.is_empty() {
             return pieces;
@@ -127,7 +136,9 @@ impl<'a> MoveSearch<'a> {
             // A match that contains `at` has a block from this position on, so earlier windows are not needed.
             let mut from = (at + 1).saturating_sub(self.block_size + self.lengths[0]);
             while at < gap.end {
-                let Some((found, end)) = self.best(from, at, gap.end) else {
+                // What other runs leave of a run is one only if it is long enough.
+                let best = self.best(from, at, gap.end);
+                let Some((found, end)) = best.filter(|(_, end)| end - at >= self.min_run) else {
                     at += 1;
                     from = at;
                     continue;
@@ -137,6 +148,13 @@ impl<'a> MoveSearch<'a> {
                 from = (at + 1).saturating_sub(self.block_size + self.lengths[0]);
             }
         }
+        // The share is one of the runs that are loaded, and contexts are those without it (rules P7 and P17).
+        let mut contexts = Contexts::new(policy, in_place);
+        runs.retain(|(found, range)| {
+            let start = range.start.saturating_add(policy.recompute_first);
+            let stop = range.end.saturating_sub(policy.recompute_last);
+            start < stop && contexts.admit(start..stop, self.source(found, start))
+        });
         // Nobody chooses tokens of a transfer, so a policy's share is that of fronts.
         let front = policy.front(runs.iter().map(|(_, range)| range.len()));
         for (found, range) in runs {
@@ -282,8 +300,12 @@ impl<'a> MoveSearch<'a> {
         known[window]
     }
 
+    /// The sender's position of a token of a match.
+    fn source(&self, found: &MovedRun, at: usize) -> usize {
+        self.blocks[found.blocks.start].at + at - found.start
+    }
+
     fn emit(&self, found: &MovedRun, range: Range<usize>, pieces: &mut Vec<Piece>) {
-        let source = self.blocks[found.blocks.start].at;
         let mut at = range.start;
         while at < range.end {
             let first = found.blocks.start + (at - found.start) / self.block_size;
@@ -298,7 +320,7 @@ impl<'a> MoveSearch<'a> {
             pieces.push(Piece {
                 start: at,
                 end,
-                source: source + at - found.start,
+                source: self.source(found, at),
                 class: Class::Approximate,
                 hops: self.blocks[first].hops,
                 run,

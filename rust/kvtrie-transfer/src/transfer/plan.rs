@@ -3,10 +3,11 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use kvtrie_core::{BlockId, Class, ReusePolicy, TokenSequence};
+use kvtrie_core::{BlockId, Class, Repair, ReusePolicy, TokenSequence};
 
 use crate::error::{Refusal, TransferError, invalid, refused};
 use crate::transfer::built::LEAST_RUN;
+use crate::transfer::context;
 use crate::transfer::digests::{Digest, Tokens, TransferKey};
 use crate::transfer::manifest::{BlockRun, TransferManifest};
 use crate::transfer::moved::MoveSearch;
@@ -92,7 +93,9 @@ impl TransferPlan {
     ///   prompt's;
     /// - approximate with the run's hops, if the same holds for an approximate run;
     /// - approximate with one more hop, if it is in consecutive blocks whose tokens the prompt has elsewhere: at least
-    ///   [`min_run`](ReusePolicy::min_run) tokens (16) at one distance, from left to right.
+    ///   [`min_run`](ReusePolicy::min_run) tokens (16) at one distance, from left to right. The limits of the policy on
+    ///   the context of such runs are applied to what is loaded or cached of the sender's tokens before them. With such
+    ///   a limit and more than one group, there are none of these.
     ///
     /// Approximate tokens are loaded only if the policy allows them and that many hops, forbids no kinds (a manifest
     /// has none), and its [`max_approximate_share`](ReusePolicy::max_approximate_share) is not exceeded. Those that the
@@ -156,6 +159,7 @@ impl TransferPlan {
             key,
             prefixes: own::prefixes(manifest, seq, key),
             wanted: wanted(cached, until),
+            cached: cached.clone(),
         };
         let mut pieces = planning.pieces(policy);
         #[expect(
@@ -186,7 +190,7 @@ impl TransferPlan {
                 .map(|pair| pair.start)
                 .min(),
             hops: pairs.iter().map(|pair| pair.hops).max().unwrap_or(0),
-            policy: policy.clone(),
+            policy: planning.kept_policy(policy, &pieces),
             num_exact: loaded - num_approximate,
             num_approximate,
             pairs,
@@ -217,7 +221,9 @@ impl TransferPlan {
         self.hops
     }
 
-    /// The policy that the plan was made under, and so the loaded approximate KV built.
+    /// The policy that the loaded approximate KV is built under: the one that the plan was asked for, unless its share
+    /// was to be of tokens that somebody chooses, and a moved run is loaded. Then it says [`Repair::Fronts`], which is
+    /// what a transfer takes, and no share if some of the loaded KV was approximate at the sender.
     #[must_use]
     pub fn policy(&self) -> &ReusePolicy {
         &self.policy
@@ -267,6 +273,7 @@ struct Planning<'a> {
     prefixes: BTreeMap<usize, Digest>,
     /// The ranges that may be loaded: ascending, disjoint, not empty.
     wanted: Vec<Range<usize>>,
+    cached: Range<usize>,
 }
 
 impl Planning<'_> {
@@ -297,7 +304,9 @@ impl Planning<'_> {
         let (prefixes, key) = (&self.prefixes, self.key);
         let own = own::in_place(&runs, prompt, prefixes, key, policy, is_strict);
         let mut pieces = cut(&own, &self.wanted);
-        if policy.approximate {
+        // What other groups lack is not kept, and known only after the search.
+        let is_judged = context::is_limited(policy);
+        if policy.approximate && !(is_judged && self.manifest.groups().len() > 1) {
             let uncovered: Vec<Range<usize>> = self
                 .wanted
                 .iter()
@@ -305,11 +314,54 @@ impl Planning<'_> {
                 .collect();
             if !uncovered.is_empty() {
                 let mut search = MoveSearch::new(&runs, prompt, key, policy, is_strict);
-                pieces.extend(search.cover(&uncovered, policy));
+                let kept = if is_judged {
+                    self.kept_in_place(&own, &pieces)
+                } else {
+                    Vec::new()
+                };
+                pieces.extend(search.cover(&uncovered, &kept, policy));
                 pieces.sort_unstable_by_key(|piece| piece.start);
             }
         }
         pieces
+    }
+
+    /// The prompt's tokens whose KV is the sender's at the same position: what is loaded of it, and what is cached if
+    /// the sender has it as exact.
+    fn kept_in_place(&self, own: &[Piece], loaded: &[Piece]) -> Vec<Range<usize>> {
+        let cached = cut(own, std::slice::from_ref(&self.cached));
+        let cached = cached.iter().filter(|piece| piece.class == Class::Exact);
+        let mut kept: Vec<Range<usize>> = cached
+            .chain(loaded)
+            .map(|piece| piece.start..piece.end)
+            .collect();
+        kept.sort_unstable_by_key(|range| range.start);
+        kept
+    }
+
+    /// What of a policy holds for the pieces that are loaded under it (rule P19).
+    fn kept_policy(&self, policy: &ReusePolicy, groups: &[Vec<Piece>]) -> ReusePolicy {
+        let mut kept = policy.clone();
+        if policy.repair == Repair::Fronts || policy.recompute_share <= 0.0 {
+            return kept;
+        }
+        let (mut is_moved, mut is_sent_on) = (false, false);
+        for (at, pieces) in groups.iter().enumerate() {
+            let runs: Vec<BlockRun<'_>> = self.manifest.runs_of(at).collect();
+            for piece in pieces {
+                let run = &runs[piece.run];
+                is_moved |= piece.hops > run.hops();
+                is_sent_on |= run.class() == Class::Approximate;
+            }
+        }
+        if is_moved {
+            kept.repair = Repair::Fronts;
+            if is_sent_on {
+                // The sender's share was chosen, that of the moved runs was not: no share of one kind is of both.
+                kept.recompute_share = 0.0;
+            }
+        }
+        kept
     }
 }
 

@@ -11,6 +11,7 @@ use super::*;
 use crate::error::{Refusal, TransferError};
 use crate::ledger::{Begin, LabelRun, LedgerSource, SequenceLedger};
 
+mod context;
 mod manifest;
 mod model;
 mod moved;

@@ -25,6 +25,12 @@ fn pieced() -> impl Strategy<Value = (Vec<u32>, Vec<u32>)> {
     )
 }
 
+/// Limits on the context of moved runs.
+fn limits() -> impl Strategy<Value = (Option<u16>, f64, f64)> {
+    let share = || prop_oneof![1 => Just(1.0), 2 => 0.0..1.0f64];
+    (prop::option::of(0u16..3), share(), share())
+}
+
 /// A block of the sender, as in a manifest.
 #[derive(Clone)]
 struct Named {
@@ -45,6 +51,9 @@ struct Model<'a> {
     /// Whether the policy bounds nothing, so that approximate blocks may be loaded.
     takes_any: bool,
     wanted: Vec<bool>,
+    /// The tokens that the receiver has, and whether it has one group.
+    cached: Range<usize>,
+    is_alone: bool,
 }
 
 impl Model<'_> {
@@ -85,6 +94,7 @@ impl Model<'_> {
     fn with(&self, approximate: bool) -> Vec<Option<Origin>> {
         let blocks = self.blocks();
         let mut origins = vec![None; self.mine.len()];
+        let mut kept: Vec<Option<usize>> = vec![None; self.mine.len()];
         // Blocks in place, up to the first block of each run that differs.
         let mut goes_on: Option<(usize, Class, u16)> = None;
         for block in &blocks {
@@ -105,18 +115,76 @@ impl Model<'_> {
                     .filter(|&at| is_allowed && self.wanted[at])
                 {
                     origins[at] = Some((block.class, at, block.hops));
+                    kept[at] = Some(at);
+                }
+                let is_exact = block.class == Class::Exact;
+                for at in block
+                    .range
+                    .clone()
+                    .filter(|at| is_exact && self.cached.contains(at))
+                {
+                    kept[at] = Some(at);
                 }
             } else {
                 goes_on = None;
             }
         }
-        if approximate {
-            self.moved(&blocks, &mut origins);
+        let policy = self.policy;
+        let is_limited = policy.max_cuts.is_some()
+            || policy.max_lost_context < 1.0
+            || policy.max_new_context < 1.0;
+        if approximate && (self.is_alone || !is_limited) {
+            self.moved(&blocks, &mut origins, kept);
         }
         origins
     }
 
-    fn moved(&self, blocks: &[Named], origins: &mut [Option<Origin>]) {
+    /// Whether the policy allows a run, of whose context these are the sender's positions.
+    fn allows(&self, kept: &[Option<usize>], start: usize, source: usize) -> bool {
+        let before = kept[..start].iter().enumerate();
+        let mut pairs: Vec<(usize, usize)> = before
+            .filter_map(|(at, &kept)| Some((at, kept.filter(|&kept| kept < source)?)))
+            .collect();
+        let num = pairs.len();
+        pairs.push((start, source));
+        let is_cut =
+            |pair: &&[(usize, usize)]| (pair[0].0 + 1, pair[0].1 + 1) != (pair[1].0, pair[1].1);
+        let cuts = pairs.windows(2).filter(is_cut).count();
+        #[expect(clippy::cast_precision_loss, reason = "some tokens")]
+        let without = |all: usize| {
+            if all == 0 {
+                0.0
+            } else {
+                (1.0 - num as f64 / all as f64).max(0.0)
+            }
+        };
+        let policy = self.policy;
+        policy.max_cuts.is_none_or(|most| cuts <= most.into())
+            && without(source) <= policy.max_lost_context
+            && without(start) <= policy.max_new_context
+    }
+
+    /// How many tokens at the start of runs of these lengths are computed.
+    fn front(&self, lens: &[usize]) -> usize {
+        let computed = |first: usize| -> usize { lens.iter().map(|&len| len.min(first)).sum() };
+        let all = computed(usize::MAX);
+        #[expect(
+            clippy::cast_precision_loss,
+            clippy::cast_sign_loss,
+            clippy::cast_possible_truncation,
+            reason = "some tokens"
+        )]
+        let wanted = (self.policy.recompute_share * all as f64).ceil() as usize;
+        let front = (0..=all).find(|&first| computed(first) >= wanted);
+        front.unwrap_or(0).max(self.policy.recompute_first)
+    }
+
+    fn moved(
+        &self,
+        blocks: &[Named],
+        origins: &mut [Option<Origin>],
+        mut kept: Vec<Option<usize>>,
+    ) {
         let blocks: Vec<&Named> = blocks
             .iter()
             .filter(|block| block.class == Class::Exact || self.takes_any)
@@ -177,29 +245,26 @@ impl Model<'_> {
                     (rank, start, chain, end)
                 })
                 .min_by_key(|found| found.0);
-            let Some((_, start, chain, end)) = best else {
+            let is_long = |end: usize| end - at >= self.policy.min_run.unwrap_or(16);
+            let Some((_, start, chain, end)) = best.filter(|best| is_long(best.3)) else {
                 at += 1;
                 continue;
             };
             pieces.push((at, end, start, chain));
             at = end;
         }
-        let computed = |first: usize| -> usize {
-            pieces
-                .iter()
-                .map(|piece| first.min(piece.1 - piece.0))
-                .sum()
-        };
-        let all = computed(usize::MAX);
-        #[expect(
-            clippy::cast_precision_loss,
-            clippy::cast_sign_loss,
-            clippy::cast_possible_truncation,
-            reason = "some tokens"
-        )]
-        let wanted = (self.policy.recompute_share * all as f64).ceil() as usize;
-        let front = (0..=all).find(|&first| computed(first) >= wanted);
-        let front = front.unwrap_or(0).max(self.policy.recompute_first);
+        pieces.retain(|&(at, end, start, chain)| {
+            let first = at + self.policy.recompute_first;
+            let until = end.saturating_sub(self.policy.recompute_last);
+            let is_allowed =
+                first < until && self.allows(&kept, first, source(start, chain, first));
+            for token in (first..until).filter(|_| is_allowed) {
+                kept[token] = Some(source(start, chain, token));
+            }
+            is_allowed
+        });
+        let lens: Vec<usize> = pieces.iter().map(|piece| piece.1 - piece.0).collect();
+        let front = self.front(&lens);
         for (at, end, start, chain) in pieces {
             let first = (at + front).min(end);
             let until = end.saturating_sub(self.policy.recompute_last).max(first);
@@ -229,7 +294,7 @@ proptest! {
         sizes in prop::collection::vec(prop_oneof![1usize..6, 1usize..18], 1..3), my_size in prop::option::of(1usize..18),
         policy in policy(), approximate in prop::bool::weighted(0.7), share in prop_oneof![3 => Just(1.0), 1 => 0.0..1.0f64], forbids in prop::bool::weighted(0.1),
         (from, until) in prop_oneof![Just((0usize, 0usize)), (0usize..90, 0usize..90)], keep_last in 0usize..4, lookahead in 0usize..40,
-        built in 0..4,
+        built in 0..4, limits in prop::option::weighted(0.3, limits()),
     ) {
         let policy = ReusePolicy {
             approximate: approximate || policy.approximate,
@@ -239,7 +304,10 @@ proptest! {
             ..policy
         };
         let bounds_nothing = approximate && !forbids && share >= 1.0 && keep_last < 3;
-        let policy = if bounds_nothing { ReusePolicy::LAXEST } else { policy };
+        let mut policy = if bounds_nothing { ReusePolicy::LAXEST } else { policy };
+        if let Some(limits) = limits {
+            (policy.max_cuts, policy.max_lost_context, policy.max_new_context) = limits;
+        }
         // Approximate KV whose policy is not known counts as built under the laxest.
         let same = ReusePolicy { approximate: true, ..policy.clone() };
         let built = match built {
@@ -295,7 +363,7 @@ proptest! {
             let of_group = |sender: &Sender| {
                 // The share counts what is finally loaded in all groups.
                 let policy = &ReusePolicy { max_approximate_share: 1.0, ..policy.clone() };
-                Model { sender, mine: &mine, policy, takes_any: takes_any && policy.approximate, wanted: wanted.clone() }.origins()
+                Model { sender, mine: &mine, policy, takes_any: takes_any && policy.approximate, wanted: wanted.clone(), cached: from..until, is_alone: senders.len() == 1 }.origins()
             };
             let mut origins: Vec<_> = senders.iter().map(of_group).collect();
             for at in 0..mine.len() {

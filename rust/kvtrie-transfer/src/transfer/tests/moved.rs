@@ -68,14 +68,15 @@ fn from(start: usize, count: usize) -> Vec<Option<usize>> {
     (start..start + count).map(Some).collect()
 }
 
-/// A block at 130 places, and the first of the blocks that follow it, each at one place only.
+/// A block at 130 places, and the first of the blocks that follow it in pairs, each at one place only.
 const CROWD: u32 = 1;
 const AFTER: u32 = 100;
+const SECOND: u32 = 300;
 
 /// A manifest of a block at one place, then the crowd, then `more`.
 fn crowd(more: &[u32]) -> TransferManifest {
     let mut names = vec![50];
-    names.extend((0..130).flat_map(|place| [CROWD, AFTER + place]));
+    names.extend((0..130).flat_map(|place| [CROWD, AFTER + place, SECOND + place]));
     names.extend(more);
     let tokens = blocks_of_four(&names);
     all_exact(&tokens, 4, &ids(names.len(), 3))
@@ -84,24 +85,24 @@ fn crowd(more: &[u32]) -> TransferManifest {
 #[test]
 fn of_a_block_in_many_places_the_64_nearest_are_tried() {
     let manifest = crowd(&[]);
-    let places: Vec<usize> = (0..130).map(|place| 4 + 8 * place).collect();
+    let places: Vec<usize> = (0..130).map(|place| 4 + 12 * place).collect();
     // The windows are before all places, at one, next to it, between two, and after all.
     for window in [0, 500, 501, 504, 1100] {
         let mut nearest = places.clone();
         // A stable sort: at equal distance, the earlier place comes first.
         nearest.sort_by_key(|place| place.abs_diff(window));
-        for (after, place) in (AFTER..).zip(&places) {
+        for ((after, second), place) in (AFTER..).zip(SECOND..).zip(&places) {
             let mut mine = noise(window);
-            mine.extend(blocks_of_four(&[CROWD, after]));
+            mine.extend(blocks_of_four(&[CROWD, after, second]));
             let found = sources(&manifest, &mine, &Asked::runs_of(8));
-            // The block after it is at one place, so it is always found.
+            // The blocks after it are at one place, so they are always found.
             let mut expected = vec![None; window];
             expected.extend(if nearest[..64].contains(place) {
                 from(*place, 4)
             } else {
                 vec![None; 4]
             });
-            expected.extend(from(place + 4, 4));
+            expected.extend(from(place + 4, 8));
             assert_eq!(found, expected, "{place} for {window}");
         }
     }
@@ -109,15 +110,15 @@ fn of_a_block_in_many_places_the_64_nearest_are_tried() {
 
 #[test]
 fn a_token_is_found_through_windows_that_hold_it() {
-    // Far from the prompt, a block of the crowd is between two blocks that are found.
-    let (before, after) = (60, 61);
-    let manifest = crowd(&[70, 71, before, 72, before, CROWD, after]);
-    let far = 4 * (1 + 260 + 4);
+    // Far from the prompt, a block of the crowd is between blocks that are found.
+    let (before, after, second) = (60, 61, 62);
+    let manifest = crowd(&[70, 71, before, 72, before, CROWD, after, second]);
+    let far = 4 * (1 + 3 * 130 + 4);
     let mut mine = noise(5);
-    mine.extend(blocks_of_four(&[before, CROWD, after]));
+    mine.extend(blocks_of_four(&[before, CROWD, after, second]));
     let asked = Asked::runs_of(8);
     let mut whole = vec![None; 5];
-    whole.extend(from(far, 12));
+    whole.extend(from(far, 16));
     assert_eq!(sources(&manifest, &mine, &asked), whole);
     // The block before it is not to be loaded, or belongs to another run.
     let cached = Asked {
@@ -125,14 +126,14 @@ fn a_token_is_found_through_windows_that_hold_it() {
         ..asked
     };
     let mut expected = vec![None; 13];
-    expected.extend(from(far + 8, 4));
+    expected.extend(from(far + 8, 8));
     assert_eq!(sources(&manifest, &mine, &cached), expected);
     let mut mine = noise(5);
-    mine.extend(blocks_of_four(&[70, 71, before, CROWD, after]));
+    mine.extend(blocks_of_four(&[70, 71, before, CROWD, after, second]));
     let mut expected = vec![None; 5];
     expected.extend(from(far - 16, 12));
     expected.extend([None; 4]);
-    expected.extend(from(far + 8, 4));
+    expected.extend(from(far + 8, 8));
     assert_eq!(sources(&manifest, &mine, &Asked::runs_of(8)), expected);
 }
 
@@ -184,6 +185,23 @@ fn of_two_places_as_near_the_lowest_slot_is_taken() {
     let table = [5, 0, 7, 8].map(BlockId);
     let found = sources(&all_exact(&tokens, 16, &table), &mine, &asked);
     assert_eq!(found[20..60], from(18, 40));
+}
+
+/// Such tokens were moved as a run, in a plan that said that no run is shorter than its `min_run`.
+#[test]
+fn what_other_runs_leave_of_a_run_is_moved_if_it_is_long_enough() {
+    let tokens = blocks_of_four(&[1, 2, 3, 4, 10, 4, 5, 6, 7]);
+    let manifest = all_exact(&tokens, 4, &ids(9, 3));
+    let mut mine = noise(1);
+    mine.extend(blocks_of_four(&[1, 2, 3, 4, 5, 6, 7]));
+    for (min_run, rest) in [(8, 12), (12, 12), (13, 0)] {
+        let mut expected = vec![None];
+        expected.extend(from(0, 16));
+        expected.extend(from(24, rest));
+        expected.resize(mine.len(), None);
+        let found = sources(&manifest, &mine, &Asked::runs_of(min_run));
+        assert_eq!(found, expected, "{min_run}");
+    }
 }
 
 #[test]
