@@ -12,6 +12,7 @@ import torch
 from real import (
     chains,
     conversations,
+    default,
     first_token,
     measure,
     ours,
@@ -30,6 +31,8 @@ from tests.byte_tokenizer import byte_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvtrie.engines.transformers import Generator
+from kvtrie.gates import Box
+from kvtrie.gates.decision import Decision, Judged, Ladder
 
 ROOT = Path(__file__).resolve().parents[2]
 TEMPLATE = (ROOT / "tools" / "smollm2_chat_template.jinja").read_text(encoding="utf-8")
@@ -170,6 +173,23 @@ def test_plan_without_kv_has_the_same_name(reader: Reader, renderer: Renderer) -
     first = measure.plan_digest(reader, case)
     assert first == measure.plan_digest(reader, case)
     assert first != measure.plan_digest(reader, other)
+
+
+@pytest.mark.parametrize(
+    ("failures", "taken"),
+    [((None, None), "rotated"), (("no", None), "fronts20"), (("no", "no"), "exact")],
+)
+def test_default_takes_the_cheapest_policy_cleared_for_the_plan(
+    reader: Reader, renderer: Renderer, failures: tuple[str | None, ...], taken: str
+) -> None:
+    names = {REUSE: "rotated", REUSE.replace(recompute_share=0.2): "fronts20"}
+    rungs = tuple(
+        Decision(policy, True, "", (Judged("all", Box(), failure, computed),))
+        for policy, failure, computed in zip(names, failures, (0.1, 0.2), strict=True)
+    )
+    ladder = Ladder(REUSE, True, "", None, rungs)
+    case = renderer.tokens(written("date"))
+    assert default.taken(reader, case, ladder, names) == taken
 
 
 # --- edits ----------------------------------------------------------------------------------------
