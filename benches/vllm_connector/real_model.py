@@ -284,9 +284,7 @@ def main() -> None:
     global POSITIONS  # noqa: PLW0603 - a constant of one run
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", help="one configuration, in this process")
-    parser.add_argument(
-        "--gate", help="a gate file: a configuration more, under the policy that it clears"
-    )
+    parser.add_argument("--gate", help="a gate file: one configuration more, as it clears")
     parser.add_argument("--policy", type=json.loads, help="of that one, as JSON; none: the gate's")
     parser.add_argument("--workloads", nargs="*", choices=workloads())
     parser.add_argument("--rounds", type=int, default=1, help="conversations of each workload")

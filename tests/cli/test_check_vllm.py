@@ -160,7 +160,8 @@ def test_the_command_knows_the_settings_of_the_connector() -> None:
 
 
 def among(*others: str, **settings: Any) -> dict[str, Any]:
-    children = [{**GOOD, **extra(**settings)}, *({"kv_connector": one} for one in others)]
+    children = [{**GOOD, **extra(**settings)}]
+    children += [{"kv_connector": one, "kv_role": "kv_both"} for one in others]
     changes: dict[str, Any] = {"kv_connector": "MultiConnector", **extra(connectors=children)}
     return {**changes, "kv_connector_module_path": None}
 
@@ -188,6 +189,29 @@ def test_connectors_next_to_it() -> None:
     code, _, err = run(*scheduler, **among("SimpleCPUOffloadConnector", mode="exact"))
     assert code == 2
     assert '"mode": "exact" was not run next to other connectors' in err
+
+
+def test_each_of_several_connectors_needs_what_vllm_needs_of_it() -> None:
+    # What one lacked was taken from the configuration around it, where vLLM does not look.
+    scheduler = ("--scheduler-cls", "kvtrie.integrations.vllm.KvtrieScheduler")
+    for at in (0, 1):
+        changes = among("SimpleCPUOffloadConnector")
+        child = changes["kv_connector_extra_config"]["connectors"][at]
+        del child["kv_role"]
+        code, _, err = run(*scheduler, **changes)
+        assert code == 2
+        assert "kv_role must be" in err
+        code, _, err = run(*scheduler, **among("SimpleCPUOffloadConnector"), kv_role=None)
+        assert code == 2
+        child |= {"kv_role": "kv_both", "kv_conector": "x"}
+        code, _, err = run(*scheduler, **changes)
+        assert code == 2
+        assert "unknown key 'kv_conector'; did you mean 'kv_connector'?" in err
+    # And what happens to failed copies was read inside.
+    changes = among("SimpleCPUOffloadConnector") | {"kv_load_failure_policy": "fail"}
+    code, out, _ = run(*scheduler, **changes)
+    assert code == 0
+    assert 'set "kv_load_failure_policy": "recompute"' in out
 
 
 def test_a_chat_template(tmp_path: Path) -> None:

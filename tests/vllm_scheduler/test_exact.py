@@ -229,6 +229,14 @@ def test_bad_hints_are_counted_and_served_alone(exact: Core) -> None:
     assert exact.counts["errors"] == 0
 
 
+@pytest.mark.parametrize("session", ["x" * 257, "\ud800"], ids=["long", "surrogate"])
+def test_a_bad_session_id_of_vllm_is_refused_as_ours(exact: Core, session: str) -> None:
+    """It failed in the index, with an error and a traceback for every such request."""
+    end(exact, CLOSED, session_id=session)
+    assert exact.counts["errors"] == 0
+    assert exact.counts["requests_refused"] == 1
+
+
 def test_a_model_with_sliding_windows_too(
     core: Callable[..., Core], monkeypatch: pytest.MonkeyPatch
 ) -> None:

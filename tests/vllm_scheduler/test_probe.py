@@ -239,3 +239,54 @@ def test_a_vllm_is_compared_when_it_looks_the_connector_up(
     monkeypatch.setattr(_vllm, "things", lambda: found)
     with pytest.raises(_version.UnsupportedError, match=r"has no Request\.num_in_flight_tokens"):
         _ = kvtrie.integrations.vllm.KvtrieConnector
+
+
+CONFIGS = {
+    "model_config": "ModelConfig",
+    "cache_config": "CacheConfig",
+    "parallel_config": "ParallelConfig",
+    "scheduler_config": "SchedulerConfig",
+    "load_config": "LoadConfig",
+    "structured_outputs_config": "StructuredOutputsConfig",
+}
+# An attribute that vLLM sets in each object, and declares nowhere.
+UNDECLARED = {"ModelConfig.runner_type"}
+
+
+def configured(function: ast.AST) -> set[str]:
+    """The fields of vLLM's configuration that a function reads, directly or by a local name."""
+    owners: dict[str, str] = {}
+
+    def owner_of(node: ast.expr) -> str | None:
+        if isinstance(node, ast.Name):
+            return owners.get(node.id)
+        return CONFIGS.get(node.attr) if isinstance(node, ast.Attribute) else None
+
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign) and len(node.targets) == 1:
+            (target,), value = node.targets, node.value
+            pairs = [(target, value)]
+            if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+                pairs = list(zip(target.elts, value.elts, strict=True))
+            for to, given in pairs:
+                if isinstance(to, ast.Name) and (owner := owner_of(given)) is not None:
+                    owners[to.id] = owner
+    return {
+        f"{owner}.{node.attr}"
+        for node in ast.walk(function)
+        if isinstance(node, ast.Attribute) and (owner := owner_of(node.value)) is not None
+    }
+
+
+def test_every_field_of_the_configuration_is_compared() -> None:
+    """Those that decide whether gaps share a step were not: a rename ended the engine."""
+    folder = Path(kvtrie.integrations.vllm.__file__).parent
+    found = {
+        name
+        for path in folder.glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef)
+        for name in configured(node)
+    }
+    assert "CacheConfig.kv_sharing_fast_prefill" in found
+    assert found - UNDECLARED <= {f"{owner}.{name}" for owner, name in FIELDS}

@@ -456,7 +456,7 @@ def test_fit_takes_as_many_gaps_as_the_limits_allow() -> None:
                 ),
             ),
         )
-        rows: Any = _rows.Rows(limits)
+        rows: Any = _rows.GapRows(limits)
         rows._max_copied = rng.choice((400, 1 << 20))
         rows.begin()
         rows.schedule(rng.randrange(15))

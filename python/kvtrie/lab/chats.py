@@ -105,7 +105,7 @@ class _Writer:
     def place(self) -> texts.Place:
         return next(self.places)
 
-    def thought(self) -> str:
+    def reasoning(self) -> str:
         return texts.musing(self.random, 5)
 
     def ask(self, reply: Message, *, messages: list[Message] | None = None) -> None:
@@ -114,8 +114,8 @@ class _Writer:
         self.history.append(reply)
 
     def say(self, text: str, *, is_reasoning: bool = False, **more: Any) -> Message:  # noqa: ANN401 - of a message
-        thought = {"reasoning_content": self.thought()} if is_reasoning else {}
-        return {"role": "assistant", "content": text, **thought, **more}
+        reasoning = {"reasoning_content": self.reasoning()} if is_reasoning else {}
+        return {"role": "assistant", "content": text, **reasoning, **more}
 
     def loop(self, steps: int) -> None:
         """A user turn of an agent: calls with their results, then an answer."""

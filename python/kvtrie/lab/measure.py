@@ -117,8 +117,8 @@ def measure(
         ValueError: ``block_size`` or ``min_run`` is out of range.
     """
     rendered = [template.render(chat, one) for one in chat.requests]
-    thoughts = {str(one.reply.get("reasoning_content") or "")[:_MARK] for one in chat.requests}
-    bench = _Replayed(template, rendered, frozenset(thoughts - {""}), block_size, min_run)
+    reasoned = {str(one.reply.get("reasoning_content") or "")[:_MARK] for one in chat.requests}
+    bench = _Replayed(template, rendered, frozenset(reasoned - {""}), block_size, min_run)
     return bench.measured(chat.name)
 
 
@@ -129,7 +129,7 @@ class _Replayed:
         self,
         template: Template,
         rendered: Sequence[Rendered],
-        thoughts: frozenset[str],
+        reasoned: frozenset[str],
         block_size: int,
         min_run: int,
     ) -> None:
@@ -144,7 +144,7 @@ class _Replayed:
         self._space = kvtrie.Namespace(model="lab", salt=kvtrie.SHARED)
         self._policy = kvtrie.ReusePolicy(min_run=min_run)
         self._cached: list[NDArray[np.uint32]] = []
-        self._thoughts = thoughts
+        self._reasoned = reasoned
 
     def measured(self, name: str) -> ReplayedChat:
         return ReplayedChat(name, tuple(self._turn(one) for one in self._rendered))
@@ -235,7 +235,7 @@ class _Replayed:
         # From a little before: what differs may be the end of a mark.
         some = slice(max(0, at - _MARK), at + 2 * _SHOWN)
         old, new = self._template.decode(cached[some]), self._template.decode(ids[some])
-        if any(one in old and one not in new for one in self._thoughts):
+        if any(one in old and one not in new for one in self._reasoned):
             return "reasoning"
         least = min(len(old), len(new)) * 2 // 3
         return "encoding" if least and old[:least] == new[:least] else "text"

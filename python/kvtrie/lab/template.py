@@ -166,20 +166,20 @@ class Template:
         raise TemplateError(msg) from reason
 
     def _sampled(self, prompt: str, whole: str, reply: Mapping[str, Any]) -> str:
-        thought = str(reply.get("reasoning_content") or "")
-        if whole.startswith(prompt) and thought in whole[len(prompt) :]:
+        reasoning = str(reply.get("reasoning_content") or "")
+        if whole.startswith(prompt) and reasoning in whole[len(prompt) :]:
             return self._until_end(whole[len(prompt) :])
         # The template writes the reply of an earlier turn otherwise than it is sampled.
         written = whole[_common(prompt, whole) :]
         content = str(reply.get("content") or "")
-        if not thought:
+        if not reasoning:
             return self._until_end(written if content in written else content)
         opened, closed = self._marks()
         is_open = prompt.rstrip().endswith(opened)
         before = "" if is_open else f"{opened}\n"
         answer = written[written.index(content) :] if content and content in written else written
         answer = answer.removeprefix(opened).lstrip("\n").removeprefix(closed).lstrip("\n")
-        return self._until_end(f"{before}{thought}\n{closed}\n\n{answer}")
+        return self._until_end(f"{before}{reasoning}\n{closed}\n\n{answer}")
 
     def _until_end(self, text: str) -> str:
         """With the end mark, which is sampled; without what the template writes after it."""
@@ -210,8 +210,8 @@ def _spelled(message: Mapping[str, Any], *, as_text: bool) -> dict[str, Any]:
         as_text: Whether arguments become JSON text, else what the text says.
     """
     found = dict(message)
-    if thought := message.get("reasoning_content"):
-        found |= {"reasoning": thought, "thinking": thought}
+    if reasoning := message.get("reasoning_content"):
+        found |= {"reasoning": reasoning, "thinking": reasoning}
     if calls := message.get("tool_calls"):
         found["tool_calls"] = [_call(call, as_text=as_text) for call in calls]
     return found

@@ -9,7 +9,7 @@ from typing import Final
 _JINJA: Final = "{}\n"
 
 
-class TemplateError(ValueError):
+class TemplateFileError(ValueError):
     """A chat template that cannot be read; the message says why."""
 
 
@@ -22,7 +22,7 @@ def read_template(given: str) -> str:
     """The text of a chat template, given by its path or by itself.
 
     Raises:
-        TemplateError: The file cannot be read, or is empty.
+        TemplateFileError: The file cannot be read, or is empty.
     """
     if is_text(given):
         return given
@@ -31,8 +31,8 @@ def read_template(given: str) -> str:
     except (OSError, ValueError) as error:
         why = (error.strerror if isinstance(error, OSError) else None) or str(error)
         msg = f"{given!r} is neither a file that can be read nor a template: {why}"
-        raise TemplateError(msg) from error
+        raise TemplateFileError(msg) from error
     if not text.strip():
         msg = f"{given!r} is empty"
-        raise TemplateError(msg)
+        raise TemplateFileError(msg)
     return text

@@ -24,6 +24,7 @@ _EVENTS: Final = (
     *("hwm", "max_queue_size", "topic"),
 )
 _ROLES: Final = ("kv_both", "kv_producer", "kv_consumer")
+_FAILURE: Final = "kv_load_failure_policy"
 _POLICIES: Final = ("recompute", "fail")
 
 
@@ -48,8 +49,9 @@ def check(transfer: str, *, events: str | None = None, scheduler: str | None = N
         _version.refuse("vLLM is not installed in this environment: check where it runs")
     found = _mapping(transfer, "--kv-transfer-config", _TRANSFER)
     if found.get("kv_connector") == MULTI:
-        _check_multi(found, events, scheduler)
-        found = {**found, **found["kv_connector_extra_config"]["connectors"][0]}
+        children = _check_multi(found, events, scheduler)
+        # vLLM reads what happens to failed copies outside.
+        found = {**children[0], _FAILURE: found.get(_FAILURE, "fail")}
     _one_of(found, "kv_connector", (CONNECTOR,))
     _one_of(found, "kv_connector_module_path", (MODULE,))
     _one_of(found, "kv_role", _ROLES)
@@ -75,7 +77,7 @@ def check(transfer: str, *, events: str | None = None, scheduler: str | None = N
     else:
         near = _near(scheduler, [SCHEDULER])
         _refuse(f"--scheduler-cls must be {SCHEDULER}, not {scheduler!r}{near}")
-    if _one_of(found, "kv_load_failure_policy", _POLICIES, default="fail") == "fail":
+    if _one_of(found, _FAILURE, _POLICIES, default="fail") == "fail":
         said.append(
             "a request whose KV cannot be copied ends with an error: "
             'set "kv_load_failure_policy": "recompute"'
@@ -97,7 +99,9 @@ def probed() -> str:
     return f"vLLM {_vllm.VERSION} has everything that kvtrie touches"
 
 
-def _check_multi(found: Mapping[str, Any], events: str | None, scheduler: str | None) -> None:
+def _check_multi(
+    found: Mapping[str, Any], events: str | None, scheduler: str | None
+) -> list[Mapping[str, Any]]:
     among = found.get("kv_connector_extra_config")
     children = among.get("connectors") if isinstance(among, Mapping) else None
     theirs = {} if events is None else _mapping(events, "--kv-events-config", _EVENTS)
@@ -108,6 +112,11 @@ def _check_multi(found: Mapping[str, Any], events: str | None, scheduler: str | 
         moves=_extra(children).get("gate") is not None,
         is_exact=_extra(children).get("mode") == "exact",
     )
+    checked: list[Mapping[str, Any]] = children or []
+    for one in (found, *checked):
+        _check_keys(one, "--kv-transfer-config", _TRANSFER)
+        _one_of(one, "kv_role", _ROLES)
+    return checked
 
 
 def _extra(children: object) -> Mapping[str, Any]:
@@ -155,10 +164,14 @@ def _mapping(text: str, where: str, known: Sequence[str]) -> Mapping[str, Any]:
         _refuse(f"{where} is no JSON: {error}")
     if not isinstance(found, dict):
         _refuse(f"{where} must be a mapping, not {found!r}")
+    _check_keys(found, where, known)
+    return found
+
+
+def _check_keys(found: Mapping[str, Any], where: str, known: Sequence[str]) -> None:
     for name in found:
         if name not in known:
             _refuse(f"{where}: unknown key {name!r}{_near(name, known)}")
-    return found
 
 
 def _one_of(

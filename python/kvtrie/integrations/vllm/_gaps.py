@@ -1,7 +1,7 @@
 """Reuse after gaps: the ranges that requests skip, and the gaps before them.
 
 A gap is computed in a step of its own, at whose end the next range is skipped, or in the step that
-skips the range, as a row (`Rows`).
+skips the range, as a row (`GapRows`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from kvtrie.integrations.vllm._loads import Loads
     from kvtrie.integrations.vllm._requests import LiveRequest, Pending, Range
-    from kvtrie.integrations.vllm._rows import Rows
-    from kvtrie.integrations.vllm._runners import Moved
+    from kvtrie.integrations.vllm._rows import GapRows
+    from kvtrie.integrations.vllm._runners import MovedRequests
 
 
 class Gaps:
@@ -35,7 +35,7 @@ class Gaps:
     def __init__(
         self,
         loads: Loads,
-        moved: Moved,
+        moved: MovedRequests,
         lives: Mapping[str, LiveRequest],
         pending: Mapping[str, Request],
         guarded: Callable[..., object],
@@ -46,7 +46,7 @@ class Gaps:
         self._pending = pending
         self._guarded = guarded
         self.resumes = False
-        self.rows: Rows | None = None
+        self.rows: GapRows | None = None
         self.hit_stats: Callable[[], PrefixCacheStats | None] = lambda: None
 
     @property

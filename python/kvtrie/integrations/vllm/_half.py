@@ -14,7 +14,7 @@ from kvtrie.integrations.vllm._loads import Loads
 from kvtrie.integrations.vllm._offers import Offers
 from kvtrie.integrations.vllm._reasons import Reasons
 from kvtrie.integrations.vllm._requests import LiveRequest, adapter_of
-from kvtrie.integrations.vllm._runners import Moved
+from kvtrie.integrations.vllm._runners import MovedRequests
 from kvtrie.integrations.vllm._sources import Sources
 from kvtrie.integrations.vllm._tags import tagger_of
 from kvtrie.integrations.vllm._vllm import RequestStatus
@@ -99,7 +99,7 @@ class Half:
         )
         self._failures = Failures(manager, block_size)
         self._loads = Loads(manager, block_size, counts, self._failures, self._note_surprise)
-        self._moved = Moved(vllm_config, manager)
+        self._moved = MovedRequests(vllm_config, manager)
 
     # --- requests ------------------------------------------------------------------------------
 

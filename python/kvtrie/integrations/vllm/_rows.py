@@ -55,7 +55,7 @@ def why_not(vllm_config: VllmConfig) -> str | None:
     return next((reason for reason, applies in reasons.items() if applies), None)
 
 
-class Rows:
+class GapRows:
     """Gives the rows of one step after another of a scheduler to requests, and sends them."""
 
     def __init__(self, scheduler: AsyncScheduler) -> None:

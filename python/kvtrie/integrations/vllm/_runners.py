@@ -61,7 +61,7 @@ def send_whole(
     )
 
 
-class Moved:
+class MovedRequests:
     """Requests that continue at another position than their workers have, until they continue."""
 
     def __init__(self, vllm_config: VllmConfig, manager: KVCacheManager) -> None:

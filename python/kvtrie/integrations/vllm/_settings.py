@@ -142,17 +142,30 @@ def request_session(params: Mapping[str, Any] | None) -> str | None:
     Raises:
         SettingsError: It is not a text of 1 to 256 bytes of UTF-8.
     """
-    session: object = (params or {}).get("session")
-    if session is None:
+    return _session((params or {}).get("session"), "kv_transfer_params: session")
+
+
+def any_session(request: Request) -> str | None:
+    """The same, else vLLM's own ``session_id``.
+
+    Raises:
+        SettingsError: It is not a text of 1 to 256 bytes of UTF-8.
+    """
+    mine = request_session(request.kv_transfer_params)
+    return mine or _session(request.session_id, "session_id")
+
+
+def _session(given: object, where: str) -> str | None:
+    if given is None:
         return None
     try:
-        is_valid = isinstance(session, str) and 1 <= len(session.encode()) <= MAX_SESSION
+        is_valid = isinstance(given, str) and 1 <= len(given.encode()) <= MAX_SESSION
     except UnicodeEncodeError:  # half of a surrogate pair, which JSON allows
         is_valid = False
     if not is_valid:
-        msg = f"kv_transfer_params: session must be a text of 1 to {MAX_SESSION} bytes of UTF-8"
+        msg = f"{where} must be a text of 1 to {MAX_SESSION} bytes of UTF-8"
         raise SettingsError(msg)
-    return cast("str", session)
+    return cast("str", given)
 
 
 def is_last(request: Request) -> bool:

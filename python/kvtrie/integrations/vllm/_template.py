@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvtrie.integrations.vllm import _command
 from kvtrie.integrations.vllm._settings import WHERE, SettingsError
-from kvtrie.models.template import TemplateError, read_template
+from kvtrie.models.template import TemplateFileError, read_template
 
 if TYPE_CHECKING:
     from kvtrie.integrations.vllm._settings import Settings
@@ -42,7 +42,7 @@ def served(settings: Settings) -> Served:
         return Served(None, _DIRECTORY if _command.is_known() else _UNKNOWN)
     try:
         return Served(read_template(given), source)
-    except TemplateError as error:
+    except TemplateFileError as error:
         msg = f"{WHERE}: chat_template: {error}"
         if settings.chat_template is None:
             msg += f" (it is --{_command.TEMPLATE}: name its file in this setting)"

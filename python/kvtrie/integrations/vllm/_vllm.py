@@ -58,6 +58,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, get_block_hash, maybe_convert
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.metrics.stats import PrefillStats, PrefixCacheStats
 from vllm.v1.metrics.utils import create_metric_per_engine
@@ -150,6 +151,8 @@ FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
     "MultiConnector": ("sub_connectors",),
     "KVConnectorOutput": ("invalid_block_ids",),
     "LoRARequest": ("lora_name", "lora_path"),
+    "KvHintsEnvelope": ("actions",),
+    "KvHintAction": ("action_type",),
     "KVCacheConfig": ("kv_cache_groups",),
     "KVCacheGroupSpec": ("kv_cache_spec", "layer_names", "is_eagle_group"),
     "FullAttentionSpec": (
@@ -159,18 +162,21 @@ FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
     "VllmConfig": (
         *("model_config", "cache_config", "parallel_config", "scheduler_config"),
         *("speculative_config", "load_config", "structured_outputs_config"),
-        *("kv_transfer_config", "kv_events_config", "use_v2_model_runner"),
+        *("kv_transfer_config", "kv_events_config", "use_v2_model_runner", "aux_output_config"),
     ),
     "ModelConfig": (
         *("model", "revision", "dtype", "quantization", "hf_overrides", "hf_text_config"),
-        *("use_mla", "uses_mrope"),
+        *("use_mla", "uses_mrope", "logits_processors"),
     ),
-    "CacheConfig": ("enable_prefix_caching", "cache_dtype"),
+    "CacheConfig": ("enable_prefix_caching", "cache_dtype", "kv_sharing_fast_prefill"),
     "ParallelConfig": (
         *("decode_context_parallel_size", "prefill_context_parallel_size"),
-        *("pipeline_parallel_size", "data_parallel_index"),
+        *("pipeline_parallel_size", "data_parallel_index", "use_ubatching"),
     ),
-    "SchedulerConfig": ("async_scheduling", "scheduler_cls"),
+    "SchedulerConfig": (
+        *("async_scheduling", "scheduler_cls", "max_num_batched_tokens", "max_num_seqs"),
+        "long_prefill_token_threshold",
+    ),
     "SpeculativeConfig": ("method",),
     "StructuredOutputsConfig": ("reasoning_parser",),
     "LoadConfig": ("load_format", "download_dir"),
@@ -265,6 +271,7 @@ SCHEDULER: Final = (
 
 _DECLARED: Final = (
     *(BlockStored, BlockRemoved, KVConnectorOutput, LoRARequest, MultiConnector),
+    *(KvHintsEnvelope, KvHintAction),
     *(KVCacheConfig, KVCacheGroupSpec, FullAttentionSpec),
     *(VllmConfig, ModelConfig, CacheConfig, ParallelConfig, SchedulerConfig, SpeculativeConfig),
     *(StructuredOutputsConfig, LoadConfig, KVTransferConfig, KVEventsConfig),

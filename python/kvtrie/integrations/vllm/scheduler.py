@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtrie.integrations.vllm import _others
 from kvtrie.integrations.vllm._planner import Planner
-from kvtrie.integrations.vllm._rows import Rows, why_not
+from kvtrie.integrations.vllm._rows import GapRows, why_not
 from kvtrie.integrations.vllm._version import UnsupportedError
 from kvtrie.integrations.vllm._vllm import AsyncScheduler, MultiConnector, probe_scheduler
 from kvtrie.integrations.vllm.connector import KvtrieConnector
@@ -64,10 +64,10 @@ class KvtrieScheduler(AsyncScheduler):
         else:
             # Copies come after a step in flight that writes them.
             self.defer_block_free = False
-        self._rows: Rows | None = None
+        self._rows: GapRows | None = None
         reason = "other connectors" if is_among_others else why_not(self.vllm_config)
         if reason is None:
-            self._rows = self._gaps.rows = Rows(self)
+            self._rows = self._gaps.rows = GapRows(self)
         how = "and gaps share a step" if reason is None else f"each gap in its own step: {reason}"
         _LOG.info("kvtrie: reuse continues after gaps, %s", how)
 
