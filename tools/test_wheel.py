@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 UV = Path(sys.executable).parent / "uv"
 
-INDEX = ("property", "regressions", "router", "threads", "ledger", "transfer", "unit")
+INDEX = ("property", "regressions", "replay", "router", "threads", "ledger", "transfer", "unit")
 ENGINE = ("engines", "kernels", "calibrate", "cli")
 
 IMPORT = """

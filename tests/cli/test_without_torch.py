@@ -48,6 +48,7 @@ def run(*args: str) -> subprocess.CompletedProcess[str]:
         ("calibrate", "--help"),
         ("check-vllm", "--help"),
         ("lab", "--help"),
+        ("replay", "--help"),
     ],
     ids=" ".join,
 )

@@ -9,6 +9,7 @@ import typer
 
 from kvtrie.cli import calibrate, check_vllm, demo, explain
 from kvtrie.cli import lab as lab_command
+from kvtrie.cli import replay as replay_command
 
 app = typer.Typer(
     name="kvtrie",
@@ -23,6 +24,7 @@ app.command("check-vllm")(check_vllm.check_vllm)
 app.command("demo")(demo.demo)
 app.command("explain")(explain.explain)
 app.command("lab")(lab_command.lab)
+app.command("replay")(replay_command.replay)
 
 
 def _show_version(*, is_asked: bool) -> None:

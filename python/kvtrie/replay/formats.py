@@ -1,0 +1,86 @@
+"""Opens a file of recorded traffic, recognises its format, and reads it.
+
+`FORMATS` lists what is known. To add a format, write a `Format`: ``recognises`` sees the first line
+that is not blank, ``read`` the whole file as a `Source`, and says with ``Source.error`` which line
+is wrong. A file is plain or compressed with gzip. It is read once, from front to back; nothing is
+guessed where two readings are possible.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from kvtrie.replay import hashed
+from kvtrie.replay.source import Source
+from kvtrie.replay.trace import Trace, TraceError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_LENGTHS: Final = re.compile(r"^[^{\[]*(tokens|length)", re.IGNORECASE)
+_ONLY_LENGTHS: Final = (
+    "the file has lengths only: without the prompts' content no hit rate can be computed "
+    "(it is for load)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """One format.
+
+    Attributes:
+        name: Its name in reports.
+        recognises: Whether the first line is of it.
+        read: Reads it, with the tokens per block that the caller gave, or None.
+    """
+
+    name: str
+    recognises: Callable[[str], bool]
+    read: Callable[[Source, int | None], Trace]
+
+
+FORMATS: Final = (
+    Format("Qwen-Bailian", hashed.is_bailian, hashed.read_bailian),
+    Format("Mooncake", hashed.is_mooncake, hashed.read_mooncake),
+)
+
+
+def read_trace(path: Path | str, block_size: int | None = None) -> Trace:
+    """Read a file of a known format.
+
+    Args:
+        path: The file.
+        block_size: Tokens per block, where the file does not say it. None: what the format has, or
+            what lengths and numbers of blocks allow.
+
+    Raises:
+        TraceError: The file cannot be read, is of no known format, or a line of it is bad.
+    """
+    source = Source(Path(path))
+    first = source.first()
+    for form in FORMATS:
+        if form.recognises(first):
+            return form.read(source, block_size)
+    raise TraceError(path, source.first_line, _why_unknown(first))
+
+
+def _why_unknown(first: str) -> str:
+    known = ", ".join(form.name for form in FORMATS)
+    try:
+        found: Any = json.loads(first)
+    except ValueError:
+        if _LENGTHS.match(first):
+            return _ONLY_LENGTHS
+        if first.startswith("{"):
+            return "not JSON: the line is cut off, or not one object"
+        return f"unknown format (known: {known})"
+    if isinstance(found, dict):
+        if "version" in found:
+            return f"unknown format or version {str(found['version'])[:40]!r} (known: {known})"
+        if "input_length" in found:
+            return _ONLY_LENGTHS
+    return f"unknown format (known: {known})"

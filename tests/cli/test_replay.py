@@ -1,0 +1,209 @@
+"""``kvtrie replay``: what it prints and writes, sizes in bytes, and bad input."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree as ET
+
+import pytest
+from tests.cli.test_lab import Page
+from tests.cli.test_without_torch import run as run_without_torch
+from tests.replay.traffic import mooncake, simulated, write
+from typer.testing import CliRunner
+
+from kvtrie.cli.app import app
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from typer.testing import Result
+
+# 2 layers, 2 heads of 32, K and V, 4 bytes: 1,024 bytes per token.
+CONFIG = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "hidden_size": 128,
+    "torch_dtype": "float32",
+}
+ROWS = mooncake(seed=4, num=300)
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+    return write(tmp_path / "traffic.jsonl.gz", ROWS)
+
+
+def run(*args: object) -> Result:
+    return CliRunner().invoke(app, ["replay", *map(str, args)])
+
+
+def test_tables_over_ten_sizes(log: Path) -> None:
+    done = run(log)
+    assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    assert f"(Mooncake): {len(ROWS)} requests, " in lines[0]
+    assert lines[1] == "moved runs not visible: the trace names blocks and shows no tokens"
+    assert re.search(r"^hit rate +\n", done.stdout, re.MULTILINE)
+    rows = re.findall(r"^ *[\d,]+ +[\d.]+ % .*", done.stdout, re.MULTILINE)
+    assert len(rows) == 10
+    for row in rows:
+        assert re.search(r"% +reasoning not marked +at least [\d.]+ %, moved runs not visible", row)
+    assert re.search(r"^ +no limit +[\d.]+ %", done.stdout, re.MULTILINE)
+    assert re.search(r"^prompt tokens computed +\n", done.stdout, re.MULTILINE)
+    assert done.stderr.startswith(f"reading {log}\n1/10 ")
+
+
+def test_a_size_in_bytes_is_answered_in_bytes_and_tokens(log: Path, tmp_path: Path) -> None:
+    # 4 MiB are 4,096 tokens of 1,024 bytes, 64 blocks of 64 tokens.
+    done = run(log, "--pool", "4MiB", "--pool", "0.008G", "--model", tmp_path / "config.json")
+    assert done.exit_code == 0, done.output
+    prompts = sum(row["input_length"] for row in ROWS)
+    found = simulated(ROWS, 64, 64, "lru")
+    size = re.escape(f"a pool of {4096 * 1024 / 1e9:.1f} GB (4,096 tokens): prefix, LRU finds ")
+    rate = re.escape(f"{100 * found / prompts:.1f} % and computes ")
+    assert re.search(f"^{size}{rate}", done.stdout, re.MULTILINE)
+    assert f"({prompts - found:,} tokens)" in done.stdout
+    assert "kvtrie finds " in done.stdout
+    assert "as exact KV (moved runs not visible)" in done.stdout
+    assert "(7,808 tokens): prefix, LRU" in done.stdout
+    assert "prefix reuse without limits finds " in done.stdout
+    assert "KV computed, in GB" in done.stdout
+
+
+def test_json(log: Path, tmp_path: Path) -> None:
+    done = run(log, "--json", "--pool", "4096", "--model", tmp_path)
+    assert done.exit_code == 0, done.output
+    document: dict[str, Any] = json.loads(done.stdout)
+    assert (document["block_size"], document["bytes_per_token"]) == (64, 1024)
+    assert not document["shows_moved_runs"]
+    (row,) = document["rows"]
+    assert (row["num_blocks"], row["num_tokens"]) == (64, 4096)
+    assert row["prefix"]["exact"] == row["kvtrie"]["exact"] == simulated(ROWS, 64, 64, "lru")
+    assert (row["kvtrie"]["approximate"], row["dead_first"]) == (None, None)
+    assert row["optimum"]["exact"] == simulated(ROWS, 64, 64, "optimum")
+
+
+def test_an_overlay_is_called_synthetic_everywhere(log: Path, tmp_path: Path) -> None:
+    args = ("--overlay", "W01", "--svg", tmp_path / "a.svg", "--html", tmp_path / "a.html")
+    done = run(log, *args)
+    assert done.exit_code == 0, done.output
+    said = "replies and reasoning are synthetic (overlay W01): the trace marks none"
+    assert said in done.stdout
+    assert "not visible" not in done.stdout
+    assert "not marked" not in done.stdout
+    assert said in Page((tmp_path / "a.html").read_text(encoding="utf-8")).text
+    assert "with synthetic reasoning (W01)" in (tmp_path / "a.svg").read_text(encoding="utf-8")
+    assert json.loads(run(log, "--overlay", "W11", "--json").stdout)["synthetic"] == "W11"
+
+
+def test_the_plot_has_a_mark_for_each_size_and_policy(log: Path, tmp_path: Path) -> None:
+    done = run(log, "--svg", tmp_path / "plot.svg")
+    assert done.exit_code == 0, done.output
+    picture = ET.fromstring((tmp_path / "plot.svg").read_text())  # noqa: S314 - our own
+    assert picture.tag.endswith("svg")
+    lines = [one.get("points", "").split() for one in picture.iter() if "polyline" in one.tag]
+    drawn = [one for one in lines if len(one) == 10]
+    assert len(drawn) == 3  # prefix, kvtrie, optimum
+    assert drawn[0] == drawn[1] != drawn[2]
+    words = [one.text for one in picture.iter() if one.tag.endswith("text")]
+    assert "kvtrie, exact part (moved runs not visible)" in words
+    assert "offline optimum" in words
+    assert "size of the pool in tokens" in words
+    heights = [float(point.split(",")[1]) for point in drawn[0]]
+    assert heights == sorted(heights, reverse=True)
+
+
+def test_the_plot_of_one_size(log: Path, tmp_path: Path) -> None:
+    done = run(log, "--svg", tmp_path / "plot.svg", "--pool", "4096", "--bytes-per-token", "7")
+    assert done.exit_code == 0, done.output
+    text = (tmp_path / "plot.svg").read_text(encoding="utf-8")
+    assert ET.fromstring(text) is not None  # noqa: S314 - our own
+    assert "size of the pool in GB" in text
+    assert "nan" not in text
+
+
+def test_the_page_is_complete_in_one_file(log: Path, tmp_path: Path) -> None:
+    done = run(log, "--html", tmp_path / "page.html", "--pool", "4096")
+    assert done.exit_code == 0, done.output
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    page = Page(text)
+    assert not page.open
+    assert not page.references
+    assert "<script" not in text
+    assert "<svg " in text
+    assert "moved runs not visible" in page.text
+    assert "a pool of 4,096 tokens: prefix, LRU finds" in page.text
+    names = {one.name for one in tmp_path.iterdir()}
+    assert names == {"config.json", "traffic.jsonl.gz", "page.html"}
+
+
+def test_no_torch_is_needed(log: Path, tmp_path: Path) -> None:
+    out = ("--html", str(tmp_path / "a.html"), "--model", str(tmp_path), "--pool", "4MB")
+    done = run_without_torch("replay", str(log), *out)
+    assert done.returncode == 0, done.stderr
+    assert "prefix, LRU" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["none"], "kvtrie: none: No such file or directory"),
+        (["empty"], "kvtrie: empty: the file is empty"),
+        (
+            ["cut"],
+            f"kvtrie: cut, line {len(ROWS)}: not JSON: the line is cut off, or not one object",
+        ),
+        (["other"], "kvtrie: other, line 1: unknown format (known: "),
+        (["version"], "kvtrie: version, line 1: unknown format or version '9' (known: "),
+        (["azure.csv"], "kvtrie: azure.csv, line 1: the file has lengths only: "),
+        (["traffic.jsonl.gz", "--pool", "64G"], "kvtrie: --pool 64G is in bytes, so it needs --mo"),
+        (["traffic.jsonl.gz", "--pool", "much"], "kvtrie: --pool 'much' is not a number of tokens"),
+        (["traffic.jsonl.gz", "--pool", "3"], "kvtrie: --pool 3 is 0 blocks of 64 tokens, not"),
+        (["traffic.jsonl.gz", "--pool", "128"], "kvtrie: traffic.jsonl.gz, line "),
+        (["traffic.jsonl.gz", "--overlay", "W99"], "kvtrie: --overlay 'W99' is not one of W01, "),
+        (["traffic.jsonl.gz", "--model", "nowhere"], "kvtrie: nowhere: No such file or directory"),
+        (["traffic.jsonl.gz", "--model", "cut"], "kvtrie: cut: not JSON: "),
+        (["traffic.jsonl.gz", "--model", "list"], "kvtrie: list: not a model's config: not a JSON"),
+        (["traffic.jsonl.gz", "--model", "mamba"], "kvtrie: mamba: KVLayout.from_config: cannot "),
+        (
+            ["traffic.jsonl.gz", "--model", "config.json", "--bytes-per-token", "9"],
+            "kvtrie: give --model or --bytes-per-token, not both",
+        ),
+    ],
+)
+def test_bad_input_is_one_sentence_and_writes_nothing(
+    args: list[str], said: str, log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert log.parent == tmp_path
+    text = "".join(json.dumps(row) + "\n" for row in ROWS)
+    for name, content in {
+        "empty": "",
+        "cut": text[:-9],
+        "other": '{"messages": []}\n',
+        "version": '{"version": 9}\n',
+        "azure.csv": "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16,4808,10\n",
+        "list": "[1]",
+        "mamba": json.dumps(CONFIG | {"state_size": 16}),
+    }.items():
+        (tmp_path / name).write_text(content, encoding="utf-8")
+    before = set(tmp_path.iterdir())
+    done = run(*args, "--html", "out.html", "--svg", "out.svg")
+    assert done.exit_code == 2, done.output
+    assert done.stdout == ""
+    errors = [line for line in done.stderr.splitlines() if line.startswith("kvtrie: ")]
+    assert len(errors) == 1
+    assert errors[0].startswith(said)
+    assert set(tmp_path.iterdir()) == before
+
+
+def test_a_picture_that_cannot_be_written(log: Path, tmp_path: Path) -> None:
+    done = run(log, "--svg", tmp_path / "none" / "out.svg")
+    assert done.exit_code == 3
+    assert done.stderr.splitlines()[-1].startswith("kvtrie: cannot write ")
