@@ -77,6 +77,10 @@ def test_what_should_be_changed_is_no_error() -> None:
         ({"kv_roll": "kv_both"}, "unknown key 'kv_roll'; did you mean 'kv_role'?"),
         ({"kv_connector_extra_config": []}, "kv_connector_extra_config must be a mapping, not []"),
         (extra(gates="unchecked"), "unknown key 'gates'; did you mean 'gate'?"),
+        (
+            extra(gate="unchecked", policy={"recompute_shares": 0.2}),
+            "policy: unknown key 'recompute_shares'; did you mean 'recompute_share'?",
+        ),
         (extra(policy={"min_run": -1}), "policy: "),
         (extra(events={"endpoint": "tcp://*:5558"}), "events needs vLLM's own"),
     ],

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -63,6 +64,9 @@ def test_settings_are_refused_before_a_weight_is_loaded(
         ask({"gate": "unchecked"})
     # What is the same to the probe serves exact reuse.
     assert not ask({})
+    # Transfers have no gate to remove.
+    with pytest.raises(_support.UnsupportedError, match=r"a kvtrie that supports this one$"):
+        _support.check_version(has_modes=False)
 
 
 def test_the_log_says_what_will_be_reused() -> None:
@@ -161,9 +165,16 @@ def test_the_seed_is_random_unless_said_and_in_no_log() -> None:
 
 
 def test_a_request_names_its_conversation() -> None:
-    read = _settings.request_session
+    def read(given: dict[str, Any] | None, session_id: object = None) -> str | None:
+        request: Any = SimpleNamespace(kv_transfer_params=given, session_id=session_id)
+        return _settings.session_of(request)
+
     assert read(None) is read({}) is read({"kvtrie": "exact"}) is None
-    assert read({"session": "chat-7"}) == "chat-7"
+    assert read({"session": "chat-7"}) == read({"session": "chat-7"}, "8") == "chat-7"
+    # The moving modes ignored vLLM's own.
+    assert read(None, "8") == read({}, "8") == "8"
     for wrong in ("", "s" * 257, 7, ["a"], "\ud800"):
         with pytest.raises(_settings.SettingsError, match="session must be a text of 1 to 256"):
             read({"session": wrong})
+        with pytest.raises(_settings.SettingsError, match="session_id must be a text of 1 to 256"):
+            read(None, wrong)

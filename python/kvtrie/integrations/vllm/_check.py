@@ -66,7 +66,7 @@ def check(transfer: str, *, events: str | None = None, scheduler: str | None = N
     if template.text is not None:
         said.append(f"chat template: {template.source}")
     _check_events(settings, events)
-    if settings.is_exact and scheduler is not None:
+    if settings.is_exact and scheduler == SCHEDULER:
         _refuse('"mode": "exact" has no gaps to continue after: omit --scheduler-cls')
     if settings.is_exact:
         pass

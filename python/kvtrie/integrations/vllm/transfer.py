@@ -82,7 +82,7 @@ class CheckedTransfer:
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
-        _support.check(vllm_config, kv_cache_config)
+        _support.check(vllm_config, kv_cache_config, has_modes=False)
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._key = _key(extra)
         self._space: dict[str, Any] = {
