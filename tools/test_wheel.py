@@ -20,7 +20,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 UV = Path(sys.executable).parent / "uv"
 
-INDEX = ("property", "regressions", "replay", "router", "threads", "ledger", "transfer", "unit")
+INDEX = (
+    *("property", "record", "regressions", "replay", "router", "threads", "ledger", "transfer"),
+    "unit",
+)
 ENGINE = ("engines", "kernels", "calibrate", "cli")
 
 IMPORT = """
