@@ -39,6 +39,7 @@ from kvtrie.calibrate._steps import (
     count_measured,
 )
 from kvtrie.calibrate._tally import FLOOR, Observed, Tally
+from kvtrie.calibrate.logged import Session
 from kvtrie.models.directory import checked_model_dir
 from kvtrie.models.fingerprint import (
     CheckpointError,
@@ -156,7 +157,7 @@ def calibrate(
     path: str | PathLike[str],
     *,
     policies: Sequence[str] = named.DEFAULT,
-    conversations: Sequence[Conversation] | None = None,
+    conversations: Sequence[Conversation] | Sequence[Session] | None = None,
     is_recall: bool = False,
     chosen_edits: Sequence[str] | None = None,
     thresholds: gates.Thresholds | None = None,
@@ -179,7 +180,7 @@ def calibrate(
         path: A model directory; nothing is downloaded and no code of it runs.
         policies: Names, see ``kvtrie.calibrate.policies``; exact reuse and the controls are
             measured without being named.
-        conversations: Recorded ones; None for the shipped edits.
+        conversations: Recorded ones, or sessions of a log; None for the shipped edits.
         is_recall: Replay the recall task, which the shipped models know, instead of shipped edits.
         chosen_edits: Names of edits; None: all of them.
         thresholds: By which an edit's verdicts become clear.
@@ -231,6 +232,7 @@ def calibrate(
     for source in sources:
         for number in range(source.most if conversations is not None else 1):
             _check_lengths(model, source.make(number)[0])
+            _check_vocabulary(model, source.make(number)[0])
     run: dict[str, Any] = {
         "version": version("kvtrie"),
         "torch": torch.__version__,
@@ -475,8 +477,15 @@ def _recall(renderer: Renderer, seed: int, most: int) -> list[_Conversations]:
     return [source(scenario) for scenario in _RECALL]
 
 
-def _recorded(renderer: Renderer, conversations: Sequence[Conversation]) -> list[_Conversations]:
-    found = [renderer.steps(one.messages, RECORDED, tools=one.tools) for one in conversations]
+def _recorded(
+    renderer: Renderer, conversations: Sequence[Conversation] | Sequence[Session]
+) -> list[_Conversations]:
+    found = [
+        list(one.steps)
+        if isinstance(one, Session)
+        else renderer.steps(one.messages, RECORDED, tools=one.tools)
+        for one in conversations
+    ]
     kept = [steps for steps in found if count_measured(steps)[0] > 1]
     if not kept:
         msg = (
@@ -529,6 +538,18 @@ def _load(directory: Path, device: str, dtype: str) -> tuple[Any, Any]:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         msg = f"cannot load the model in {directory}: {reason}"
         raise CalibrationError(msg) from error
+
+
+def _check_vocabulary(model: Model, steps: Sequence[Step]) -> None:
+    embeddings: Any = model.model.get_input_embeddings()
+    size = int(embeddings.weight.shape[0])
+    largest = max(max((*step.prompt, *step.reply)) for step in steps)
+    if largest >= size:
+        msg = (
+            f"a prompt has token id {largest}, and the model's vocabulary has {size}: the log is "
+            "of another model"
+        )
+        raise CalibrationError(msg)
 
 
 def _check_lengths(model: Model, steps: Sequence[Step]) -> None:

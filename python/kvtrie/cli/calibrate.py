@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from kvtrie import KvTrieError, gates
+from kvtrie.calibrate import logged, shipped
 from kvtrie.calibrate import policies as named
-from kvtrie.calibrate import shipped
 from kvtrie.calibrate._partial import Partial, PartialError, PartialWriteError
 from kvtrie.cli import _process
 from kvtrie.cli._failure import fail, need
@@ -45,7 +45,8 @@ def calibrate(
         typer.Option(
             metavar="FILE",
             help="Chat file of recorded conversations with their replies; replies to judge to the "
-            'letter have "scored": true (default: the shipped edits).',
+            'letter have "scored": true. Or a log of a recorder with token ids (default: the '
+            "shipped edits).",
         ),
     ] = None,
     as_json: Annotated[
@@ -246,9 +247,9 @@ def _write(gate: gates.Gate, out: Path) -> None:
         fail(f"{out}: {error}")
 
 
-def _conversations(path: Path) -> list[Conversation]:
+def _conversations(path: Path) -> list[Conversation] | list[logged.Session]:
     try:
-        return load_conversations(path)
+        return logged.sessions(path) if logged.is_log(path) else load_conversations(path)
     except OSError as error:
         fail(f"{path}: {error.strerror or error}")
     except ValueError as error:

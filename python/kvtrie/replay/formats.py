@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from kvtrie.replay import hashed
+from kvtrie.replay import hashed, logged
 from kvtrie.replay.source import Source
 from kvtrie.replay.trace import Trace, TraceError
 
@@ -44,6 +44,7 @@ class Format:
 
 
 FORMATS: Final = (
+    Format(logged.NAME, logged.is_log, logged.read_log),
     Format("Qwen-Bailian", hashed.is_bailian, hashed.read_bailian),
     Format("Mooncake", hashed.is_mooncake, hashed.read_mooncake),
 )
