@@ -257,6 +257,10 @@ bench-vllm: $(VLLM_ENV)/.kvtrie ## what the vLLM connector saves on edited histo
 	OMP_NUM_THREADS=1 $(VLLM_ENV)/bin/python benches/vllm_connector/edited_histories.py
 	OMP_NUM_THREADS=1 $(VLLM_ENV)/bin/python benches/vllm_connector/overhead.py
 
+.PHONY: bench-vllm-recording
+bench-vllm-recording: $(VLLM_ENV)/.kvtrie ## processor time of a request with a log, next to none
+	OMP_NUM_THREADS=1 $(VLLM_ENV)/bin/python benches/vllm_connector/recording.py
+
 .PHONY: bench-vllm-steps
 bench-vllm-steps: $(VLLM_ENV)/.kvtrie ## time to the first token with all gaps of a prompt in one step, next to one step for each
 	OMP_NUM_THREADS=1 $(VLLM_ENV)/bin/python benches/vllm_connector/one_step.py
@@ -315,7 +319,7 @@ test-wheel: dist/.built ## the wheel in clean environments: index tests with num
 # The oldest versions that pyproject.toml allows.
 FLOORS_ENV := target/test-floors
 FLOORS_FLAGS ?=
-FLOOR_TESTS := $(addprefix tests/,unit regressions replay router ledger transfer threads tags engines kernels calibrate cli)
+FLOOR_TESTS := $(addprefix tests/,unit record regressions replay router ledger transfer threads tags engines kernels calibrate cli)
 
 $(FLOORS_ENV)/.packages: constraints/floors.txt | $(VENV)/.packages
 	@echo "test-floors: the oldest packages (up to 5 GB on disk)"

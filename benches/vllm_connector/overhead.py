@@ -137,11 +137,13 @@ STEPS = (
 class Bench:
     """The engine, and the member that is in place of its connector."""
 
-    def __init__(self, model: Path, num_blocks: int, *, is_exact: bool = False) -> None:
+    def __init__(
+        self, model: Path, num_blocks: int, *, is_exact: bool = False, **settings: object
+    ) -> None:
         how = {"mode": "exact"} if is_exact else {"gate": "unchecked"}
         self.engine = Engine(
             model,
-            connector={**how, "chat_format": FORMAT},
+            connector={**how, "chat_format": FORMAT, **settings},
             blocks=num_blocks,
             shadow=False,
             # A step then returns the tokens that it computes.

@@ -93,6 +93,27 @@ def test_what_vllm_would_refuse(changes: dict[str, Any], why: str) -> None:
     assert why in line
 
 
+def test_recording_and_shadow_mode(tmp_path: Path) -> None:
+    log = str(tmp_path / "log")
+    code, out, _ = run(**extra(shadow=True, record=log))
+    assert code == 0
+    assert "shadow mode: counts what would be moved without a gate, and moves nothing" in out
+    assert not (tmp_path / "log").exists()
+    for given, why in (
+        ({"shadow": True, "mode": "exact"}, '"shadow" only counts'),
+        ({"shadou": True}, "unknown key 'shadou'; did you mean 'shadow'?"),
+        (
+            {"record": {"path": log, "rates": 1}},
+            "record: unknown key 'rates'; did you mean 'rate'?",
+        ),
+        ({"record": {"path": log, "key_file": f"{log}.key"}}, f"key_file: {log}.key: No such file"),
+        ({"record": str(tmp_path)}, f"record: path: {tmp_path}: it is a directory"),
+    ):
+        code, out, err = run(**extra(**given))
+        assert (code, out) == (2, "")
+        assert why in err
+
+
 def test_a_gate_file_that_cannot_be_read(tmp_path: Path) -> None:
     path = tmp_path / "model.gate.json"
     code, _, err = run(**extra(gate=str(path)))

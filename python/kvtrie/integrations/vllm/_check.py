@@ -59,9 +59,10 @@ def check(transfer: str, *, events: str | None = None, scheduler: str | None = N
     if not isinstance(extra, Mapping):
         _refuse(f"--kv-transfer-config: kv_connector_extra_config must be a mapping, not {extra!r}")
     settings = Settings.read(extra)
-    _version.check_version(moves=settings.gate is not None)
+    _version.check_version(moves=settings.moves)
     how = "tested" if _version.is_tested() else "untested: --probe says whether it looks the same"
     said = [f"vLLM {_version.running()} is {how}", _reuse(settings)]
+    settings.check_record()
     template = _template.served(settings)
     if template.text is not None:
         said.append(f"chat template: {template.source}")
@@ -109,7 +110,7 @@ def _check_multi(
         children,
         scheduler=scheduler,
         publishes=bool(theirs.get("enable_kv_cache_events")),
-        moves=_extra(children).get("gate") is not None,
+        moves=_extra(children).get("gate") is not None and not _extra(children).get("shadow"),
         is_exact=_extra(children).get("mode") == "exact",
     )
     checked: list[Mapping[str, Any]] = children or []
@@ -129,6 +130,8 @@ def _extra(children: object) -> Mapping[str, Any]:
 def _reuse(settings: Settings) -> str:
     if settings.is_exact:
         return "exact mode: nothing is moved"
+    if settings.shadow and settings.gate in (None, "unchecked"):
+        return "shadow mode: counts what would be moved without a gate, and moves nothing"
     if settings.gate is None:
         return "exact reuse only (no gate)"
     if settings.gate == "unchecked":
@@ -138,7 +141,8 @@ def _reuse(settings: Settings) -> str:
     except OSError as error:
         msg = f"gate {settings.gate}: {error.strerror or error}"
         raise gates.GateError(msg) from error
-    return f"gate {settings.gate}, of {gate.model}: vLLM compares it with what it serves"
+    said = f"gate {settings.gate}, of {gate.model}: vLLM compares it with what it serves"
+    return f"shadow mode: moves nothing; {said}" if settings.shadow else said
 
 
 def _check_events(settings: Settings, given: str | None) -> None:

@@ -188,6 +188,7 @@ class ExactPlanner(Half):
             return
         block_ids = tables[self._first]
         self._offers.offer(request, live, block_ids, has_ended=True)
+        self._record(request, live)
         same = [tables[at] for at in self._same]
         num_shared = self._num_shared(live)
         loops = self._calls(request, live)

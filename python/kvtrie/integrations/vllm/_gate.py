@@ -43,6 +43,9 @@ _FIX: Final = (
 
 def decision_of(settings: Settings, vllm_config: VllmConfig) -> gates.Decision:
     """What requests may reuse; its ``of`` decides on each plan."""
+    if settings.gate is None and settings.shadow:
+        reason = "shadow mode counts without a gate"
+        return gates.Decision(settings.wanted(), is_cleared=True, reason=reason)
     if settings.gate is None:
         return gates.Decision(EXACT_ONLY, is_cleared=True, reason="there is no gate")
     wanted = settings.wanted()

@@ -13,6 +13,7 @@ from kvtrie.integrations.vllm._held import Held
 from kvtrie.integrations.vllm._loads import Loads
 from kvtrie.integrations.vllm._offers import Offers
 from kvtrie.integrations.vllm._reasons import Reasons
+from kvtrie.integrations.vllm._recording import Recording
 from kvtrie.integrations.vllm._requests import LiveRequest, adapter_of
 from kvtrie.integrations.vllm._runners import MovedRequests
 from kvtrie.integrations.vllm._sources import Sources
@@ -100,6 +101,10 @@ class Half:
         self._failures = Failures(manager, block_size)
         self._loads = Loads(manager, block_size, counts, self._failures, self._note_surprise)
         self._moved = MovedRequests(vllm_config, manager)
+        options = settings.recorded()
+        self._recording: Recording | None = None
+        if options is not None:
+            self._recording = Recording(options, vllm_config, block_size, counts)
 
     # --- requests ------------------------------------------------------------------------------
 
@@ -227,6 +232,8 @@ class Half:
         """Take note that a step's output is handled, with its failures."""
         self._held.end_step()
         self._failures.done()
+        if self._recording is not None:
+            self.guarded(self._recording.look, self._offers.prefilling)
 
     # --- errors --------------------------------------------------------------------------------
 
@@ -258,10 +265,17 @@ class Half:
             self._drop_pending(request.request_id, live)
         return live
 
+    def _record(self, request: Request, live: LiveRequest) -> None:
+        """Record a finished request, whose blocks are indexed."""
+        if self._recording is not None:
+            self.guarded(self._recording.ended, request, live)
+
     def abandon(self, request_id: str) -> None:
         """Forget the request; vLLM continues with it alone."""
         live = self._live.pop(request_id, None)
         self._offers.forget(request_id)
+        if self._recording is not None:
+            self._recording.forget(request_id)
         if live is not None:
             self._drop_pending(request_id, live)
 
@@ -271,4 +285,6 @@ class Half:
         self.sources.reset()
 
     def shutdown(self) -> None:
-        """Stop what runs in the background: nothing here."""
+        """Stop what runs in the background."""
+        if self._recording is not None:
+            self._recording.close()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from kvtrie.integrations.vllm import _shadow
 from kvtrie.integrations.vllm._tags import count_by_kind
 from kvtrie.integrations.vllm._vllm import RequestStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -51,6 +52,11 @@ class Offers:
     def __len__(self) -> int:
         """The number of admitted requests whose prompts are not computed."""
         return len(self._prefilling)
+
+    @property
+    def prefilling(self) -> Iterable[Request]:
+        """Those requests."""
+        return self._prefilling.values()
 
     def admitted(self, request: Request, live: LiveRequest) -> None:
         if not live.is_offered:
@@ -113,6 +119,8 @@ class Offers:
         counted = count_by_kind(request.num_prompt_tokens, live.account.reused, spans)
         for key, count in counted.items():
             self._counts.add_prompt(*key, count)
+        if live.would is not None:
+            _shadow.count(live.would, self._counts)
         if self._reasons is not None:
             self._reasons.count(request, live, spans)
 

@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from kvtrie._core import EXACT_ONLY, TokenSequence
-from kvtrie.integrations.vllm import _gate, _lineage, _ranges, _template
+from kvtrie.integrations.vllm import _gate, _lineage, _ranges, _shadow, _template
 from kvtrie.integrations.vllm._events import MOVED, Events
 from kvtrie.integrations.vllm._gaps import Gaps
 from kvtrie.integrations.vllm._half import Half
@@ -45,6 +45,8 @@ def summary(settings: Settings, cleared: ReusePolicy, tagger: Tagger | None) -> 
     else:
         why = "no gate" if settings.gate is None else "the gate does not clear the policy"
         reuse = f"exact reuse only ({why})"
+    if settings.shadow:
+        reuse = f"exact reuse; shadow mode counts what would be moved (gate: {settings.gate})"
     return f"{reuse}; {form_of(tagger)}"
 
 
@@ -63,7 +65,7 @@ class Planner(Half):
     ) -> None:
         super().__init__(vllm_config, manager, block_size, settings, decision, counts)
         self._decision = decision
-        cleared = decision.policy
+        cleared = EXACT_ONLY if settings.shadow else decision.policy
         self._cleared = cleared
         self.gaps = Gaps(self._loads, self._moved, self._live, self._pending, self.guarded)
         self._events: Events | None = None
@@ -78,18 +80,24 @@ class Planner(Half):
         """Register a request before vLLM looks it up."""
         if not self._take(request):
             return
-        policy = request_policy(request.kv_transfer_params, self._cleared, self._settings.default)
+        granted = self._decision.policy
+        policy = request_policy(request.kv_transfer_params, granted, self._settings.default)
         session = session_of(request)
         adapter, is_uncalibrated = adapter_of(request), False
         if policy.approximate and not _gate.covers(self._settings, adapter):
             self._counts.add("requests_uncalibrated")
             policy, is_uncalibrated = EXACT_ONLY, True
+        might = policy
+        if self._settings.shadow:
+            policy = EXACT_ONLY
         seq = TokenSequence(request.prompt_token_ids, self._namespace(request))
         reading = None if self._tagger is None else Reading(self._tagger)
         live = LiveRequest(
             seq, policy, reading=reading, session=session, is_uncalibrated=is_uncalibrated
         )
-        if policy.approximate and reading is not None:
+        if self._settings.shadow:
+            live.shadow_policy = might
+        if might.approximate and reading is not None:
             reading.follow(seq)
             live.moved_end = reading.stream.moved_end
         self._live[request.request_id] = live
@@ -118,14 +126,9 @@ class Planner(Half):
 
     def _plan(self, live: LiveRequest) -> ReusePlan | None:
         """A plan for a request, exact if the gate does not clear the kind of edit."""
-        plan = self.sources.plan(live.seq, live.policy, live.session, live.moved_end)
+        plan, decision = self._judged(live, live.policy)
         if not live.policy.approximate:
             return plan
-        decision = self._decision
-        while plan is not None and (judged := decision.of(plan)) is not decision:
-            plan.release()
-            decision = judged
-            plan = self.sources.plan(live.seq, judged.policy, live.session, live.moved_end)
         if not decision.policy.approximate:
             self._counts.add("plans_not_cleared")
             _LOG.debug("kvtrie: planned again, exact: %s", decision.reason)
@@ -133,6 +136,37 @@ class Planner(Half):
             live.is_built_under(decision.policy)
         live.granted, live.verdict = decision.policy, decision.reason
         return plan
+
+    def _judged(self, live: LiveRequest, policy: ReusePolicy) -> tuple[ReusePlan | None, Decision]:
+        """A plan under a policy, and the decision that it is the plan of."""
+        decision = self._decision
+        plan = self.sources.plan(live.seq, policy, live.session, live.moved_end)
+        if not policy.approximate:
+            return plan, decision
+        while plan is not None and (judged := decision.of(plan)) is not decision:
+            plan.release()
+            decision = judged
+            plan = self.sources.plan(live.seq, judged.policy, live.session, live.moved_end)
+        return plan, decision
+
+    def _look_in_shadow(self, request: Request, live: LiveRequest, num_local: int) -> None:
+        """Plan as if KV were moved, at the first admission, and keep the counts."""
+        policy = live.shadow_policy
+        if policy is None or live.account.reached:
+            return
+        plan, decision = self._judged(live, policy)
+        if plan is None:
+            return
+        try:
+            live.would = _shadow.would(
+                plan,
+                num_local,
+                request.num_prompt_tokens,
+                may_begin=lambda token: _lineage.covers(request, token // self._block_size),
+                cleared=decision.policy.approximate or not policy.approximate,
+            )
+        finally:
+            plan.release()
 
     # --- admission ---------------------------------------------------------------------------
 
@@ -144,6 +178,8 @@ class Planner(Half):
         live = self._looked_up(request, num_local)
         if live is None:
             return 0
+        if live.shadow_policy is not None:
+            self.guarded(self._look_in_shadow, request, live, num_local)
         plan = self._plan(live)
         if plan is None:
             self._counts.add("plans_stale")
@@ -258,6 +294,7 @@ class Planner(Half):
         return MOVED, self._cleared.max_hops
 
     def shutdown(self) -> None:
+        super().shutdown()
         if self._events is not None:
             self._events.shutdown()
 
@@ -290,6 +327,7 @@ class Planner(Half):
         if live is None:
             return
         self._offers.offer(request, live, block_ids, has_ended=True)
+        self._record(request, live)
         if (
             self._settings.dead_thinking
             and live.reading is not None

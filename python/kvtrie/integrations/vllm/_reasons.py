@@ -41,7 +41,7 @@ REASONS: Final = {
     "dead_reasoning": "They follow reasoning of a finished turn that vLLM evicted first.",
     "other_adapter": "They are cached under another LoRA adapter.",
     "other_salt": "The latest prompt with the same first block had another cache_salt.",
-    "exact_asked": "Approximate KV would do, but the request asks for exact reuse.",
+    "exact_asked": "Approximate KV would do, but exact reuse is asked for, or shadow mode is on.",
     "uncalibrated": "Likewise, but the gate file does not cover the request's adapter.",
     "not_cleared": "Likewise, but the gate file does not clear this kind of edit.",
     "limited": "Moved runs that the policy's limits forbid.",
@@ -278,6 +278,7 @@ class Reasons:
             kind, code = divmod(at, len(_NAMES))
             self._counts.add_computed(_NAMES[code], names[kind], int(numbers[at]))
             totals[_NAMES[code]] = totals.get(_NAMES[code], 0) + int(numbers[at])
+        live.computed = totals
         if _LOG.isEnabledFor(logging.DEBUG):
             self._say(request, live, totals)
 
@@ -302,7 +303,8 @@ class Reasons:
         if not self._decision.policy.approximate:
             return f"exact reuse: {self._decision.reason}"
         if not live.policy.approximate:
-            return "exact reuse: asked for"
+            is_shadow = live.shadow_policy is not None and live.shadow_policy.approximate
+            return "exact reuse: shadow mode" if is_shadow else "exact reuse: asked for"
         return f"approximate reuse: {live.verdict}"
 
 

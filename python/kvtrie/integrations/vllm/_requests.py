@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kvtrie.integrations.vllm._events import Contents
     from kvtrie.integrations.vllm._reasons import Why
     from kvtrie.integrations.vllm._tags import Reading
+    from kvtrie.record import Would
 
 Range = tuple[int, int]
 # A number of blocks, and the source of their KV.
@@ -79,6 +80,9 @@ class LiveRequest:
         verdict: Why it may reuse what it may, in a sentence.
         is_uncalibrated: Whether it gets exact reuse because the gate does not cover its adapter.
         why: Why tokens of its prompt are computed.
+        computed: Computed tokens of its prompt, by reason.
+        shadow_policy: What it might reuse if shadow mode moved; None without that mode.
+        would: What it would have reused then.
         account: Where the KV of its prompt came from.
         is_counted: Whether `account` is in the stats.
         built_under: What its plans are as strict as at least, which the index keeps as the grade
@@ -107,6 +111,9 @@ class LiveRequest:
     verdict: str = ""
     is_uncalibrated: bool = False
     why: Why | None = None
+    computed: dict[str, int] = field(default_factory=dict)
+    shadow_policy: ReusePolicy | None = None
+    would: Would | None = None
 
     def is_built_under(self, policy: ReusePolicy) -> None:
         """Take note of a plan with approximate KV. Its request may have used others before."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
 
 from kvtrie._core import EXACT_ONLY, ReusePolicy
+from kvtrie.record import RecordOptions, RecordOptionsError
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -63,6 +64,8 @@ class Settings:
     chat_template: str | None = None
     template_arguments: Mapping[str, Any] | None = None
     dead_thinking: bool = True
+    record: str | Mapping[str, Any] | None = None
+    shadow: bool = False
     events: Mapping[str, Any] | None = None
     # A secret.
     seed: int | None = field(default=None, repr=False)
@@ -88,8 +91,41 @@ class Settings:
         """Whether nothing that could be approximate is made at all."""
         return self.mode == "exact"
 
+    @property
+    def moves(self) -> bool:
+        """Whether KV may be approximate."""
+        return self.gate is not None and not self.shadow
+
     def wanted(self) -> ReusePolicy:
         return _policy(self.policy or {})
+
+    def recorded(self) -> RecordOptions | None:
+        """Where finished requests are recorded, and how.
+
+        Raises:
+            SettingsError: The setting is invalid.
+        """
+        if self.record is None:
+            return None
+        try:
+            return RecordOptions.read(self.record)
+        except RecordOptionsError as error:
+            msg = f"{WHERE}: record: {error}"
+            raise SettingsError(msg) from error
+
+    def check_record(self) -> None:
+        """Check that the log can be written.
+
+        Raises:
+            SettingsError: It cannot.
+        """
+        options = self.recorded()
+        try:
+            if options is not None:
+                options.check_files()
+        except RecordOptionsError as error:
+            msg = f"{WHERE}: record: {error}"
+            raise SettingsError(msg) from error
 
     def _check(self) -> None:
         # The user's JSON may contain anything.
@@ -110,6 +146,9 @@ class Settings:
             _refuse("template_arguments", arguments, "a mapping of names to values")
         if not isinstance(given["dead_thinking"], bool):
             _refuse("dead_thinking", given["dead_thinking"], "true or false")
+        if not isinstance(given["shadow"], bool):
+            _refuse("shadow", given["shadow"], "true or false")
+        self.recorded()
         _check_events(given["events"])
         seed = given["seed"]
         if isinstance(seed, bool) or not isinstance(seed, int | None):
@@ -190,6 +229,10 @@ def _check_mode(given: Mapping[str, Any]) -> None:
         raise SettingsError(msg)
     if mode == "approximate" and given.get("gate") is None:
         msg = f'{WHERE}: "mode": "approximate" needs "gate", the model\'s gate file'
+        raise SettingsError(msg)
+    if mode is not None and given.get("shadow") is True:
+        why = "makes approximate KV" if mode == "approximate" else "evicts what would be moved"
+        msg = f'{WHERE}: "shadow" only counts, and "mode": "{mode}" {why}: remove one of them'
         raise SettingsError(msg)
     if mode != "exact":
         return

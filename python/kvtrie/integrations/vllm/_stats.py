@@ -29,6 +29,13 @@ NAMES: Final = {
     "blocks_kept": "Blocks that exact mode kept in the cache for another pass of vLLM's queue.",
     "copies_failed": "Blocks whose copy failed and that vLLM computed.",
     "requests_other_template": "Requests whose prompt the served chat template did not render.",
+    "tokens_would_be_exact": "Shadow mode: prompt tokens that would be exact KV.",
+    "tokens_would_move": "Shadow mode: prompt tokens that would be approximate KV.",
+    "tokens_would_follow_gaps": "Shadow mode: those of both that need KvtrieScheduler.",
+    "tokens_would_compute": "Shadow mode: prompt tokens that would be computed.",
+    "plans_would_not_clear": "Shadow mode: plans of kinds that the gate does not clear.",
+    "records_written": "Requests written to the log of the setting record.",
+    "records_dropped": "Requests that were to be written to it, and were not.",
     "errors": "Errors after which a request continued without kvtrie.",
 }
 _PROMPT: Final = "prompt_tokens"

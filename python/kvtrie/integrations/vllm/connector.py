@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+from kvtrie._core import EXACT_ONLY
 from kvtrie.integrations.vllm import _events, _gate, _support, _template, _version
 from kvtrie.integrations.vllm._copies import Copies, rope_of
 from kvtrie.integrations.vllm._exact import ExactPlanner
@@ -50,10 +51,11 @@ def check_early(extra_config: Mapping[str, Any]) -> None:
         GateError: The gate file cannot be read.
     """
     settings = Settings.read(extra_config)
-    _support.check_version(moves=settings.gate is not None)
+    _support.check_version(moves=settings.moves)
     probe()
     _gate.read(settings)
     _template.served(settings)
+    settings.check_record()
 
 
 class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
@@ -80,15 +82,16 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         probe_connector(self)
         self._settings = Settings.read(self._kv_transfer_config.kv_connector_extra_config)
-        moves = self._settings.gate is not None
+        moves = self._settings.moves
         is_exact = self._settings.is_exact
         _support.check(vllm_config, kv_cache_config, moves=moves, is_exact=is_exact)
         if not _version.is_tested():
             _LOG.warning("kvtrie: vLLM %s is untested; it looks the same", _version.running())
         self._decision = _gate.decision_of(self._settings, vllm_config)
-        self._cleared = self._decision.policy
-        if self._cleared.approximate:
+        # In shadow mode, too: what moving would refuse has no counts.
+        if self._decision.policy.approximate:
             rope_of(vllm_config)
+        self._cleared = EXACT_ONLY if self._settings.shadow else self._decision.policy
         self._block_size: int = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self._is_among_others = _support.check_others(vllm_config, moves=moves, is_exact=is_exact)
         self._counts = Counts()
@@ -119,7 +122,8 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
             self._bind_exact(kv_cache_manager)
             return
         _support.check_pool(kv_cache_manager.block_pool, self._block_size)
-        publisher = _events.publisher(self._settings.events, self._vllm_config)
+        events = None if self._settings.shadow else self._settings.events
+        publisher = _events.publisher(events, self._vllm_config)
         self._planner = Planner(
             self._vllm_config,
             kv_cache_manager,
