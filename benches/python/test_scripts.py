@@ -16,12 +16,13 @@ import hostile
 import limits
 import moved
 import pytest
-import record
 import reuse
 import traces
 import turns
 from forest import QUICK
 from workloads.registry import WORKLOADS
+
+import record
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tests.replay.traffic import Row, bailian, full_blocks, mooncake, prefixes, write
 
-from kvtrie.replay import FORMATS, Format, Source, Trace, TraceError, formats, read_trace
+from kvtrie.replay import FORMATS, Trace, TraceError, TraceFile, TraceFormat, formats, read_trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -128,13 +128,13 @@ def test_a_file_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
 
 
 def test_one_more_format_can_be_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def read(source: Source, block_size: int | None) -> Trace:
+    def read(source: TraceFile, block_size: int | None) -> Trace:
         lines = list(source.lines())
         if len(lines) < 2:
             raise source.error(1, "there is a header alone")
         return Trace(str(source.path), "ours", block_size or 8, (), 0)
 
-    ours = Format("ours", lambda first: first.startswith("ours "), read)
+    ours = TraceFormat("ours", lambda first: first.startswith("ours "), read)
     monkeypatch.setattr(formats, "FORMATS", (*FORMATS, ours))
     path = tmp_path / "t"
     path.write_text("ours 1\nx\n", encoding="utf-8")

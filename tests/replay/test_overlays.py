@@ -14,7 +14,7 @@ from kvtrie.replay import OVERLAYS, Overlay, Trace, TraceError, chain_keys, read
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kvtrie.replay.trace import Request, Tokens
+    from kvtrie.replay.trace import Tokens, TraceRequest
 
 
 def chat(path: Path, num: int) -> Trace:
@@ -23,7 +23,7 @@ def chat(path: Path, num: int) -> Trace:
     return read_trace(write(path / "chat.jsonl", rows))
 
 
-def texts(request: Request) -> tuple[Tokens, Tokens]:
+def texts(request: TraceRequest) -> tuple[Tokens, Tokens]:
     assert request.tokens is not None
     return request.tokens()
 

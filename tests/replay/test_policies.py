@@ -12,9 +12,9 @@ from tests.replay.traffic import Path_, bailian, mooncake, prefixes, simulated, 
 import kvtrie
 from kvtrie.replay import (
     OVERLAYS,
-    Request,
     Trace,
     TraceError,
+    TraceRequest,
     chain_keys,
     default_sizes,
     from_keys,
@@ -104,7 +104,7 @@ def with_replies(seed: int, num: int = 1000) -> Trace:
         if len(chat) > 12:
             chats.append([])
             chats.remove(chat)
-        requests.append(Request(number + 1, first + 1, NONE, NONE, dead))
+        requests.append(TraceRequest(number + 1, first + 1, NONE, NONE, dead))
         # A sum of names stands for all ids before it: they are drawn once each.
         prompts.append(np.cumsum(np.array(prompt, dtype=np.uint64)))
         cached.append(np.cumsum(np.array(whole, dtype=np.uint64)))
@@ -177,7 +177,7 @@ def with_tokens(seed: int, num: int = 1000) -> Trace:
         chats[at] = whole.tolist()
         session = f"{at}" if seed % 2 else None
         tokens = lambda both=(prompt, whole): both  # noqa: E731 - bound at once
-        requests.append(Request(number + 1, len(prompt), NONE, NONE, (), tokens, session))
+        requests.append(TraceRequest(number + 1, len(prompt), NONE, NONE, (), tokens, session))
         prompts.append(chain_keys(prompt, 8))
         cached.append(chain_keys(whole, 8))
     return from_keys(Trace("t", "test", 8, (), 0), requests, prompts, cached)

@@ -13,7 +13,7 @@ from kvtrie.replay.report import NOT_MARKED, NOT_VISIBLE, POLICIES
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvtrie.replay import Found, PoolRow, TrafficReport
+    from kvtrie.replay import PoolRow, ReuseFigures, TrafficReport
 
 _GB: Final = 1e9
 
@@ -86,7 +86,7 @@ def answers(report: TrafficReport) -> list[str]:
 
 
 def _table(
-    report: TrafficReport, title: str, cell: Callable[[Found], str], bound: str
+    report: TrafficReport, title: str, cell: Callable[[ReuseFigures], str], bound: str
 ) -> tuple[str, list[str], list[list[str]]]:
     each = report.bytes_per_token
     sizes = ["pool, tokens", *(["pool, GB"] if each else [])]
@@ -99,8 +99,8 @@ def _table(
     return title, [*sizes, *POLICIES.values()], rows
 
 
-def _cell(row: PoolRow, name: str, cell: Callable[[Found], str], bound: str) -> str:
-    found: Found | None = getattr(row, name)
+def _cell(row: PoolRow, name: str, cell: Callable[[ReuseFigures], str], bound: str) -> str:
+    found: ReuseFigures | None = getattr(row, name)
     if found is None:
         return NOT_MARKED
     if found.approximate is None:
@@ -108,11 +108,11 @@ def _cell(row: PoolRow, name: str, cell: Callable[[Found], str], bound: str) -> 
     return cell(found)
 
 
-def _rate(found: Found) -> str:
+def _rate(found: ReuseFigures) -> str:
     return f"{100 * found.hit_rate:.1f} %"
 
 
-def _tokens(found: Found) -> str:
+def _tokens(found: ReuseFigures) -> str:
     return f"{found.computed:,}"
 
 

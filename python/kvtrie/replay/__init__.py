@@ -14,28 +14,28 @@ concurrency and no replies are simulated, except those that a trace or an overla
 reuse takes one pass for all sizes, the optimum one short pass per size, and the index about 10 ns
 per block and size, or 5 to 40 ns per token where the trace shows tokens.
 
-A trace is a file of a known `Format`; `FORMATS` is where another one is added.
+A trace is a file of a known `TraceFormat`; `FORMATS` is where another one is added.
 """
 
 from __future__ import annotations
 
-from kvtrie.replay.formats import FORMATS, Format, read_trace
+from kvtrie.replay.formats import FORMATS, TraceFormat, read_trace
 from kvtrie.replay.overlay import OVERLAYS, Overlay
-from kvtrie.replay.report import Found, PoolRow, TrafficReport, default_sizes, replay
-from kvtrie.replay.source import Source
-from kvtrie.replay.trace import Request, Trace, TraceError, chain_keys, chained, from_keys
+from kvtrie.replay.report import PoolRow, ReuseFigures, TrafficReport, default_sizes, replay
+from kvtrie.replay.source import TraceFile
+from kvtrie.replay.trace import Trace, TraceError, TraceRequest, chain_keys, chained, from_keys
 
 __all__ = [
     "FORMATS",
     "OVERLAYS",
-    "Format",
-    "Found",
     "Overlay",
     "PoolRow",
-    "Request",
-    "Source",
+    "ReuseFigures",
     "Trace",
     "TraceError",
+    "TraceFile",
+    "TraceFormat",
+    "TraceRequest",
     "TrafficReport",
     "chain_keys",
     "chained",

@@ -1,9 +1,9 @@
 """Opens a file of recorded traffic, recognises its format, and reads it.
 
-`FORMATS` lists what is known. To add a format, write a `Format`: ``recognises`` sees the first line
-that is not blank, ``read`` the whole file as a `Source`, and says with ``Source.error`` which line
-is wrong. A file is plain or compressed with gzip. It is read once, from front to back; nothing is
-guessed where two readings are possible.
+`FORMATS` lists what is known. To add a format, write a `TraceFormat`: ``recognises`` sees the first
+line that is not blank, ``read`` the whole file as a `TraceFile`, and says with ``TraceFile.error``
+which line is wrong. A file is plain or compressed with gzip. It is read once, from front to back;
+nothing is guessed where two readings are possible.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtrie.replay import hashed, logged
-from kvtrie.replay.source import Source
+from kvtrie.replay.source import TraceFile
 from kvtrie.replay.trace import Trace, TraceError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ _ONLY_LENGTHS: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Format:
+class TraceFormat:
     """One format.
 
     Attributes:
@@ -40,13 +40,13 @@ class Format:
 
     name: str
     recognises: Callable[[str], bool]
-    read: Callable[[Source, int | None], Trace]
+    read: Callable[[TraceFile, int | None], Trace]
 
 
 FORMATS: Final = (
-    Format(logged.NAME, logged.is_log, logged.read_log),
-    Format("Qwen-Bailian", hashed.is_bailian, hashed.read_bailian),
-    Format("Mooncake", hashed.is_mooncake, hashed.read_mooncake),
+    TraceFormat(logged.NAME, logged.is_log, logged.read_log),
+    TraceFormat("Qwen-Bailian", hashed.is_bailian, hashed.read_bailian),
+    TraceFormat("Mooncake", hashed.is_mooncake, hashed.read_mooncake),
 )
 
 
@@ -61,7 +61,7 @@ def read_trace(path: Path | str, block_size: int | None = None) -> Trace:
     Raises:
         TraceError: The file cannot be read, is of no known format, or a line of it is bad.
     """
-    source = Source(Path(path))
+    source = TraceFile(Path(path))
     first = source.first()
     for form in FORMATS:
         if form.recognises(first):

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from kvtrie.replay.trace import Request, Trace, chained, from_keys
+from kvtrie.replay.trace import Trace, TraceRequest, chained, from_keys
 
 if TYPE_CHECKING:
-    from kvtrie.replay.source import Source
+    from kvtrie.replay.source import TraceFile
     from kvtrie.replay.trace import Keys
 
 _MOONCAKE_SIZES: Final = (512, 64, 16)
@@ -37,7 +37,7 @@ def is_bailian(first: str) -> bool:
     return _has(first, "input_length", "hash_ids", "chat_id", "parent_chat_id")
 
 
-def read_mooncake(source: Source, block_size: int | None) -> Trace:
+def read_mooncake(source: TraceFile, block_size: int | None) -> Trace:
     """Read Mooncake's format: the size of a block follows from lengths and numbers of ids.
 
     Raises:
@@ -46,7 +46,7 @@ def read_mooncake(source: Source, block_size: int | None) -> Trace:
     return _read(source, "Mooncake", (block_size,) if block_size else _MOONCAKE_SIZES)
 
 
-def read_bailian(source: Source, block_size: int | None) -> Trace:
+def read_bailian(source: TraceFile, block_size: int | None) -> Trace:
     """Read Qwen-Bailian's format, 16 tokens per block.
 
     Raises:
@@ -63,8 +63,8 @@ def _has(first: str, *names: str) -> bool:
     return isinstance(found, dict) and all(name in found for name in names)
 
 
-def _read(source: Source, name: str, sizes: tuple[int, ...]) -> Trace:
-    requests: list[Request] = []
+def _read(source: TraceFile, name: str, sizes: tuple[int, ...]) -> Trace:
+    requests: list[TraceRequest] = []
     ids: list[Keys] = []
     for line, text in source.lines():
         length, found = _fields(source, line, text)
@@ -76,7 +76,7 @@ def _read(source: Source, name: str, sizes: tuple[int, ...]) -> Trace:
             reason = f"{len(found)} hash_ids for {length} tokens do not fit blocks of {said} tokens"
             raise source.error(line, reason)
         sizes = fitting
-        requests.append(Request(line, length, _NONE, _NONE))
+        requests.append(TraceRequest(line, length, _NONE, _NONE))
         ids.append(found)
     if len(sizes) > 1:
         said = " and of ".join(map(str, sizes))
@@ -88,7 +88,7 @@ def _read(source: Source, name: str, sizes: tuple[int, ...]) -> Trace:
     return from_keys(empty, requests, keys, keys)
 
 
-def _fields(source: Source, line: int, text: str) -> tuple[int, Keys]:
+def _fields(source: TraceFile, line: int, text: str) -> tuple[int, Keys]:
     try:
         found: Any = json.loads(text)
     except ValueError:

@@ -16,7 +16,7 @@ import kvtrie
 from kvtrie.replay.trace import TraceError
 
 if TYPE_CHECKING:
-    from kvtrie.replay.trace import Request, Tokens, Trace
+    from kvtrie.replay.trace import Tokens, Trace, TraceRequest
 
 _SPACE: Final = kvtrie.Namespace(model="replay", salt=kvtrie.SHARED)
 _OF_ALL: Final = kvtrie.ReusePolicy(scope="namespace")
@@ -97,13 +97,13 @@ def _filled(trace: Trace, num_blocks: int) -> int:
     return min(num_blocks, trace.num_ids + len(trace.longest.cached) + 1)
 
 
-def _tokens(trace: Trace, one: Request) -> tuple[Tokens, Tokens]:
+def _tokens(trace: Trace, one: TraceRequest) -> tuple[Tokens, Tokens]:
     if one.tokens is None:
         raise TraceError(trace.path, one.line, "there are no tokens, so nothing can be planned")
     return one.tokens()
 
 
-def _whole_blocks(one: Request, size: int) -> list[tuple[int, int]]:
+def _whole_blocks(one: TraceRequest, size: int) -> list[tuple[int, int]]:
     """Ranges of blocks that are wholly inside the dead ranges of tokens, which touch none."""
     found = []
     for start, end in one.dead:

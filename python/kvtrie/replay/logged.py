@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from kvtrie.record import Log, LogError
-from kvtrie.replay.trace import Request, Trace, TraceError, chained, from_keys
+from kvtrie.replay.trace import Trace, TraceError, TraceRequest, chained, from_keys
 
 if TYPE_CHECKING:
     from kvtrie.record import Recorded
-    from kvtrie.replay.source import Source
+    from kvtrie.replay.source import TraceFile
     from kvtrie.replay.trace import Tokens
 
 NAME: Final = "kvtrie log"
@@ -39,7 +39,7 @@ def is_log(first: str) -> bool:
     return first.startswith(_BEGINS)
 
 
-def read_log(source: Source, block_size: int | None) -> Trace:
+def read_log(source: TraceFile, block_size: int | None) -> Trace:
     """Read a log, with the files that its recorder has renamed.
 
     Raises:
@@ -78,9 +78,9 @@ def read_log(source: Source, block_size: int | None) -> Trace:
     return from_keys(trace, requests, firsts, keys)
 
 
-def _request(at: int, one: Recorded, tokens: Tokens) -> Request:
+def _request(at: int, one: Recorded, tokens: Tokens) -> TraceRequest:
     session = None if one.session is None else f"{one.space}/{one.session}"
-    made = Request(at, one.num_prompt, _NONE, _NONE, session=session)
+    made = TraceRequest(at, one.num_prompt, _NONE, _NONE, session=session)
     return replace(made, tokens=lambda: (tokens[: one.num_prompt], tokens))
 
 
@@ -95,7 +95,7 @@ class _Numbers:
         self._blocks: dict[int, tuple[Tokens, int]] = {}
         self._windows: dict[int, tuple[Tokens, int]] = {}
 
-    def of(self, source: Source, one: Recorded) -> Tokens:
+    def of(self, source: TraceFile, one: Recorded) -> Tokens:
         """The numbers of a request's tokens."""
         size, window = self._block_size, self._window
         if self._next + one.num_tokens > _MOST_NUMBERS:

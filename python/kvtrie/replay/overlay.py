@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from kvtrie.replay.trace import Request, Trace, TraceError, chain_keys, from_keys
+from kvtrie.replay.trace import Trace, TraceError, TraceRequest, chain_keys, from_keys
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -105,7 +105,7 @@ class _Later:
 class _Texts:
     """Which request continues which, and the tokens of each."""
 
-    def __init__(self, overlay: Overlay, trace: Trace, requests: Sequence[Request]) -> None:
+    def __init__(self, overlay: Overlay, trace: Trace, requests: Sequence[TraceRequest]) -> None:
         self._overlay = overlay
         self._size = trace.block_size
         self._ids: list[Ids] = [one.prompt for one in requests]

@@ -14,7 +14,7 @@ from kvtrie.replay.report import NOT_VISIBLE, POLICIES
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvtrie.replay.report import Found, TrafficReport
+    from kvtrie.replay.report import ReuseFigures, TrafficReport
 
 _WIDTH, _HEIGHT = 760, 430
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 20, 46, 104
@@ -68,7 +68,7 @@ def svg(report: TrafficReport) -> str:
     )
 
 
-def _lines(report: TrafficReport) -> list[tuple[str, list[Found]]]:
+def _lines(report: TrafficReport) -> list[tuple[str, list[ReuseFigures]]]:
     lines = [(name, [getattr(row, name) for row in report.rows]) for name in POLICIES]
     return [(name, line) for name, line in lines if None not in line]
 

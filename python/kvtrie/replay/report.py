@@ -29,7 +29,7 @@ POLICIES: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ReuseFigures:
     """What a policy finds, in prompt tokens summed over all requests.
 
     Attributes:
@@ -62,10 +62,10 @@ class PoolRow:
 
     num_blocks: int
     num_tokens: int
-    prefix: Found
-    dead_first: Found | None
-    kvtrie: Found
-    optimum: Found
+    prefix: ReuseFigures
+    dead_first: ReuseFigures | None
+    kvtrie: ReuseFigures
+    optimum: ReuseFigures
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class TrafficReport:
     marks_reasoning: bool
     bytes_per_token: int | None
     rows: tuple[PoolRow, ...]
-    unlimited: Found
+    unlimited: ReuseFigures
 
     def to_dict(self) -> dict[str, Any]:
         """As a JSON document; sizes are in tokens."""
@@ -195,10 +195,10 @@ def _row(
     )
 
 
-def _found(trace: Trace, exact: int, approximate: int | None = 0) -> Found:
+def _found(trace: Trace, exact: int, approximate: int | None = 0) -> ReuseFigures:
     prompts = _prompts(trace)
     computed = prompts - exact - (approximate or 0)
-    return Found(exact, approximate, computed, 1 - computed / prompts)
+    return ReuseFigures(exact, approximate, computed, 1 - computed / prompts)
 
 
 def _prompts(trace: Trace) -> int:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _GZIP: Final = b"\x1f\x8b"
 
 
-class Source:
+class TraceFile:
     """One file.
 
     Attributes:

@@ -36,7 +36,7 @@ class TraceError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class TraceRequest:
     """One request.
 
     Attributes:
@@ -84,7 +84,7 @@ class Trace:
     path: str
     format: str
     block_size: int
-    requests: tuple[Request, ...]
+    requests: tuple[TraceRequest, ...]
     num_ids: int
     marks_reasoning: bool = False
     synthetic: str = ""
@@ -95,7 +95,7 @@ class Trace:
         return all(one.tokens is not None for one in self.requests)
 
     @property
-    def longest(self) -> Request:
+    def longest(self) -> TraceRequest:
         """The request that caches most blocks: a pool must hold it."""
         return max(self.requests, key=lambda one: len(one.cached))
 
@@ -145,7 +145,7 @@ def chained(requests: Sequence[Keys]) -> Sequence[Keys]:
 
 
 def from_keys(
-    trace: Trace, requests: Sequence[Request], prompts: Sequence[Keys], cached: Sequence[Keys]
+    trace: Trace, requests: Sequence[TraceRequest], prompts: Sequence[Keys], cached: Sequence[Keys]
 ) -> Trace:
     """A trace whose blocks are numbered by their chain keys.
 
