@@ -15,7 +15,7 @@ def test_plans_are_sound_and_cover_all(hash_bits: int) -> None:
     report = sound_plans.run(1_500, first=100 + hash_bits, hash_bits=hash_bits, each=500)
     assert not report.wrong, sound_plans.describe(report, 0.0)
     for what in ("plans, moved runs", "coverage compared"):
-        assert report.counts[what] > 100, report.counts
+        assert report.counts[what] > 50, report.counts
 
 
 def plan_often(world: World) -> None:
