@@ -217,13 +217,21 @@ def measure(name: str, settings: dict[str, Any] | None, options: argparse.Namesp
 
 
 def asked(engine: Engine, made: Case, session: str) -> dict[str, Any]:
+    """Each prompt next to its history alone: what another question had moved would be in place."""
     given = {"extra_args": {"kv_transfer_params": {"session": session}}}
-    engine.reset()
-    engine.ask(made.history, max_tokens=1, **given)
+
+    def begin() -> None:
+        engine.reset()
+        engine.ask(made.history, max_tokens=1, **given)
+
+    begin()
     began = time.perf_counter()
     computed = engine.computed_for(made.prompts[0], **given)
     seconds = time.perf_counter() - began
-    replies = [engine.ask(one, max_tokens=REPLY, **given).tokens for one in made.prompts]
+    replies = []
+    for prompt in made.prompts:
+        begin()
+        replies.append(engine.ask(prompt, max_tokens=REPLY, **given).tokens)
     return {"computed": computed, "seconds": seconds, "replies": replies}
 
 
