@@ -79,6 +79,9 @@ def lfm(folder: Path, seed: int = 0) -> Path:
         num_key_value_heads=2,
         layer_types=["conv", "full_attention"] * 2,
         block_auto_adjust_ff_dim=False,
+        # Of published checkpoints' configurations; vLLM reads them.
+        block_dim=_COMMON["hidden_size"],
+        conv_dim=_COMMON["hidden_size"],
     )
     return _save(transformers.Lfm2ForCausalLM, config, folder, seed)
 
