@@ -72,16 +72,15 @@ def gemma(folder: Path, seed: int = 0) -> Path:
 
 def lfm(folder: Path, seed: int = 0) -> Path:
     """Layers whose convolution has a state next to full attention."""
+    size = _COMMON["hidden_size"]
     config = transformers.Lfm2Config(
         **{name: one for name, one in _COMMON.items() if name != "rms_norm_eps"}
-        | {"num_hidden_layers": 4},
+        # Published checkpoints say the two widths, and vLLM reads them.
+        | {"num_hidden_layers": 4, "block_dim": size, "conv_dim": size},
         num_attention_heads=4,
         num_key_value_heads=2,
         layer_types=["conv", "full_attention"] * 2,
         block_auto_adjust_ff_dim=False,
-        # Of published checkpoints' configurations; vLLM reads them.
-        block_dim=_COMMON["hidden_size"],
-        conv_dim=_COMMON["hidden_size"],
     )
     return _save(transformers.Lfm2ForCausalLM, config, folder, seed)
 

@@ -118,9 +118,10 @@ def test_preempted_amid_gaps(engine: Callable[..., Engine], steps: int) -> None:
 def test_the_prefix_cache_is_reset_amid_gaps(engine: Callable[..., Engine]) -> None:
     vllm = engine(connector=APPROXIMATE, gaps=True, max_num_batched_tokens=64, max_num_seqs=4)
     vllm.ask(HISTORY)
-    name = vllm.add(gapped(PARTS))
-    vllm.step()
-    vllm.step()
+    with vllm.gap_by_gap():
+        name = vllm.add(gapped(PARTS))
+        vllm.step()
+        vllm.step()
     assert vllm.connector.planner._pending
     assert vllm.llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
     assert len(vllm.connector.planner.sources) == 0
