@@ -230,9 +230,13 @@ $(NEWEST)/.kvtrie: $(NEWEST)/.packages target/wheels/.built
 	@touch $@
 
 .PHONY: test-vllm-scheduler
-test-vllm-scheduler: $(NEWEST)/.kvtrie $(VLLM_ENV)/.kvtrie ## the vLLM connector in the scheduler of the newest release, and of the one that runs models; no model
-	VLLM_CACHE_ROOT=$(NEWEST)/cache $(NEWEST)/bin/python -m pytest --config-file tests/vllm/pytest.toml tests/vllm_scheduler $(VLLM_FLAGS)
+test-vllm-scheduler: test-vllm-scheduler-newest $(VLLM_ENV)/.kvtrie ## the vLLM connector in the schedulers of the newest release and of the one that runs models; no model
 	VLLM_CACHE_ROOT=$(VLLM_ENV)/cache $(VLLM_ENV)/bin/python -m pytest --config-file tests/vllm/pytest.toml tests/vllm_scheduler $(VLLM_FLAGS)
+
+.PHONY: test-vllm-scheduler-newest
+test-vllm-scheduler-newest: $(NEWEST)/.kvtrie ## the first of the two
+	VLLM_CACHE_ROOT=$(NEWEST)/cache $(NEWEST)/bin/python -m pytest --config-file tests/vllm/pytest.toml tests/vllm_scheduler $(VLLM_FLAGS)
+
 .PHONY: test-vllm-newest
 test-vllm-newest: $(NEWEST)/.kvtrie ## asks the package index for a vLLM newer than the tested one, and what the start-up probe says of it
 	$(PY) -m tools.vllm_newest --python $(NEWEST)/bin/python
