@@ -113,8 +113,11 @@ def _exchanges(rng: Random, count: int, musings: int = 0) -> tuple[Messages, Mes
 
 def _last(rng: Random, sent: Messages) -> dict[str, Any]:
     """A question about a note of one of the later exchanges."""
-    number = rng.randrange(2, len(sent), 2)
-    name = sent[number + 1]["content"].partition(" was opened")[0]
+    return _once_more(sent[rng.randrange(2, len(sent), 2) + 1]["content"])
+
+
+def _once_more(answer: str) -> dict[str, Any]:
+    name = answer.partition(" was opened")[0]
     return _user(f"Once more: when was {name[0].lower()}{name[1:]} opened, and who planned it?")
 
 
@@ -207,10 +210,11 @@ def _assembled(rng: Random) -> Case:
 def _afterwards(rng: Random) -> Case:
     """The turn after an edit that has moved notes: their KV is approximate, and in place."""
     first = rng.choice((_window, _reasonings))(rng)
-    before = first.prompts[-1].messages
-    sent = before[1:-1]
-    reply = "That is in the notes above, as I said."
-    later = [*before, _assistant(reply), _last(rng, sent)]
+    sent = first.prompts[-1].messages[:-1]
+    # Of two exchanges: a question asked twice is answered in either way.
+    reply, other = (sent[one]["content"] for one in rng.sample(range(4, len(sent), 2), 2))
+    before = [*sent, _once_more(reply)]
+    later = [*before, _assistant(reply), _once_more(other)]
     return Case(
         [first.prompts[0], EditedPrompt(before, reply), EditedPrompt(later, is_measured=True)],
         is_chain=True,
