@@ -111,7 +111,7 @@ def test_an_index_fed_by_events_has_what_plain_requests_find(
     mixed = Router()
     router, _ = listen(vllm, mixed)
     run = Run(vllm, seed=91 + in_flight)
-    run.go(300)
+    run.go(360)
     seen = [list(ask.prompt) + vllm.answers[name].tokens for name, (ask, _) in run.asked.items()]
     rng, num_over, num_equal, num_found = Traffic(seed=5).random, 0, 0, 0
     num_fooled = 0
@@ -125,7 +125,7 @@ def test_an_index_fed_by_events_has_what_plain_requests_find(
         num_fooled += mixed.claims(probe) > found
     assert num_over == 0
     assert num_equal == NUM_PROBES
-    assert num_found > NUM_PROBES // 25
+    assert num_found > NUM_PROBES // 20
     # An index that took approximate blocks for plain ones.
     assert num_fooled > 0
     assert vllm.counts["errors"] == 0

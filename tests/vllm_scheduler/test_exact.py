@@ -246,6 +246,7 @@ def test_a_model_with_sliding_windows_too(
         "layers.1": FullAttentionSpec(**sizes, dtype=torch.float32),
     }
     monkeypatch.setattr(Worker, "get_kv_cache_specs", lambda _: [specs])
+    # The shadow follows one group of blocks.
     vllm = core(connector=EXACT, blocks=307, shadow=False)
     planner = vllm.connector.planner
     assert len(planner._same) + planner._first >= 1

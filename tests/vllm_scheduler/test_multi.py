@@ -73,7 +73,7 @@ def test_a_storing_connector_never_has_approximate_kv_under_a_plain_key(
     run.go(NUM_REQUESTS)
     report(run)
     right, wrong, other = run.stored()
-    print(f"{right} blocks stored under plain keys, {other} under others")  # noqa: T201
+    print(f"{right} blocks stored under plain keys, {other} under others")  # noqa: T201 - shown with pytest -s
     assert wrong == 0
     assert right > 20
     assert other > 20

@@ -104,7 +104,7 @@ class Run:
 
 def report(run: Run) -> None:
     vllm = run.core
-    print(  # noqa: T201
+    print(  # noqa: T201 - shown with pytest -s
         f"\n{len(run.asked)} requests, {run.num_steps} steps, {run.num_aborted} aborted, "
         f"{vllm.num_preempted} preempted, {run.num_reset} resets ({run.num_refused} refused), "
         f"{run.num_checked} exact ones checked, {vllm.worker.num_copied} tokens copied, "
