@@ -150,8 +150,8 @@ def _reasoning(rng: Random) -> Case:
 
 
 def _reasonings(rng: Random) -> Case:
-    """The reasoning of all replies leaves at once."""
-    written, sent = _exchanges(rng, rng.randint(3, 5), musings=5)
+    """The reasoning of all replies leaves at once: little of what was said, or most."""
+    written, sent = _exchanges(rng, rng.randint(3, 5), musings=rng.choice((3, 8, 16)))
     return Case(
         [_whole(written), EditedPrompt([_system(), *sent, _last(rng, sent)], is_measured=True)]
     )
@@ -159,7 +159,7 @@ def _reasonings(rng: Random) -> Case:
 
 def _loop(rng: Random) -> Case:
     """The same after more replies, with less reasoning in each: steps of an agent."""
-    written, sent = _exchanges(rng, rng.randint(7, 10), musings=2)
+    written, sent = _exchanges(rng, rng.randint(7, 10), musings=rng.choice((2, 6, 12)))
     return Case(
         [_whole(written), EditedPrompt([_system(), *sent, _last(rng, sent)], is_measured=True)]
     )
