@@ -71,7 +71,7 @@ class Clock:
             "fell_back": self._generator.repair_counts.without_records - before,
         }
 
-    def _first(self, ids: Sequence[int], policy: ReusePolicy, **options: Any) -> Any:  # noqa: ANN401
+    def _first(self, ids: Sequence[int], policy: ReusePolicy, **options: Any) -> Any:  # noqa: ANN401 - a plan and its KV
         return self._generator.generate(
             list(ids), max_new_tokens=1, policy=policy, session=SESSION, **options
         )

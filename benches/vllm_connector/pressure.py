@@ -165,7 +165,7 @@ def workload(seed: int, scale: float, agents: int, chats: int) -> list[Conversat
 
 
 class Worker(ComputingWorker):
-    """Says what it is told to, and computes nothing."""
+    """Samples the tokens that it was given, and computes nothing."""
 
     replies: dict[str, list[int]]
     computed: dict[str, int]

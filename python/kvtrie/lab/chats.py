@@ -45,7 +45,7 @@ class ClientRequest:
 
     Attributes:
         messages: In OpenAI form; reasoning of replies is in ``reasoning_content``.
-        reply: The assistant message that the model answers with.
+        reply: The assistant message that the model generates.
     """
 
     messages: tuple[Message, ...]

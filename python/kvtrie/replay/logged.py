@@ -1,7 +1,7 @@
 """Reads the logs of `kvtrie.record`, which show moved runs, with token ids and without.
 
 The requests come in the order in which they arrived. What ends before another arrives and what does
-not is not told apart: as in all traces, one is served after the other.
+not makes no difference: as in all traces, one is served after the other.
 
 A log of digests has no tokens, so each token gets a number instead. A block that was seen before
 gets the numbers that it had then; tokens of other blocks get those of the windows that were seen

@@ -106,7 +106,7 @@ class CheckedTransfer:
         self._promised.pop(request.request_id, None)
         self._found.pop(request.request_id, None)
         result: tuple[bool, dict[str, Any] | None]
-        result = super().request_finished_all_groups(request, block_ids)  # type: ignore[misc]
+        result = super().request_finished_all_groups(request, block_ids)  # type: ignore[misc]  # a mixin
         delay, params = result
         if params and params.get(_BLOCKS):
             try:
@@ -133,7 +133,7 @@ class CheckedTransfer:
     ) -> tuple[int | None, bool]:
         """How many tokens the connector would load that are those of the request."""
         found: tuple[int | None, bool]
-        found = super().get_num_new_matched_tokens(request, num_computed_tokens)  # type: ignore[misc]
+        found = super().get_num_new_matched_tokens(request, num_computed_tokens)  # type: ignore[misc]  # a mixin
         count, is_async = found
         self._promised.pop(request.request_id, None)
         self._found.pop(request.request_id, None)
@@ -156,7 +156,7 @@ class CheckedTransfer:
         if promised is not None and num_external_tokens:
             first, last = promised[0] // self._size, -(-promised[1] // self._size)
             blocks = KVCacheBlocks(tuple(list(group)[first:last] for group in blocks.blocks))
-        super().update_state_after_alloc(request, blocks, num_external_tokens)  # type: ignore[misc]
+        super().update_state_after_alloc(request, blocks, num_external_tokens)  # type: ignore[misc]  # a mixin
 
     def _loadable(self, request: Request, start: int, stop: int) -> tuple[list[int], int]:
         """The sender's blocks for the tokens from ``start`` on, and the end of their tokens."""
@@ -219,7 +219,7 @@ class CheckedTransfer:
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """The outcomes since the last call, and the connector's own stats."""
         theirs: KVConnectorStats | None
-        theirs = super().get_kv_connector_stats()  # type: ignore[misc]
+        theirs = super().get_kv_connector_stats()  # type: ignore[misc]  # a mixin
         since, self._since = self._since, Counter()
         if not since and (theirs is None or theirs.is_empty()):
             return None
@@ -233,7 +233,7 @@ class CheckedTransfer:
         data = data or {}
         theirs = data.get(THEIRS)
         if theirs is not None:
-            theirs = super().build_kv_connector_stats(theirs)  # type: ignore[misc]
+            theirs = super().build_kv_connector_stats(theirs)  # type: ignore[misc]  # a mixin
         return TransferStats(theirs=theirs, outcomes=dict(data.get(OUTCOMES, {})))
 
     @classmethod
@@ -246,7 +246,7 @@ class CheckedTransfer:
     ) -> TransferPromMetrics:
         """Prometheus metrics."""
         given = vllm_config, metric_types, labelnames, per_engine_labelvalues
-        theirs = super().build_prom_metrics(*given)  # type: ignore[misc]
+        theirs = super().build_prom_metrics(*given)  # type: ignore[misc]  # a mixin
         return TransferPromMetrics(*given, theirs)
 
 
