@@ -15,7 +15,7 @@ from kvtrie import KvTrieError, gates
 from kvtrie.calibrate import logged, shipped
 from kvtrie.calibrate import policies as named
 from kvtrie.calibrate._partial import Partial, PartialError, PartialWriteError
-from kvtrie.cli import _process
+from kvtrie.cli import _options, _process
 from kvtrie.cli._failure import fail, need
 from kvtrie.demo import load_conversations
 from kvtrie.models.directory import checked_model_dir
@@ -49,9 +49,7 @@ def calibrate(
             "shipped edits).",
         ),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document instead of tables.")
-    ] = False,
+    as_json: _options.AsJson = False,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -91,7 +89,7 @@ def calibrate(
             min=0, max=1, help="Least agreement of the likeliest token, of that of exact reuse."
         ),
     ] = _LIMITS.min_top1,
-    block_size: Annotated[int, typer.Option(min=1, max=4096, help="Tokens per block.")] = 16,
+    block_size: _options.BlockSize = 16,
     min_run: Annotated[
         int, typer.Option(min=named.LEAST_RUN, help="Shortest moved run in tokens.")
     ] = 16,

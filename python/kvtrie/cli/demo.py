@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvtrie.cli import _options  # noqa: TC001 - typer reads annotations
 from kvtrie.cli._failure import fail, need
 from kvtrie.demo import load_conversations, model_path
 from kvtrie.models.directory import checked_model_dir
@@ -31,13 +32,11 @@ def demo(
         Path | None,
         typer.Option(metavar="DIR", help="Model directory (default: the small model shipped)."),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document instead of tables.")
-    ] = False,
+    as_json: _options.AsJson = False,
     num_blocks: Annotated[
         int | None, typer.Option(min=1, help="Blocks of the KV pool (default: by conversation).")
     ] = None,
-    block_size: Annotated[int, typer.Option(min=1, max=4096, help="Tokens per block.")] = 16,
+    block_size: _options.BlockSize = 16,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 192,
     repeats: Annotated[
         int, typer.Option(min=1, help="Timed pairs per turn; medians are shown.")

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import kvtrie
-from kvtrie.cli import _explained, _prompts
+from kvtrie.cli import _explained, _options, _prompts
 from kvtrie.cli._failure import fail
 
 _BLOCK_SIZE = 16
@@ -44,9 +44,7 @@ def explain(
     context: Annotated[
         int, typer.Option(min=0, max=10_000, help="Tokens shown on either side of the position.")
     ] = 8,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document instead of text.")
-    ] = False,
+    as_json: _options.AsJson = False,
     model: Annotated[
         str | None, typer.Option(help="Namespace in the snapshot: model and revision.")
     ] = None,

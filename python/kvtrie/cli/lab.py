@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvtrie.cli import _output
+from kvtrie.cli import _options, _output
 from kvtrie.cli._failure import fail, need
 from kvtrie.demo.conversations import load_conversations
 
@@ -42,16 +42,10 @@ def lab(
             help="What your requests pass to the template; the value is JSON. May be repeated.",
         ),
     ] = None,
-    block_size: Annotated[int, typer.Option(min=1, max=4096, help="Tokens per block.")] = 16,
-    min_run: Annotated[
-        int, typer.Option(min=8, max=65_535, help="Tokens of the shortest run that is moved.")
-    ] = 16,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document instead of tables.")
-    ] = False,
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also write a page, complete in one file.")
-    ] = None,
+    block_size: _options.BlockSize = 16,
+    min_run: _options.MinRun = 16,
+    as_json: _options.AsJson = False,
+    html: _options.Html = None,
 ) -> None:
     """Show what a chat template does to the cache: what is found, turn by turn, and where it ends.
 

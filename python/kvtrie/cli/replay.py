@@ -12,7 +12,7 @@ from typing import Annotated, Final
 import typer
 
 from kvtrie import KvTrieError
-from kvtrie.cli import _output
+from kvtrie.cli import _options, _output
 from kvtrie.cli._failure import fail, need
 from kvtrie.cli._progress import ticks
 from kvtrie.pool.layout import KVLayout
@@ -51,15 +51,9 @@ def replay(
         int | None,
         typer.Option(min=1, max=4096, help="Tokens per block, if the file does not tell."),
     ] = None,
-    min_run: Annotated[
-        int, typer.Option(min=8, max=65_535, help="Tokens of the shortest run that is moved.")
-    ] = 16,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document instead of tables.")
-    ] = False,
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also write a page, complete in one file.")
-    ] = None,
+    min_run: _options.MinRun = 16,
+    as_json: _options.AsJson = False,
+    html: _options.Html = None,
     svg: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Also write the plot as an SVG picture.")
     ] = None,
