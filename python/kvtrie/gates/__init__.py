@@ -3,7 +3,7 @@
 A gate file names one model, and says for each policy and each kind of edit what was measured and
 whether that is within the thresholds. A kind is a box in terms of what an edit did to the context
 of moved KV, so each live plan is of one measured kind, or of none. Engines plan exactly where the
-gate does not clear the plan's kind. What is cleared is still approximate. ``docs/fidelity.md`` has
+gate does not clear the plan's kind. What is cleared is still approximate. ``docs/calibrate.md`` has
 the rule.
 
 This package needs neither torch nor numpy.

@@ -23,7 +23,7 @@ _TOLERANCE: Final = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """What a kind of edit must keep to be cleared; see ``docs/fidelity.md`` for the defaults.
+    """What a kind of edit must keep to be cleared; see ``docs/calibrate.md`` for the defaults.
 
     KL and top 1 are compared with those of exact reuse on the same replies.
 

@@ -28,7 +28,7 @@ MAX_BYTES: Final = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """The verdicts on one model. ``docs/fidelity.md`` has an example.
+    """The verdicts on one model. ``docs/calibrate.md`` has an example.
 
     Args:
         model: Name and fingerprint, as in the engine's namespace.
