@@ -158,29 +158,30 @@ def _reasonings(rng: Random) -> Case:
 
 
 def _loop(rng: Random) -> Case:
-    """The same after more replies, with less reasoning in each: steps of an agent."""
-    written, sent = _exchanges(rng, rng.randint(7, 10), musings=rng.choice((2, 6, 12)))
+    """The same after more replies, with the less reasoning in each: steps of an agent."""
+    count, musings = rng.choice(((7, 12), (10, 6), (16, 2)))
+    written, sent = _exchanges(rng, count, musings)
     return Case(
         [_whole(written), EditedPrompt([_system(), *sent, _last(rng, sent)], is_measured=True)]
     )
 
 
 def _prune(rng: Random) -> Case:
-    """The notes of early exchanges become stubs."""
-    history, _ = _exchanges(rng, 5)
+    """All notes but the last two become stubs, and perhaps the first stays: what was said stays."""
+    history, _ = _exchanges(rng, rng.choice((5, 8, 12)))
     pruned = [dict(one) for one in history]
-    for number in range(0, 2 * rng.randint(2, 3), 2):
+    for number in range(rng.choice((0, 2)), len(pruned) - 4, 2):
         question = pruned[number]["content"].rpartition("\n\n")[2]
         pruned[number] = _notes([STUB], question)
-    asked = _last(rng, pruned[4:])
+    asked = _last(rng, pruned)
     return Case([_whole(history), EditedPrompt([_system(), *pruned, asked], is_measured=True)])
 
 
 def _reorder(rng: Random) -> Case:
-    """The same notes come in another order."""
+    """The same notes come in another order, or the last two change places."""
     found = texts.places(rng, 6)
     asked, again = rng.sample(found, 2)
-    other = rng.sample(found, len(found))
+    other = rng.choice((rng.sample(found, len(found)), [*found[:4], found[5], found[4]]))
     return Case(
         [
             EditedPrompt(
