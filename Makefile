@@ -482,7 +482,7 @@ pins: $(VENV)/.python ## write the lists of pinned packages with their hashes (P
 # Text in the project's words: tools/words.txt lists words to avoid, each with the one to write, and codespell's own list common
 # misspellings. A line that needs one of them ends with "codespell:ignore WORD" and why. Inputs of fuzzers, chat templates, which
 # are part of a model, and conversations are not read.
-PLAIN = README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md Makefile docs .ci rust tests benches tools fuzz locks \
+PLAIN = README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md Makefile docs .ci rust tests benches examples tools fuzz locks \
     $(shell find python/kvtrie -name '*.py') $(shell find demo-models python/kvtrie -name '*.md')
 
 .PHONY: lint
