@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib.metadata
+import hashlib
 import random
 import statistics
 import sys
@@ -57,6 +57,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.request import Request
 from vllm_connector.pairs import Kept, header, measure, report
 
+import kvtrie
 from kvtrie import COMPUTED, TokenSequence
 
 if TYPE_CHECKING:
@@ -422,12 +423,16 @@ def report_calls(bench: Bench, work: Work, rng: random.Random, num_rounds: int =
 
 
 def settings(options: argparse.Namespace, num_blocks: int, **more: object) -> dict[str, object]:
-    """What rounds must agree in to be those of one measurement."""
+    """What rounds must agree in to be those of one measurement, with the code."""
+    digest = hashlib.sha256()
+    folder = Path(kvtrie.__file__).parent
+    for path in (folder / "_core.abi3.so", *sorted(folder.rglob("*.py"))):
+        digest.update(path.read_bytes())
     return {
         "model": options.model.name if options.model else "tiny",
         "blocks": num_blocks,
         "vllm": VLLM,
-        "kvtrie": importlib.metadata.version("kvtrie"),
+        "kvtrie": f"{kvtrie.__version__} {digest.hexdigest()[:12]}",
         **more,
     }
 
