@@ -260,10 +260,20 @@ bench-vllm-pressure: $(VLLM_ENV)/.kvtrie ## hit rates of agents and chats in a s
 bench-vllm: $(VLLM_ENV)/.kvtrie ## what the vLLM connector saves on edited histories, and what it costs where nothing is reused
 	OMP_NUM_THREADS=1 $(VLLM_ENV)/bin/python benches/vllm_connector/edited_histories.py
 	OMP_NUM_THREADS=1 $(VLLM_ENV)/bin/python benches/vllm_connector/overhead.py
+	OMP_NUM_THREADS=1 $(VLLM_ENV)/bin/python benches/vllm_connector/overhead.py --exact
 
 .PHONY: bench-vllm-recording
 bench-vllm-recording: $(VLLM_ENV)/.kvtrie ## processor time of a request with a log, next to none
 	OMP_NUM_THREADS=1 $(VLLM_ENV)/bin/python benches/vllm_connector/recording.py
+
+# Rounds are kept: after an interruption the same command goes on.
+COST_MODEL := target/models/smollm2-135m-instruct
+
+.PHONY: bench-vllm-cost
+bench-vllm-cost: $(VLLM_ENV)/.kvtrie ## exact mode and the log in parts of a request of 2,000 tokens to SmolLM2-135M (half an hour on a free core)
+	@$(PY) -m tools.real_models smollm2
+	OMP_NUM_THREADS=1 $(VLLM_ENV)/bin/python benches/vllm_connector/overhead.py --exact --model $(COST_MODEL) --rounds target/overhead.jsonl
+	OMP_NUM_THREADS=1 $(VLLM_ENV)/bin/python benches/vllm_connector/recording.py --model $(COST_MODEL) --rounds target/recording.jsonl
 
 .PHONY: bench-vllm-steps
 bench-vllm-steps: $(VLLM_ENV)/.kvtrie ## time to the first token with all gaps of a prompt in one step, next to one step for each

@@ -1,30 +1,34 @@
 """What the connector costs where nothing is reused: processor time of vLLM's scheduler and worker.
 
-    make bench-vllm
-
-``--exact`` measures exact mode, ``--model`` the request of 2,000 tokens with a real model.
+    make bench-vllm         # a tiny model
+    make bench-vllm-cost    # the request of 2,000 tokens with a real one, in exact mode: --model
 
 In one engine in one process the connector is removed and put back, so that all else is the same;
 the pool is as if it had never been removed (`Bench.keep_up`). A round has four members in random
 order, each with a new prompt. *off* and *control* have no connector: their difference is the error
 of the method. *plumbing* has one that does nothing. *kvtrie* plans, finds nothing, tags the tokens
-and updates its index.
+and updates its index. ``pairs.py`` says how the differences from *off* are estimated.
 
-Differences from *off* in the same round are paired: their mean, their median, and the upper end of
-the mean's one-sided 95 % interval (Student's t). The pool has room, or is full, so that every
-allocated block is evicted from vLLM's cache and from kvtrie's index.
+The pool has room, or is full, so that every allocated block is evicted from vLLM's cache and from
+kvtrie's index. With ``--model`` there is no *plumbing*, and the pool is full. A second table then
+has the processor time inside kvtrie's own calls, by clocks around them: all that a request makes
+it do in the scheduler, in the pool and in the worker. Its part of the request is far below the
+error of the pairs, but it lacks what kvtrie's presence makes vLLM do. The pairs have both, and the
+clocks.
 
 The measured time is the processor time of the process that runs the engine's core, without
-tokenizer, detokenizer and HTTP. The model is tiny, so the same microseconds are a far smaller part
-of a real model's step. Decisions of vLLM at its start, because there is a connector, are not
-measured.
+tokenizer, detokenizer and HTTP. The tiny model's steps are short, so the same microseconds are a
+far smaller part of a real model's step. Decisions of vLLM at its start, because there is a
+connector, are not measured.
+
+``--rounds FILE`` keeps the rounds as they end; the same command goes on after an interruption.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import itertools
+import hashlib
 import random
 import statistics
 import sys
@@ -42,6 +46,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benches")]
 from tests.vllm import models
 from tests.vllm.engine import BLOCK, Engine
 from vllm import SamplingParams
+from vllm import __version__ as VLLM  # noqa: N812 - a constant
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -50,13 +55,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.v1.request import Request
+from vllm_connector.pairs import Kept, header, measure, report
 
+import kvtrie
 from kvtrie import COMPUTED, TokenSequence
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 MEMBERS = ("off", "control", "plumbing", "kvtrie")
+# A round with a real model takes a quarter of a minute.
+WITH_MODEL = ("off", "control", "kvtrie")
 # Markers of messages and reasoning: a few of the words that prompts are made of.
 FORMAT = {"user": 3, "assistant": 4, "reasoning": [5, 6]}
 WARM_UP = 6
@@ -65,13 +74,12 @@ ANSWER = 16
 # Rounds that one batch decodes, and the steps of each member in a round that are timed.
 ROUNDS = 20
 TIMED = 4
-# Student's t, one-sided 95 %, for 200 pairs and more.
-T95 = 1.653
 CALLS = (
     "on_new_request",
     "get_num_new_matched_tokens",
     "update_state_after_alloc",
     "build_connector_meta",
+    "update_connector_output",
     "request_finished_all_groups",
     "start_load_kv",
     "wait_for_layer_load",
@@ -80,6 +88,8 @@ CALLS = (
     "get_block_ids_with_load_errors",
     "get_kv_connector_stats",
 )
+# With what vLLM's pool calls for each block that it hands out again.
+CALLED = (*CALLS, "_on_reuse")
 
 
 class Plumbing(KVConnectorBase_V1, SupportsHMA):
@@ -138,13 +148,20 @@ class Bench:
     """The engine, and the member that is in place of its connector."""
 
     def __init__(
-        self, model: Path, num_blocks: int, *, is_exact: bool = False, **settings: object
+        self,
+        model: Path,
+        num_blocks: int,
+        *,
+        is_exact: bool = False,
+        dtype: str = "float32",
+        **settings: object,
     ) -> None:
         how = {"mode": "exact"} if is_exact else {"gate": "unchecked"}
         self.engine = Engine(
             model,
             connector={**how, "chat_format": FORMAT, **settings},
             blocks=num_blocks,
+            dtype=dtype,
             shadow=False,
             # A step then returns the tokens that it computes.
             async_scheduling=False,
@@ -170,6 +187,13 @@ class Bench:
         self._defers = self._scheduler.defer_block_free
         self._watchers: dict[int, Any] | None = None
         self._number = 0
+
+    def described(self) -> str:
+        model = self.kvtrie[0]._vllm_config.model_config
+        dtype = str(model.dtype).removeprefix("torch.")
+        num_blocks = self.engine.pool.num_gpu_blocks
+        name = Path(model.model).name
+        return f"vLLM {VLLM}, {name} in {dtype}, a pool of {num_blocks:,} blocks of {BLOCK} tokens"
 
     def switch(self, member: str) -> None:
         """Put a connector in, or none; no step is under way."""
@@ -295,15 +319,17 @@ class Bench:
 
             return inner
 
-        for half in self.kvtrie:
-            for name in CALLS:
-                setattr(half, name, timed(name, getattr(half, name)))
+        for half, name in self._called():
+            setattr(half, name, timed(name, getattr(half, name)))
         return spent
 
     def unwatch_calls(self) -> None:
-        for half in self.kvtrie:
-            for name in CALLS:
-                delattr(half, name)
+        for half, name in self._called():
+            delattr(half, name)
+
+    def _called(self) -> list[tuple[Any, str]]:
+        found = [(half, name) for half in self.kvtrie for name in CALLS]
+        return [*found, (self.kvtrie[0].planner.sources, "_on_reuse")]
 
 
 @contextmanager
@@ -319,53 +345,68 @@ def collected() -> Iterator[None]:
         gc.unfreeze()
 
 
-def report(name: str, rounds: list[dict[str, float]]) -> None:
-    base = statistics.fmean(one["off"] for one in rounds)
-    cells = [name, str(len(rounds)), f"{base * 1e3:.3f}"]
-    for member in MEMBERS[1:]:
-        apart = [one[member] - one["off"] for one in rounds]
-        mean = statistics.fmean(apart)
-        bound = mean + T95 * statistics.stdev(apart) / len(apart) ** 0.5
-        middle = statistics.median(apart)
-        cells.append(
-            f"{mean * 1e6:+.0f} us, {100 * mean / base:+.2f} % (median "
-            f"{100 * middle / base:+.2f} %), below **{100 * bound / base:+.2f} %**"
-        )
-    print("| " + " | ".join(cells) + " |", flush=True)
-
-
 def report_requests(
-    bench: Bench, work: Work, num_pairs: int, rng: random.Random, *, is_full: bool
+    bench: Bench, work: Work, num_rounds: int, rng: random.Random, kept: Kept, *, is_full: bool
 ) -> None:
-    rounds: list[dict[str, dict[str, float]]] = []
     room, num_blocks = 0, len(MEMBERS) * work.num_blocks
     if is_full:
         bench.fill(rng)
-    with collected():
-        for number in range(-WARM_UP, num_pairs):
-            if not is_full and room < num_blocks:
-                bench.reset()
-                room = bench.engine.pool.get_num_free_blocks()
-            room -= num_blocks
-            order = list(MEMBERS)
-            rng.shuffle(order)
-            took = {member: bench.run(member, work, rng) for member in order}
-            if number >= 0:
-                rounds.append(took)
+
+    def take(member: str) -> dict[str, float]:
+        nonlocal room
+        if not is_full and room < work.num_blocks:
+            bench.reset()
+            room = bench.engine.pool.get_num_free_blocks() // num_blocks * num_blocks
+        room -= work.num_blocks
+        return bench.run(member, work, rng)
+
     pool = "full pool" if is_full else "pool with room"
-    for phase in rounds[0]["off"]:
-        flat = [{member: one[member][phase] for member in MEMBERS} for one in rounds]
-        report(f"{work.name}, {pool}: from arrival {phase}", flat)
+    name = f"{work.name}, {pool}: from arrival {{}}"
+    with collected():
+        rounds = measure(name, MEMBERS, take, num_rounds, rng, warm_up=WARM_UP, kept=kept)
+    report(name, rounds, MEMBERS)
 
 
-def report_steps(bench: Bench, work: Work, num_pairs: int, rng: random.Random) -> None:
-    rounds: list[dict[str, float]] = []
+def report_steps(bench: Bench, work: Work, num_rounds: int, rng: random.Random, kept: Kept) -> None:
+    name = f"a decode step, {work.name}"
+    rounds = kept.read(name)[:num_rounds]
     bench.fill(rng)
     with collected():
-        while len(rounds) < num_pairs:
+        while len(rounds) < num_rounds:
             # The first steps of a batch warm up.
-            rounds += itertools.islice(bench.decode(work, rng), WARM_UP, None)
-    report(f"a decode step, {work.name}", rounds[:num_pairs])
+            for took in list(bench.decode(work, rng))[WARM_UP:]:
+                one = {member: {"": seconds} for member, seconds in took.items()}
+                kept.add(name, one)
+                rounds.append(one)
+    report(name, rounds[:num_rounds], MEMBERS)
+
+
+def report_model(bench: Bench, num_rounds: int, rng: random.Random, kept: Kept) -> None:
+    """The request of 2,000 tokens in a full pool, with clocks around kvtrie's calls."""
+    spent = bench.watch_calls()
+    bench.fill(rng)
+
+    def take(member: str) -> dict[str, float]:
+        spent.clear()
+        took = bench.run(member, PROMPT, rng)
+        return took | {name: spent[name] for name in CALLED} if member == "kvtrie" else took
+
+    name = f"{PROMPT.name}, full pool: from arrival {{}}"
+    with collected():
+        rounds = measure(name, WITH_MODEL, take, num_rounds, rng, warm_up=1, kept=kept)
+    bench.unwatch_calls()
+    report(name, rounds, WITH_MODEL)
+    whole = list(rounds[0]["off"])[-1]
+    base = statistics.fmean(one["off"][whole] for one in rounds)
+    print("\n| in kvtrie's calls, clocks included | mean (us) | largest (us) | % of the request |")
+    print("| --- | --- | --- | --- |")
+    parts = {name: [one["kvtrie"][name] for one in rounds] for name in CALLED}
+    parts["all"] = [sum(one["kvtrie"][name] for name in CALLED) for one in rounds]
+    for name, took in parts.items():
+        mean = statistics.fmean(took)
+        if mean:
+            cells = f"{1e6 * mean:,.0f} | {1e6 * max(took):,.0f} | {100 * mean / base:.4f}"
+            print(f"| {name} | {cells} |")
 
 
 def report_calls(bench: Bench, work: Work, rng: random.Random, num_rounds: int = 20) -> None:
@@ -381,33 +422,56 @@ def report_calls(bench: Bench, work: Work, rng: random.Random, num_rounds: int =
     print(f"{work.name}: {whole:.0f} us in kvtrie's calls, clocks included: {parts}", flush=True)
 
 
+def settings(options: argparse.Namespace, num_blocks: int, **more: object) -> dict[str, object]:
+    """What rounds must agree in to be those of one measurement, with the code."""
+    digest = hashlib.sha256()
+    folder = Path(kvtrie.__file__).parent
+    for path in (folder / "_core.abi3.so", *sorted(folder.rglob("*.py"))):
+        digest.update(path.read_bytes())
+    return {
+        "model": options.model.name if options.model else "tiny",
+        "blocks": num_blocks,
+        "vllm": VLLM,
+        "kvtrie": f"{kvtrie.__version__} {digest.hexdigest()[:12]}",
+        **more,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pairs", type=int, default=200)
-    parser.add_argument("--blocks", type=int, default=2_048, help="of the pool")
+    parser.add_argument("--pairs", type=int, help="rounds of each row: 200, with a model 40")
+    parser.add_argument("--blocks", type=int, help="of the pool: 2,048, with a model 200")
     parser.add_argument("--calls", action="store_true", help="kvtrie's own calls, no pairs")
     parser.add_argument("--decode", action="store_true", help="decode steps alone")
     parser.add_argument("--exact", action="store_true", help="exact mode")
     parser.add_argument("--model", type=Path, help="a model, else a tiny one; its prompts alone")
+    parser.add_argument("--rounds", type=Path, help="a file that keeps the rounds")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    num_rounds = options.pairs or (40 if options.model else 200)
+    num_blocks = options.blocks or (200 if options.model else 2_048)
+    kept = Kept(options.rounds, settings(options, num_blocks, exact=options.exact))
     rng = random.Random(options.seed)
     with tempfile.TemporaryDirectory() as folder:
         model = options.model or models.llama(Path(folder) / "llama")
-        bench = Bench(model, options.blocks, is_exact=options.exact)
+        dtype = "auto" if options.model else "float32"
+        bench = Bench(model, num_blocks, is_exact=options.exact, dtype=dtype)
         if options.calls:
             for work, _ in REQUESTS[1:]:
                 bench.fill(rng)
                 report_calls(bench, work, rng)
             return
-        print(f"A pool of {options.blocks:,} blocks of {BLOCK} tokens.\n")
-        print("| processor time | pairs | off (ms) | control | plumbing | kvtrie |")
-        print("| --- | --- | --- | --- | --- | --- |")
-        works = REQUESTS[:1] if options.model else REQUESTS
-        for work, is_full in () if options.decode else works:
-            report_requests(bench, work, options.pairs, rng, is_full=is_full)
-        for work in () if options.model else STEPS:
-            report_steps(bench, work, options.pairs, rng)
+        mode = "exact mode" if options.exact else "approximate reuse, without a gate"
+        print(f"{bench.described()}; {mode}.\n")
+        if options.model:
+            header("processor time", WITH_MODEL)
+            report_model(bench, num_rounds, rng, kept)
+        else:
+            header("processor time", MEMBERS)
+            for work, is_full in () if options.decode else REQUESTS:
+                report_requests(bench, work, num_rounds, rng, kept, is_full=is_full)
+            for work in STEPS:
+                report_steps(bench, work, num_rounds, rng, kept)
         bench.switch("kvtrie")
 
 

@@ -1,21 +1,21 @@
 """What recording costs: processor time of vLLM's scheduler and worker.
 
-    make bench-vllm-recording
+    make bench-vllm-recording    # a tiny model
+    make bench-vllm-cost         # the request of 2,000 tokens with a real one: --model
 
-``--model`` measures the request of 2,000 tokens with a real model.
+The engine is that of ``overhead.py``, with the connector and a full pool. A round has three members
+in random order, each with a new prompt: *off* and *control* record nothing, *record* writes a log
+of digests with every request in it. Its time ends when its lines are in the file, so that the work
+of the thread in the background is in it. ``pairs.py`` says how the differences from *off* are
+estimated, and ``--calls`` has the processor time of the scheduler's part and of the thread alone.
 
-The engine is that of ``overhead.py``, with the connector. A round has three members in random
-order, each with a new prompt: *off* and *control* record nothing, *record* writes a log of digests
-with every request in it. Its time ends when its lines are in the file, so that the work of the
-thread in the background is in it. Differences from *off* in the same round are paired: their mean,
-their median, and the upper end of the mean's one-sided 95 % interval (Student's t).
+``--rounds FILE`` keeps the rounds as they end; the same command goes on after an interruption.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
-import statistics
 import sys
 import tempfile
 import time
@@ -27,7 +27,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "benches")]
 
 from tests.vllm import models
-from vllm_connector.overhead import ANSWER, BATCH, PROMPT, SHORT, T95, Bench, Work, collected
+from vllm_connector.overhead import ANSWER, BATCH, PROMPT, SHORT, Bench, Work, collected, settings
+from vllm_connector.pairs import Kept, header, measure, report
 
 MEMBERS: Final = ("off", "control", "record")
 
@@ -50,27 +51,17 @@ def took(bench: Bench, member: str, work: Work, rng: random.Random) -> float:
     return run + time.process_time() - began
 
 
-def measure(bench: Bench, work: Work, num_pairs: int, rng: random.Random) -> None:
-    rounds = []
+def report_pairs(
+    bench: Bench, work: Work, num_rounds: int, rng: random.Random, kept: Kept, *, warm_up: int
+) -> None:
     bench.fill(rng)
+
+    def take(member: str) -> dict[str, float]:
+        return {"": took(bench, member, work, rng)}
+
     with collected():
-        for _ in range(num_pairs + 3):
-            order = list(MEMBERS)
-            rng.shuffle(order)
-            rounds.append({member: took(bench, member, work, rng) for member in order})
-    # The first ones warm up.
-    del rounds[:3]
-    base = statistics.fmean(one["off"] for one in rounds)
-    cells = [work.name, str(len(rounds)), f"{base * 1e3:.2f}"]
-    for member in MEMBERS[1:]:
-        apart = [one[member] - one["off"] for one in rounds]
-        mean, middle = statistics.fmean(apart), statistics.median(apart)
-        bound = mean + T95 * statistics.stdev(apart) / len(apart) ** 0.5
-        cells.append(
-            f"{mean * 1e6:+.0f} us, {100 * mean / base:+.2f} % (median {100 * middle / base:+.2f} %"
-            f"), below **{100 * bound / base:+.2f} %**"
-        )
-    print("| " + " | ".join(cells) + " |", flush=True)
+        rounds = measure(work.name, MEMBERS, take, num_rounds, rng, warm_up=warm_up, kept=kept)
+    report(work.name, rounds, MEMBERS)
 
 
 def report_calls(bench: Bench, work: Work, rng: random.Random, num_rounds: int = 20) -> None:
@@ -108,24 +99,30 @@ def report_calls(bench: Bench, work: Work, rng: random.Random, num_rounds: int =
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pairs", type=int, default=200)
-    parser.add_argument("--blocks", type=int, default=2_048, help="of the pool")
+    parser.add_argument("--pairs", type=int, help="rounds of each row: 200, with a model 40")
+    parser.add_argument("--blocks", type=int, help="of the pool: 2,048, with a model 200")
     parser.add_argument("--calls", action="store_true", help="time by thread, no pairs")
     parser.add_argument("--model", type=Path, help="a model, else a tiny one; its prompts alone")
+    parser.add_argument("--rounds", type=Path, help="a file that keeps the rounds")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    num_rounds = options.pairs or (40 if options.model else 200)
+    num_blocks = options.blocks or (200 if options.model else 2_048)
+    kept = Kept(options.rounds, settings(options, num_blocks))
     rng = random.Random(options.seed)
+    works = (PROMPT,) if options.model else (PROMPT, SHORT, BATCH)
     with tempfile.TemporaryDirectory() as folder:
         model = options.model or models.llama(Path(folder) / "llama")
-        bench = Bench(model, options.blocks, record=str(Path(folder) / "kvtrie.log"))
+        dtype = "auto" if options.model else "float32"
+        bench = Bench(model, num_blocks, dtype=dtype, record=str(Path(folder) / "kvtrie.log"))
         if options.calls:
-            for work in (PROMPT, SHORT, BATCH):
+            for work in works:
                 report_calls(bench, work, rng)
             return
-        print("| processor time, full pool | pairs | off (ms) | control | record |")
-        print("| --- | --- | --- | --- | --- |")
-        for work in (PROMPT,) if options.model else (PROMPT, SHORT, BATCH):
-            measure(bench, work, options.pairs, rng)
+        print(f"{bench.described()}.\n")
+        header("processor time, full pool", MEMBERS)
+        for work in works:
+            report_pairs(bench, work, num_rounds, rng, kept, warm_up=1 if options.model else 3)
         counts = bench.kvtrie[0].planner._recording._recorder.counts
         print(f"\n{counts.written:,} requests recorded, {counts.bytes_written:,} bytes.")
 
