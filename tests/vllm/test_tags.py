@@ -184,7 +184,7 @@ def test_metrics_are_exported_to_prometheus() -> None:
     def counter(name: str, documentation: str, labelnames: list[str]) -> Any:
         return prometheus_client.Counter(name, documentation, labelnames, registry=registry)
 
-    kinds = {
+    kinds: dict[Any, Any] = {
         prometheus_client.Counter: counter,
         prometheus_client.Gauge: prometheus_client.Gauge,
         prometheus_client.Histogram: prometheus_client.Histogram,

@@ -28,7 +28,7 @@ class Exported:
 
     def __init__(self) -> None:
         self.registry = prometheus_client.CollectorRegistry()
-        kinds = {
+        kinds: dict[Any, Any] = {
             one: self._made(one) for one in (prometheus_client.Counter, prometheus_client.Gauge)
         }
         kinds[prometheus_client.Histogram] = self._made(prometheus_client.Histogram)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvtrie._core import OutOfBlocksError
+from kvtrie.engines._watch import UNWATCHED, Planned
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
     from kvtrie._core import ReusePlan, ReusePolicy, TokenSequence
     from kvtrie.engines._store import Store
+    from kvtrie.engines._watch import Watched
     from kvtrie.gates import Decision
 
 
@@ -38,29 +40,34 @@ class Lease:
         moved_end: int | None = None,
         headroom: int = 0,
         decision: Decision | None = None,
+        watch: Watched = UNWATCHED,
     ) -> None:
         self._store = store
+        self._watch = watch
         self._seq = seq
         self._is_closed = False
 
         def planned(policy: ReusePolicy) -> ReusePlan:
             return store.index.plan(seq, policy, keep_last=1, session=session, moved_end=moved_end)
 
-        self.plan = planned(policy)
-        while decision is not None and (judged := decision.of(self.plan)) is not decision:
-            self.plan.release()
-            decision, policy = judged, judged.policy
+        with watch.phase("plan", len(seq)):
             self.plan = planned(policy)
+            while decision is not None and (judged := decision.of(self.plan)) is not decision:
+                self.plan.release()
+                decision, policy = judged, judged.policy
+                self.plan = planned(policy)
         self.decision = decision
         fresh = np.empty(0, dtype=np.int32)
         try:
+            watch.planned(Planned(seq, self.plan, policy, session, moved_end, decision is None))
             fresh = self._allocate(self.plan.num_new_blocks, headroom)
             table = np.concatenate([self.plan.blocks, fresh])
             moves = self.plan.moves(table)
-            store.pool.apply(moves)
-            if store.repair is not None:
-                # The tokens that it chooses are computed over their copies.
-                store.repair.apply(self.plan, policy, seq, table, moves)
+            with watch.phase("copy", int(moves["num_tokens"].sum())):
+                store.pool.apply(moves)
+                if store.repair is not None:
+                    # The tokens that it chooses are computed over their copies.
+                    store.repair.apply(self.plan, policy, seq, table, moves)
             # Copies and later writes run on one stream, in this order.
             self.plan.release_sources()
             store.ledger.begin(self, seq, table, source=self.plan, session=session)
@@ -126,7 +133,8 @@ class Lease:
         ledger.confirm(self, end)
         start, end = ledger.new_range(self)
         if end - start >= ledger.block_size:
-            done = ledger.commit(self, self._store.index)
+            with self._watch.phase("insert", end - start):
+                done = ledger.commit(self, self._store.index)
             self._store.allocator.free(done.duplicates)
             self._store.allocator.free(done.freed)
 
@@ -141,7 +149,9 @@ class Lease:
         self._is_closed = True
         store = self._store
         try:
-            done = store.ledger.finish(self, store.index)
+            start, end = store.ledger.new_range(self)
+            with self._watch.phase("insert", end - start):
+                done = store.ledger.finish(self, store.index)
         except BaseException:
             # A failed call has inserted nothing: the blocks are still held.
             store.allocator.free(store.ledger.forget(self))

@@ -10,14 +10,18 @@ from kvtrie._core import OutOfBlocksError, ReusePolicy
 from kvtrie.engines._lease import Lease
 from kvtrie.engines._request import Event, FinishReason, Request, Usage
 from kvtrie.engines._sampling import Sampling, pick
+from kvtrie.engines._watch import UNWATCHED, Watched
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
     from kvtrie._core import TokenSequence
     from kvtrie.engines._runner import Runner
     from kvtrie.engines._store import Store
     from kvtrie.engines._text import TextStream
+    from kvtrie.engines._watch import Phase
     from kvtrie.gates import Decision
 
 # A plan that copies nothing needs no block except its table, so it fits if the table does.
@@ -40,6 +44,7 @@ class Job:
     lease: Lease | None = None
     was_admitted: bool = False
     events: deque[Event] | None = None
+    watch: Watched = UNWATCHED
 
     @property
     def policy(self) -> ReusePolicy:
@@ -64,6 +69,7 @@ class Scheduler:
 
     def add(self, job: Job) -> None:
         self.waiting.append(job)
+        job.watch.submitted()
 
     def step(self) -> list[Event]:
         """Run one pass for every running job, then for every job that can be admitted."""
@@ -113,6 +119,7 @@ class Scheduler:
             if lease.decision is not None:
                 job.request.decision = lease.decision
             job.request.usage = Usage(plan.num_exact, plan.num_approximate, plan.num_compute)
+            job.watch.admitted(plan)
 
     def _lease(self, job: Job) -> Lease:
         wanted = job.policy
@@ -135,6 +142,7 @@ class Scheduler:
             moved_end=job.moved_end,
             headroom=headroom,
             decision=decision,
+            watch=job.watch,
         )
 
     def _advance(self, job: Job, lease: Lease, events: list[Event]) -> None:
@@ -143,7 +151,8 @@ class Scheduler:
             if len(ranges) > 1 and not self._runner.is_sparse:
                 ranges = ranges[:1]
             if all(self._make_room(job, lease, end) for _, end in ranges):
-                logits = self._runner.run(job.seq, lease.table, ranges)
+                with job.watch.phase(_pass(job, ranges), sum(end - at for at, end in ranges)):
+                    logits = self._runner.run(job.seq, lease.table, ranges)
                 lease.advance(ranges[-1][1])
                 if lease.is_computed:
                     self._emit(job, lease, logits, events)
@@ -176,6 +185,7 @@ class Scheduler:
         job.request.status = "waiting"
         job.request.num_preemptions += 1
         self._close(job)
+        job.watch.preempted()
 
     def _emit(self, job: Job, lease: Lease, logits: torch.Tensor, events: list[Event]) -> None:
         request = job.request
@@ -191,6 +201,7 @@ class Scheduler:
             text += job.text.flush()
         request.tokens.append(token)
         request.text += text
+        job.watch.emitted()
         row = logits if job.return_logits else None
         event = Event(request, token, text, request.usage, reason, row)
         if reason is not None:
@@ -213,7 +224,14 @@ class Scheduler:
             self.running.remove(job)
         job.request.status = "finished"
         job.request.finish_reason = reason
-        self._close(job)
+        # Where an answer's blocks cannot be shared, the request ends again, with the error.
+        is_ended = reason in ("cancelled", "error")
+        try:
+            self._close(job)
+            is_ended = True
+        finally:
+            if is_ended:
+                job.watch.ended()
 
     def _close(self, job: Job) -> None:
         lease, job.lease = job.lease, None
@@ -224,3 +242,9 @@ class Scheduler:
         events.append(event)
         if job.events is not None:
             job.events.append(event)
+
+
+def _pass(job: Job, ranges: Sequence[tuple[int, int]]) -> Phase:
+    """A pass over prompt tokens, or tokens that a preemption lost, or over the last token alone."""
+    last = len(job.seq) - 1
+    return "decode" if job.request.tokens and ranges[0][0] == last else "compute"

@@ -46,6 +46,7 @@ from kvtrie.engines._sampling import Sampling
 from kvtrie.engines._scheduler import Job, Scheduler
 from kvtrie.engines._store import BlockCounts, Store
 from kvtrie.engines._text import TextStream
+from kvtrie.engines._watch import Planned, Watched, Watcher
 from kvtrie.gates import Decision, Gate
 from kvtrie.models.directory import checked_model_dir
 from kvtrie.models.fingerprint import model_id, rope_id, template_id
@@ -72,9 +73,11 @@ __all__ = [
     "Event",
     "Generator",
     "Options",
+    "Planned",
     "RepairCounts",
     "Request",
     "Usage",
+    "Watcher",
 ]
 
 DEFAULT_MAX_NEW_TOKENS: Final = 256
@@ -190,6 +193,7 @@ class Generator:
         )
         self._default = self._decide(policy)
         self._scheduler = Scheduler(self._store, runner, prefill_chunk)
+        self._watchers: list[Watcher] = []
         self._num_submitted = 0
         self._tagger: Tagger | None = None
         self._has_sought_format = False
@@ -293,6 +297,23 @@ class Generator:
     def num_waiting(self) -> int:
         """Requests that wait for blocks."""
         return len(self._scheduler.waiting)
+
+    @property
+    def default_decision(self) -> Decision:
+        """What requests may reuse that name no policy, and why."""
+        return self._default
+
+    def watch(self, watcher: Watcher) -> None:
+        """Tell ``watcher`` of every request from here on; those that exist go on without it."""
+        self._watchers.append(watcher)
+
+    def unwatch(self, watcher: Watcher) -> None:
+        """Tell ``watcher`` of no further request; it hears of those that it knows to their end.
+
+        Raises:
+            ValueError: It does not watch.
+        """
+        self._watchers.remove(watcher)
 
     def block_counts(self) -> BlockCounts:
         """The owners of the blocks at this moment."""
@@ -495,8 +516,9 @@ class Generator:
         rng = torch.Generator()
         rng.manual_seed(_request_seed(self._seed, number) if seed is None else seed)
         eos_ids = frozenset() if options.get("ignore_eos") else self._eos_ids
+        request = Request(number=number, prompt_len=prompt_len, decision=decision)
         job = Job(
-            request=Request(number=number, prompt_len=prompt_len, decision=decision),
+            request=request,
             seq=seq,
             sampling=Sampling(
                 temperature=options.get("temperature", 0.0),
@@ -511,6 +533,7 @@ class Generator:
             return_logits=options.get("return_logits", False),
             session=options.get("session"),
             moved_end=self._moved_end(seq, decision.policy, options),
+            watch=Watched(request, self._watchers),
         )
         self._num_submitted = number + 1
         return job

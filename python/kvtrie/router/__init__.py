@@ -4,6 +4,7 @@ It needs numpy alone. ``nixl_params.py`` has vLLM's parameters.
 """
 
 from kvtrie.router.answer import AnswerKind, TurnAnswer
+from kvtrie.router.stats import TrackerStats
 from kvtrie.router.tracker import TurnTracker
 
-__all__ = ["AnswerKind", "TurnAnswer", "TurnTracker"]
+__all__ = ["AnswerKind", "TrackerStats", "TurnAnswer", "TurnTracker"]

@@ -23,6 +23,7 @@ from kvtrie._core import (
 )
 from kvtrie.router.comparison import Seen
 from kvtrie.router.history import HistoriesByPlace, History, Key, session_of
+from kvtrie.router.stats import TrackerStats
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -61,6 +62,7 @@ class HistoryStore:
         self.conversations: OrderedDict[Key, list[History]] = OrderedDict()
         self.expired: OrderedDict[Key, float] = OrderedDict()
         self.num_tokens = 0
+        self.stats = TrackerStats()
         self._next = 1
         self.now = -math.inf
 
@@ -75,7 +77,7 @@ class HistoryStore:
             if history.conversation is not None:
                 self.expired[history.key] = history.kept_at
                 self.expired.move_to_end(history.key)
-            self.drop(history, dead)
+            self.drop(history, dead, "expired")
         else:
             return True
         while len(self.expired) > self._max_conversations:
@@ -88,6 +90,7 @@ class HistoryStore:
         if histories is not None:
             return histories
         kept_at = self.expired.get(key)
+        self.stats.unknown["unknown" if kept_at is None else "expired"] += 1
         if kept_at is not None:
             msg = (
                 f"{call}: conversation {key[1]!r} has expired: it was kept "
@@ -101,9 +104,10 @@ class HistoryStore:
             )
         raise StaleHandleError(msg)
 
-    def drop(self, history: History, dead: list[History]) -> None:
+    def drop(self, history: History, dead: list[History], cause: str) -> None:
         """Forget one history; tokens shared with others stay."""
         dead.append(history)
+        self.stats.dropped[cause] += 1
         del self.by_number[history.number]
         self.num_tokens -= len(history.places)
         histories = self.conversations[history.key]
@@ -134,7 +138,7 @@ class HistoryStore:
             num_others = len(self.conversations) - len(empty) - (key in self.conversations)
             if not too_long and num_others < self._max_conversations:
                 return
-            self.drop(self._least_recent(key, leaving), dead)
+            self.drop(self._least_recent(key, leaving), dead, "room")
 
     def _least_recent(self, key: Key, leaving: Sequence[History]) -> History:
         """The oldest of the least recently used conversation; those of `key` come last."""
@@ -194,8 +198,9 @@ class HistoryStore:
         self.conversations.move_to_end(key)
         self.expired.pop(key, None)
         self.num_tokens += len(places)
+        self.stats.kept += 1
         for old in leaving:
-            self.drop(old, dead)
+            self.drop(old, dead, "replaced")
 
     def _replaced(self, kept: KeepArguments, path: npt.NDArray[np.int32]) -> list[History]:
         if kept.conversation is None:

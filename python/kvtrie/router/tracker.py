@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, SupportsIndex
 
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from kvtrie.router.arguments import CompareArguments
     from kvtrie.router.comparison import Seen
     from kvtrie.router.history import History
+    from kvtrie.router.stats import TrackerStats
 
 _MOST_PLANNED: Final = 8
 # Dropped before the lock is released to others.
@@ -192,6 +193,25 @@ class TurnTracker:
         with self._lock:
             return len(self._store.by_number)
 
+    def stats(self) -> TrackerStats:
+        """Counters of the tracker, all of one moment.
+
+        Example:
+            >>> kvtrie.TurnTracker().stats().histories
+            0
+        """
+        with self._lock:
+            now = self._store.stats
+            return replace(
+                now,
+                conversations=len(self._store.conversations),
+                histories=len(self._store.by_number),
+                history_tokens=self._store.num_tokens,
+                dropped=copy(now.dropped),
+                unknown=copy(now.unknown),
+                answers=copy(now.answers),
+            )
+
     def keep(
         self,
         seq: TokenSequence,
@@ -294,10 +314,12 @@ class TurnTracker:
             self._store.expire(now, dead)
             seen, now = self._store.look_up(asked), self._store.now
         found = self._compare(asked, seen)
-        if isinstance(found, TurnAnswer):
-            return found
         with self._lock:
-            answer = self._answer(found, asked, now)
+            answer = found
+            if isinstance(answer, Comparison):
+                answer = self._answer(answer, asked, now)
+            if take:
+                self._count(answer, asked)
         # Parameters that stay must not be shared with the caller.
         if take:
             return answer
@@ -327,7 +349,7 @@ class TurnTracker:
             with self._lock:
                 for history in histories[first : first + _MOST_DROPPED]:
                     if history.number in self._store.by_number:
-                        self._store.drop(history, dead)
+                        self._store.drop(history, dead, "forgotten")
 
     def _read_clock(self) -> float:
         now = self._clock()
@@ -467,6 +489,14 @@ class TurnTracker:
             if history is not None and history not in found:
                 found.append(history)
         return found
+
+    def _count(self, answer: TurnAnswer, asked: CompareArguments) -> None:
+        stats = self._store.stats
+        stats.answers[answer.kind] += 1
+        stats.prompt_tokens += len(asked.prompt if answer.send is None else answer.send)
+        stats.exact_tokens += answer.num_exact
+        stats.approximate_tokens += answer.num_tokens - answer.num_exact
+        stats.transfers += answer.kv_transfer_params is not None
 
     def _answer(self, found: Comparison, asked: CompareArguments, now: float) -> TurnAnswer:
         """The result with its parameters; the caller holds the lock."""
