@@ -119,6 +119,11 @@ test: setup ## all tests: Rust, doctests, Python, the examples of the docs
 	$(MAKE) --no-print-directory test-failpoints
 	KVTRIE_BENCH_SCALE=quick $(PY) -m pytest benches/python --benchmark-disable --quiet
 
+# pytest leaves the folder out unless it is named.
+.PHONY: test-browser
+test-browser: setup ## the inspector's pages in headless Chromium, where it is installed; pictures of them into target/screenshots
+	$(PY) -m pytest --override-ini addopts="--strict-markers --strict-config --import-mode=importlib -ra" tests/browser
+
 # Calls that fail where a test says, in builds of their own: the feature is in no release.
 FAILPOINTS := target/failpoints
 FAILPOINT_TESTS := --features failpoints --test model --test ledger failures

@@ -47,6 +47,7 @@ def run(*args: str) -> subprocess.CompletedProcess[str]:
         ("demo", "--help"),
         ("calibrate", "--help"),
         ("check-vllm", "--help"),
+        ("inspect", "--help"),
         ("lab", "--help"),
         ("replay", "--help"),
     ],

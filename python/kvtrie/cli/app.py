@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from kvtrie.cli import calibrate, check_vllm, demo, explain
+from kvtrie.cli import inspect as inspect_command
 from kvtrie.cli import lab as lab_command
 from kvtrie.cli import replay as replay_command
 
@@ -23,6 +24,7 @@ app.command("calibrate")(calibrate.calibrate)
 app.command("check-vllm")(check_vllm.check_vllm)
 app.command("demo")(demo.demo)
 app.command("explain")(explain.explain)
+app.command("inspect")(inspect_command.inspect)
 app.command("lab")(lab_command.lab)
 app.command("replay")(replay_command.replay)
 

@@ -8,12 +8,10 @@ from typing import Annotated
 import typer
 
 import kvtrie
-from kvtrie.cli import _explained, _options, _prompts
+from kvtrie.cli import _cached, _explained, _options, _prompts
 from kvtrie.cli._failure import fail
 
 _BLOCK_SIZE = 16
-# The two prompts of a comparison are of one conversation.
-_SESSION = "compared"
 
 
 def explain(
@@ -91,13 +89,14 @@ def explain(
         fail(f"{text.name} is text and {ids.name} holds token ids; give two of a kind")
     try:
         if snapshot is not None:
-            index, space = _restored(snapshot, asked)
+            index, _ = _cached.restored(snapshot)
+            space = _cached.chosen(index, asked, snapshot)
         else:
-            index, space = _filled(read[0].ids, block_size or _BLOCK_SIZE)
+            index, space = _cached.filled(read[0].ids, block_size or _BLOCK_SIZE)
         why = index.explain(
             kvtrie.TokenSequence(read[-1].ids, space),
             context=context,
-            session=None if snapshot else _SESSION,
+            session=None if snapshot else _cached.SESSION,
         )
     except (kvtrie.KvTrieError, ValueError) as error:
         fail(error)
@@ -105,46 +104,3 @@ def explain(
         typer.echo(_explained.as_json(why, loaded))
     else:
         _explained.show(why, loaded)
-
-
-def _filled(cached: list[int], block_size: int) -> tuple[kvtrie.RadixIndex, kvtrie.Namespace]:
-    space = kvtrie.Namespace(model="explain", salt=kvtrie.SHARED)
-    count = len(cached) // block_size
-    index = kvtrie.RadixIndex(max(1, count), block_size)
-    seq = kvtrie.TokenSequence(cached, space)
-    blocks = list(range(count))
-    index.insert(
-        seq, blocks, num_computed=count * block_size, source=kvtrie.COMPUTED, session=_SESSION
-    )
-    return index, space
-
-
-def _restored(snapshot: Path, asked: dict[str, str]) -> tuple[kvtrie.RadixIndex, kvtrie.Namespace]:
-    try:
-        blob = snapshot.read_bytes()
-    except OSError as error:
-        fail(f"{snapshot}: {error.strerror or error}")
-    try:
-        # Nothing reads KV here, so any pool will do.
-        pool_id = kvtrie.RadixIndex.pool_of_snapshot(blob)
-        index = kvtrie.RadixIndex.restore(blob, pool_id=pool_id)
-    except kvtrie.SnapshotError as error:
-        fail(f"{snapshot}: {error}")
-    spaces = [
-        space
-        for space in index.namespaces()
-        if all(getattr(space, name) == value for name, value in asked.items())
-    ]
-    if len(spaces) == 1:
-        return index, spaces[0]
-    if spaces:
-        models = sorted({_explained.printable(space.model) for space in spaces})
-        shown = ", ".join(models[:4]) + (", ..." if len(models) > 4 else "")
-        fail(
-            f"{snapshot}: {len(spaces)} namespaces match, of the models {shown}; say which by "
-            "--model, --kv-dtype, --rope, --adapter and --salt"
-        )
-    if not {"model", "salt"} <= set(asked):
-        fail(f"{snapshot}: it has no such namespace; with --model and --salt, one is made")
-    # It is empty, but other namespaces of the salt may hold the prompt.
-    return index, kvtrie.Namespace(**asked)
