@@ -1,7 +1,8 @@
 """Measures policies on a model by kind of edit: divergence, agreement, accuracy and savings.
 
 Conversations of all edits take turns, and an edit ends as soon as the verdict on each kind that it
-is measured for is clear. The verdicts hold at every look (``kvtrie.gates.statistics``).
+is measured for is clear, or looks bad where another policy is cleared. The verdicts hold at every
+look (``kvtrie.gates.statistics``).
 """
 
 from __future__ import annotations
@@ -80,7 +81,10 @@ ENOUGH_UNMOVED: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Everything measured on one model; fields as in `calibrate` and `kvtrie.gates.Gate`."""
+    """Everything measured on one model; fields as in `calibrate` and `kvtrie.gates.Gate`.
+
+    ``is_finished`` says whether every edit has ended; else the time has.
+    """
 
     model: str
     kv_dtype: str
@@ -93,6 +97,7 @@ class Report:
     outside: int
     measured: tuple[gates.Measured, ...]
     checkpoint: str | None = None
+    is_finished: bool = True
 
     def gate(self, thresholds: gates.Thresholds) -> gates.Gate:
         """The verdicts."""
@@ -251,7 +256,7 @@ def calibrate(
     }
     before = [] if partial is None else partial.begin(run)
     tally = Tally(chosen)
-    _replay_all(
+    is_finished = _replay_all(
         bench, sources, tally, limits, before, most_seconds, partial, progress or (lambda _: None)
     )
     return Report(
@@ -266,6 +271,7 @@ def calibrate(
         outside=tally.outside,
         measured=tally.measured(),
         checkpoint=run["checkpoint"],
+        is_finished=is_finished,
     )
 
 
@@ -278,8 +284,11 @@ def _replay_all(
     most_seconds: float | None,
     partial: Partial | None,
     progress: Callable[[Progress], None],
-) -> None:
-    """Let the edits take turns until each has ended; rows from before count as replayed."""
+) -> bool:
+    """Let the edits take turns until each has ended; rows from before count as replayed.
+
+    False: the time has ended before.
+    """
     rows = iter(before)
     began, replayed = time.monotonic(), 0
     count = dict.fromkeys((one.name for one in sources), 0)
@@ -306,7 +315,7 @@ def _replay_all(
             row = next(rows, None)
             if row is None:
                 if most_seconds is not None and time.monotonic() - began > most_seconds:
-                    return
+                    return False
                 steps, is_chain = source.make(count[source.name])
                 row = {"edit": source.name, "steps": bench.replay(steps, is_chain=is_chain)}
                 replayed += 1
@@ -320,15 +329,23 @@ def _replay_all(
             )
             if replayed:
                 tell(source.name)
+    return True
 
 
 def _is_clear(tally: Tally, edit: str, limits: gates.Thresholds) -> bool:
-    """Whether the verdict on every kind that the edit is measured for is clear."""
+    """Whether more of an edit would hardly change a verdict.
+
+    Each is clear, or its kind is cleared under another policy, and it looks as if it never will be.
+    """
     wanted = tally.feeds(edit)
     if not wanted:
         return False
     found = tally.verdicts(limits)
-    return all(found[key].state != "undecided" for key in wanted)
+    cleared = {kind for (_, kind), verdict in found.items() if verdict.state == "cleared"}
+    return all(
+        found[key].state != "undecided" or (key[1] in cleared and found[key].looks_worse)
+        for key in wanted
+    )
 
 
 def _moves_nothing(tally: Tally, edit: str) -> bool:

@@ -178,7 +178,9 @@ def calibrate(
             typer.echo(_calibrated.as_json(report, thresholds))
         else:
             _calibrated.show(report, thresholds)
-        if partial is not None:
+        if partial is not None and not report.is_finished:
+            typer.echo(f"the time is over: {kept.note()}", err=True)
+        elif partial is not None:
             # Closed last: until then, the same command continues after a failure.
             partial.remove()
 

@@ -37,10 +37,12 @@ class Verdict:
         state: ``"cleared"``; ``"refused"`` where the figures show a loss; ``"undecided"`` where
             they show neither.
         reason: Why it is not cleared, with values and limits; None if it is.
+        looks_worse: Whether a mean or a tail that was measured is beyond its limit, shown or not.
     """
 
     state: State
     reason: str | None = None
+    looks_worse: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +103,18 @@ class Kind:
             return Verdict("undecided", flaw)
         refused = self._shown_worse(thresholds)
         if refused:
-            return Verdict("refused", "; ".join(refused))
+            return Verdict("refused", "; ".join(refused), looks_worse=True)
         unclear = [*self._blind(thresholds), *self._not_shown(thresholds)]
-        return Verdict("undecided", "; ".join(unclear)) if unclear else Verdict("cleared")
+        if unclear:
+            return Verdict("undecided", "; ".join(unclear), self._looks_worse(thresholds))
+        return Verdict("cleared")
+
+    def _looks_worse(self, limits: Thresholds) -> bool:
+        return (
+            self._excess > limits.max_kl
+            or self.figures.kl_p99 - self.floor.kl_p99 > limits.max_kl_p99
+            or self.floor.top1 - self.figures.top1 > self._most_drop(limits)
+        )
 
     def _shown_worse(self, limits: Thresholds) -> list[str]:
         one, found = self.figures, []
