@@ -206,6 +206,25 @@ def test_interrupted_and_killed_run_ends_as_one_that_was_not(tmp_path: Path) -> 
     ]
 
 
+@pytest.mark.timeout(900)
+def test_run_whose_time_is_over_goes_on_next_time(tmp_path: Path) -> None:
+    """Regression: it removed what it had measured, undecided verdicts or not."""
+    out, other = tmp_path / "gate.json", tmp_path / "other.json"
+    kept = tmp_path / "gate.json.partial"
+    # A fifth of a second: over after the first conversations of twelve.
+    first = run(out, "--minutes", "0.003")
+    assert first.exit_code == 0
+    assert gates.read(out).measured
+    rows = kept.read_bytes().count(b"\n") - 1
+    assert 0 < rows < 12
+    assert f"the time is over: {rows} conversations are kept in {kept}" in first.stderr
+    resumed, whole = run(out), run(other)
+    assert "resumed" in resumed.stderr
+    assert resumed.stdout == whole.stdout
+    assert out.read_bytes() == other.read_bytes()
+    assert not kept.exists()
+
+
 @pytest.mark.parametrize(
     ("made", "said"),
     [

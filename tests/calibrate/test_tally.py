@@ -22,7 +22,9 @@ def way(kl: float, *, right: bool = True, terms: gates.Terms | None = None) -> l
     return Observed(np.full(24, kl, np.float32), agreeing, right, (10, 80, 10), terms).row()
 
 
-def row(edit: str, *steps: gates.Terms | None, kl: float = 0.001) -> dict[str, Any]:
+def row(
+    edit: str, *steps: gates.Terms | None, kl: float = 0.001, fronts: float = 0.001
+) -> dict[str, Any]:
     """A conversation whose replies have plans with these terms; its control fails."""
     found = [
         {
@@ -32,6 +34,7 @@ def row(edit: str, *steps: gates.Terms | None, kl: float = 0.001) -> dict[str, A
                 "drop": way(3.0, right=False),
                 "unrotated": way(0.5),
                 "rotated": way(kl, terms=terms),
+                "rotated+fronts20": way(fronts, terms=terms),
             },
         }
         for terms in steps
@@ -82,6 +85,26 @@ def test_edit_ends_when_the_verdict_on_its_kind_is_clear() -> None:
             found.add(row("window", CUT, kl=kl))
         assert found.verdicts(LIMITS)["rotated", "one cut"].state == state
         assert 3 < found.conversations["window"] < 40
+
+
+def test_edit_does_not_wait_for_a_policy_that_looks_bad_where_another_is_cleared() -> None:
+    """A mean just beyond its limit takes hundreds of conversations to be refused."""
+    both = [policies.policy("rotated"), policies.policy("rotated+fronts20")]
+    found = Tally(both)
+    while not measure._is_clear(found, "window", LIMITS):
+        found.add(row("window", CUT, kl=1.05 * LIMITS.max_kl))
+    verdicts = found.verdicts(LIMITS)
+    assert verdicts["rotated", "one cut"].state == "undecided"
+    assert verdicts["rotated", "one cut"].looks_worse
+    assert verdicts["rotated+fronts20", "one cut"].state == "cleared"
+    assert found.conversations["window"] < 40
+    # What looks good goes on, and so does what looks bad where nothing is cleared.
+    for kl, fronts in ((0.95, 0.0), (1.05, 1.05)):
+        found = Tally(both)
+        for _ in range(40):
+            given = {"kl": kl * LIMITS.max_kl, "fronts": fronts * LIMITS.max_kl}
+            found.add(row("window", CUT, **given))
+        assert not measure._is_clear(found, "window", LIMITS)
 
 
 def test_edit_does_not_wait_for_a_kind_that_it_is_rarely_of() -> None:
