@@ -33,7 +33,8 @@ LICENSES = frozenset(
         *("0BSD", "Apache-2.0", "Apache-2.0 WITH LLVM-exception", "BSD-2-Clause", "BSD-3-Clause"),
         *("BSL-1.0", "CC0-1.0", "CNRI-Python", "ISC", "MIT", "MIT-CMU", "MPL-2.0", "PSF-2.0"),
         "Zlib",
-        *("Apache 2.0 License", "Apache Software License", "BSD", "BSD License", "DFSG approved"),
+        *("Apache 2.0", "Apache 2.0 License", "Apache Software License", "BSD", "BSD License"),
+        "DFSG approved",
         *("ISC License (ISCL)", "MIT License", "Mozilla Public License 2.0 (MPL 2.0)"),
         "Python Software Foundation License",
     }
