@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import threading
@@ -143,6 +144,41 @@ def test_names_are_those_of_the_connector_where_the_meaning_is() -> None:
     for name in set(REASONS) & set(reasons):
         their = reasons[name].replace("cache_salt", "salt").replace(", or shadow mode is on", "")
         assert REASONS[name] == their
+
+
+def test_the_page_lists_every_metric_and_reason() -> None:
+    text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    sections = dict(
+        zip(
+            ("index", "prompts", "generator", "tracker"),
+            re.findall(r"^\| name \| type \| says \|\n(?:\|.*\n)+", text, re.MULTILINE),
+            strict=True,
+        )
+    )
+    for source, table in sections.items():
+        shown = [
+            (name, tuple(re.findall(r"`(\w+)`", labels)), kind, says)
+            for name, labels, kind, says in re.findall(
+                r"^\| `(\w+)`(?: \(by (.*?)\))? \| (counter|gauge|histogram) \| (.*) \|$",
+                table,
+                re.MULTILINE,
+            )
+        ]
+        assert shown == [
+            (
+                one.name + ("_total" if one.kind == "counter" else ""),
+                one.labels,
+                one.kind,
+                one.text,
+            )
+            for one in FAMILIES
+            if one.source == source
+        ]
+    reasons = text.partition("## Why tokens are computed")[2].partition("\n## ")[0]
+    assert dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", reasons, re.MULTILINE)) == REASONS
+    queries = text.partition("## The queries to look at")[2].partition("\n## ")[0]
+    names = {one.name + ("_total" if one.kind == "counter" else "") for one in FAMILIES}
+    assert set(re.findall(r"\bkvtrie_\w+", queries)) <= names
 
 
 def test_a_generator_and_a_tracker_export_every_family(make: Make) -> None:

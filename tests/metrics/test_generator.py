@@ -91,11 +91,11 @@ def test_every_figure_is_what_happened(  # noqa: PLR0915 - one run, all its figu
         drain(generator)
     now = scrape(collector)
     admitted = [request for request in requests if request.usage.prompt]
-    prompt = "kvtrie_prompt_tokens_total"
-    assert total(now, prompt, reuse="exact") == sum(one.usage.exact for one in admitted) > 0
-    assert total(now, prompt, reuse="moved") == sum(one.usage.moved for one in admitted) > 0
+    name = "kvtrie_prompt_tokens_total"
+    assert total(now, name, reuse="exact") == sum(one.usage.exact for one in admitted) > 0
+    assert total(now, name, reuse="moved") == sum(one.usage.moved for one in admitted) > 0
     computed = sum(one.usage.computed for one in admitted)
-    assert total(now, prompt, reuse="recomputed") == computed > 0
+    assert total(now, name, reuse="recomputed") == computed > 0
     assert total(now, "kvtrie_computed_tokens_total") == computed
     assert total(now, "kvtrie_forward_tokens_total") == seen.num_forward > computed
     assert total(now, "kvtrie_preemptions_total") == seen.num_preempted
@@ -108,13 +108,13 @@ def test_every_figure_is_what_happened(  # noqa: PLR0915 - one run, all its figu
     tokens = sum(len(request.tokens) for request in requests)
     assert total(now, "kvtrie_generation_tokens_total") == tokens
     ends = Counter(request.finish_reason for request in requests)
-    for reason in ("stop", "length", "cancelled", "error"):
-        assert total(now, "kvtrie_requests_total", finish_reason=reason) == ends[reason]
+    for how in ("stop", "length", "cancelled", "error"):
+        assert total(now, "kvtrie_requests_total", finish_reason=how) == ends[how]
     assert ends["length"] > 5
-    first = "kvtrie_time_to_first_token_seconds"
+    waited = "kvtrie_time_to_first_token_seconds"
     answered = sum(bool(request.tokens) for request in requests)
-    assert total(now, f"{first}_count") == answered
-    assert total(now, f"{first}_bucket", le="+Inf") == answered
+    assert total(now, f"{waited}_count") == answered
+    assert total(now, f"{waited}_bucket", le="+Inf") == answered
     counts, stats = generator.block_counts(), generator.index.stats()
     assert total(now, "kvtrie_free_blocks") == counts.free
     assert total(now, "kvtrie_pool_blocks") == counts.total

@@ -70,16 +70,16 @@ def test_a_request_is_one_span_with_its_phases(make: Make, ids: Ids, exported: E
         "server",
     ]
     assert names.count("kvtrie.insert") == 4
-    root = spans[names.index("kvtrie.request")]
-    assert root.parent is not None
-    assert root.parent.span_id == spans[-1].get_span_context().span_id
-    for span in spans[:-2]:
-        assert span.parent is not None
-        assert span.parent.span_id == root.get_span_context().span_id
+    root: Any = spans[names.index("kvtrie.request")]
+    server: Any = spans[-1]
+    assert root.parent.span_id == server.context.span_id
+    phases: list[Any] = spans[:-2]
+    for span in phases:
+        assert span.parent.span_id == root.context.span_id
         assert root.start_time <= span.start_time <= span.end_time <= root.end_time
     computed = [
-        (span.attributes or {})["kvtrie.tokens.computed"]
-        for span in spans
+        span.attributes["kvtrie.tokens.computed"]
+        for span in phases
         if span.name == "kvtrie.compute"
     ]
     assert computed == [12, 12, 6]

@@ -21,7 +21,7 @@ except ImportError as error:
 from kvtrie._core import RadixIndex
 from kvtrie.metrics.families import FAMILIES
 from kvtrie.metrics.generator import FIRST_TOKEN_BUCKETS, GeneratorCounter
-from kvtrie.metrics.prompts import Prompts
+from kvtrie.metrics.prompts import OTHER, REUSES, Prompts
 from kvtrie.router import TurnTracker
 
 if TYPE_CHECKING:
@@ -231,7 +231,8 @@ def _by(counts: Mapping[str, float], always: Iterable[str] = ()) -> Samples:
 def _of_prompts(prompts: Prompts) -> dict[str, Samples | _Histogram]:
     now = prompts.totals()
     found = _plain({"tokens_exact": now.copied["exact"], "tokens_moved": now.copied["moved"]})
-    found["kvtrie_prompt_tokens"] = {key: float(count) for key, count in now.prompt.items()}
+    always = {(how, OTHER): 0.0 for how in REUSES}
+    found["kvtrie_prompt_tokens"] = always | {key: float(n) for key, n in now.prompt.items()}
     found["kvtrie_computed_tokens"] = {key: float(count) for key, count in now.computed.items()}
     return found
 
