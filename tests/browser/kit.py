@@ -6,6 +6,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 import numpy as np
+from tokenizers import Tokenizer, models, pre_tokenizers
 from typer.testing import CliRunner
 
 import kvtrie
@@ -13,6 +14,7 @@ from kvtrie.cli.app import app
 from kvtrie.record import Finished, Recorder, RecordOptions
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 SPACE = kvtrie.Namespace(model="example@1", salt="the tenant's secret")
@@ -25,8 +27,14 @@ def words(count: int, seed: int, low: int = 1000) -> list[int]:
     return Random(seed).choices(range(low, low + 20_000), k=count)
 
 
-def small() -> tuple[kvtrie.RadixIndex, list[int]]:
-    """An index with exact, approximate, dead blocks and a hole; and a prompt that was edited."""
+def small(
+    words: Callable[[int, int], list[int]] = words,
+) -> tuple[kvtrie.RadixIndex, list[int]]:
+    """An index with exact, approximate, dead blocks and a hole; and a prompt that was edited.
+
+    Args:
+        words: So many tokens of one of many texts.
+    """
     index = kvtrie.RadixIndex(512, BLOCK, seed=1, pool_id=b"example")
     free = iter(range(512))
     system = words(64, 1)
@@ -62,6 +70,53 @@ def small() -> tuple[kvtrie.RadixIndex, list[int]]:
     index.remove_spans(seq, [(160, 184)])
     prompt = [*first[:104], *first[200:256], *words(64, 6)[:20], *words(24, 60)]
     return index, prompt
+
+
+SYSTEM = (
+    "You are the assistant of a harbour . Answer in one or two sentences . Use the notes about "
+    "ferries , tickets and weather . If a note is missing , say so and ask which one to read . "
+)
+REASONING = (
+    "The visitor asks when the ferry leaves . Times change with the season , so I should not "
+    "answer from memory . The note about the timetable says that ferries leave at eight , at noon "
+    "and at six . On Sundays the first one does not run . I should name the day as well . "
+)
+ANSWER = (
+    "The next ferry leaves at noon from the second quay . A ticket costs nine euros , and children "
+    "travel free . Come ten minutes earlier , because the gate closes before it leaves . "
+)
+SENTENCES = (
+    "When does the ferry leave ? ",
+    "What does a ticket cost for two adults and a dog ? ",
+    "Is the sea calm today , or is it better to wait ? ",
+    "Which note is about bicycles ? ",
+    "Can I come back in the evening ? ",
+    "Where is the second quay , and how long does it take to walk there ? ",
+    "My brother travels with a chair on wheels . Who helps him on board ? ",
+    "Thanks . And on Sundays ? ",
+    "Please write a short message to my family that we are late . ",
+    "Are there other islands that this ferry goes to ? ",
+)
+
+
+def tokenizer(folder: Path) -> Callable[[int, int], list[int]]:
+    """Write a tokenizer of whole words, and return a function like `words` that makes sentences."""
+    every = sorted(
+        {*SYSTEM.split(), *REASONING.split(), *ANSWER.split(), *"".join(SENTENCES).split()}
+    )
+    made = Tokenizer(models.WordLevel({word: at for at, word in enumerate(every)}, every[0]))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    folder.mkdir(exist_ok=True)
+    made.save(str(folder / "tokenizer.json"))
+
+    def texts(count: int, seed: int) -> list[int]:
+        text = {1: SYSTEM, 3: REASONING, 4: ANSWER}.get(seed)
+        if text is None:
+            text = "".join(Random(seed).sample(SENTENCES, len(SENTENCES)))
+        ids: list[int] = made.encode(text * 4).ids
+        return ids[:count]
+
+    return texts
 
 
 def large(edges: int) -> kvtrie.RadixIndex:

@@ -15,7 +15,7 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select, WebDriverWait
-from tests.browser.kit import large, log, page, small, words
+from tests.browser.kit import large, log, page, small, tokenizer, words
 from tests.byte_tokenizer import byte_tokenizer
 from tools import site_check
 
@@ -260,6 +260,32 @@ def test_the_life_of_a_request(chrome: Chrome, folder: Path) -> None:
     sound(chrome)
 
 
+def test_text_is_shown_and_found(chrome: Chrome, tmp_path: Path) -> None:
+    """And the pictures of the docs are made."""
+    index, prompt = small(tokenizer(tmp_path))
+    (tmp_path / "index.snapshot").write_bytes(index.snapshot())
+    (tmp_path / "prompt").write_text(json.dumps(prompt), encoding="utf-8")
+    made = ("--tokenizer", tmp_path, "--session", "chat-1")
+    opened(chrome, page(tmp_path / "tree.html", tmp_path / "index.snapshot", *made))
+    assert search(chrome, "text", "the next FERRY leaves at noon").startswith("1 of ")
+    assert "The next ferry leaves at noon" in of(chrome, "text")
+    chrome.find_element(By.ID, "everything").click()
+    shot(chrome, "docs-tree")
+    # From one edge to the next.
+    assert search(chrome, "text", "note is missing , say so and ask which one to read") == "1 of 1"
+    cached, edited = tmp_path / "cached", tmp_path / "edited"
+    talk = [*tokenizer(tmp_path)(64, 1), *tokenizer(tmp_path)(24, 2)]
+    reply = [*tokenizer(tmp_path)(80, 3), *tokenizer(tmp_path)(60, 4)]
+    cached.write_text(json.dumps([*talk, *reply]), encoding="utf-8")
+    ending = [*reply[80:], *tokenizer(tmp_path)(16, 7)]
+    edited.write_text(json.dumps([*talk, *ending]), encoding="utf-8")
+    opened(chrome, page(tmp_path / "plan.html", cached, edited, "--tokenizer", tmp_path))
+    assert "visitor asks when the ferry leaves" in of(chrome, "why")
+    assert "ferry leaves at noon" in of(chrome, "segments")
+    shot(chrome, "docs-plan")
+    sound(chrome)
+
+
 HOSTILE = "</script><script>document.title='taken'</script><!--<script> &amp; \u202e\x07"
 
 
@@ -281,8 +307,8 @@ def test_text_of_prompts_and_names_is_shown_as_text(chrome: Chrome, tmp_path: Pa
         seq, range(30), num_computed=len(ids), source=kvtrie.COMPUTED, spans=spans, session=HOSTILE
     )
     (tmp_path / "x").write_bytes(index.snapshot())
-    made = ("--tokenizer", tmp_path, "--session", HOSTILE)
-    opened(chrome, page(tmp_path / "tree.html", tmp_path / "x", *made))
+    named = ("--tokenizer", tmp_path, "--session", HOSTILE)
+    opened(chrome, page(tmp_path / "tree.html", tmp_path / "x", *named))
     assert search(chrome, "text", "<SCRIPT>doc") == "1 of 1"
     details = of(chrome, "details")
     assert "<script>document.title" in details

@@ -262,7 +262,7 @@ def _planned(
         fail(error)
     counts = document["counts"]
     return document, (
-        f"{prompt.name}: {len(prompt.ids):,} tokens: {counts['exact']:,} exact, "
+        f"{Path(prompt.name).name}: {len(prompt.ids):,} tokens: {counts['exact']:,} exact, "
         f"{counts['approximate']:,} approximate, {counts['compute']:,} computed; "
         f"{why.reason} at {why.position:,}"
     )

@@ -143,13 +143,20 @@ const showTree = async (place, doc, plan) => {
     const right = Math.min(view.px(end(node)), view.width), low = Math.min(height, 22);
     const from = Math.max(0, Math.ceil((view.x - start[node]) - 1e-9));
     const x = Math.max(left, view.px(start[node] + from));
-    // White letters are read on plain blue only.
-    let plain = mode === "state";
-    for (let run = firstRun[node]; plain && run < firstRun[node + 1]; run += 1) plain = (runState[run] & 7) === 0;
+    // White letters are read on plain blue only. Elsewhere letters leave half of the pattern visible, and end where
+    // the state changes.
+    let plain = mode === "state", depth = start[node], same = null, until = right;
+    for (let run = firstRun[node]; run < firstRun[node + 1]; run += 1) {
+      plain &&= (runState[run] & 7) === 0;
+      depth += runBlocks[run] * size;
+      if (view.px(depth) <= x) continue;
+      same ??= runState[run] & 7;
+      if ((runState[run] & 7) !== same) break;
+      until = Math.min(view.px(depth), right);
+    }
     const ink = plain ? "#ffffff" : null;
-    if (right - x < 24) return;
-    // Half of a pattern stays visible.
-    const wide = ink ? right - x : (right - x) / 2;
+    const wide = plain ? right - x : (until - x) / 2;
+    if (wide < 24) return;
     const y = top + Math.max(0, (height - low) / 2);
     if (view.kx >= 26) {
       tokensOf(node, from, Math.ceil((right - x) / view.kx) + 1).forEach((id, at) => {
