@@ -7,7 +7,7 @@ import importlib.util
 import inspect
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
     from tests.vllm_scheduler.core import Core
 
-FIELDS = [(owner, name) for owner, names in _vllm.FIELDS.items() for name in names]
+OWN = {"AsyncScheduler": _vllm.SCHEDULER, "KVConnectorBase_V1": _vllm.CONNECTOR}
+FIELDS = [(owner, name) for owner, names in {**_vllm.FIELDS, **OWN}.items() for name in names]
 ADDED = [table for first, table in _vllm.ADDED.items() if _vllm.release() >= first]
 METHODS = [
     (owner, name)
@@ -50,6 +51,8 @@ class Without:
         if name == hidden:
             raise AttributeError(name)
         found = getattr(self.__dict__["thing"], name)
+        if name == "__mro__":
+            return (SimpleNamespace(**setting_another(self.__dict__["thing"], hidden)),)
         if name == "__dataclass_fields__":
             return {field: one for field, one in found.items() if field != hidden}
         return found
@@ -58,6 +61,21 @@ class Without:
 def renamed(owner: str, name: str) -> dict[str, object]:
     found = _vllm.things()
     return found | {owner: Without(found[owner], name)}
+
+
+def setting_another(one: type, name: str) -> dict[str, Any]:
+    """The functions of a class, with another name for an attribute that they set."""
+    changed = {}
+    for base in one.__mro__:
+        for key, value in vars(base).items():
+            call = inspect.unwrap(value) if callable(value) else None
+            if isinstance(call, FunctionType):
+                code = call.__code__
+                names = tuple(f"{name}_2" if one == name else one for one in code.co_names)
+                changed[f"{base.__name__}.{key}"] = FunctionType(
+                    code.replace(co_names=names), {}, key, closure=call.__closure__
+                )
+    return changed
 
 
 def with_parameter(owner: str, name: str, parameter: str) -> dict[str, object]:
@@ -117,6 +135,76 @@ def test_a_renamed_attribute_of_the_connector_is_refused(name: str) -> None:
     delattr(connector, name)
     with pytest.raises(_version.UnsupportedError, match=rf"the connector of vLLM .* has no {name}"):
         _vllm.probe_connector(connector)
+
+
+class Transfer(_vllm.KVConnectorBase_V1, _vllm.SupportsHMA):  # type: ignore[misc] # vLLM's
+    """A transfer connector."""
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
+        return {"remote_block_ids": (request, block_ids)}
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed: Any) -> Any: ...
+    def update_state_after_alloc(self, request: Any, blocks: Any, num: Any) -> Any: ...
+
+
+NIXL = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
+
+
+def test_transfer_connectors_have_what_is_extended() -> None:
+    _vllm.probe_transfer(Transfer.__mro__, _vllm.TRANSFER)
+    transfer = pytest.importorskip("kvtrie.integrations.vllm.transfer")
+    transfer.KvtrieNixlConnector._probe()
+
+
+@pytest.mark.parametrize("method", _vllm.TRANSFER)
+def test_a_renamed_method_of_a_transfer_connector_is_refused(
+    monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    monkeypatch.delattr(Transfer, method)
+    with pytest.raises(_version.UnsupportedError, match=rf"has no Transfer\.{method}\("):
+        _vllm.probe_transfer(Transfer.__mro__, _vllm.TRANSFER)
+
+
+@pytest.mark.parametrize("method", [*_vllm.TRANSFER, *_vllm.TRANSFER_STATS])
+def test_a_renamed_method_of_nixls_connector_is_refused(
+    monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    transfer = pytest.importorskip("kvtrie.integrations.vllm.transfer")
+    owner = next(one for one in transfer.NixlConnector.__mro__ if method in vars(one))
+    assert owner.__module__.startswith(NIXL)
+    monkeypatch.delattr(owner, method)
+    with pytest.raises(_version.UnsupportedError, match=rf"has no Nixl\w+\.{method}\("):
+        transfer.KvtrieNixlConnector._probe()
+
+
+def test_a_method_of_nixls_connector_with_another_argument_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    transfer = pytest.importorskip("kvtrie.integrations.vllm.transfer")
+
+    def taking_more(self: Any, request: Any, block_ids: Any, more: Any) -> None: ...
+
+    name = "request_finished_all_groups"
+    monkeypatch.setattr(transfer.NixlConnector, name, taking_more)
+    with pytest.raises(_version.UnsupportedError, match=rf"{name}\(request, block_ids\), which"):
+        transfer.KvtrieNixlConnector._probe()
+
+
+def test_another_key_for_nixls_blocks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    transfer = pytest.importorskip("kvtrie.integrations.vllm.transfer")
+    monkeypatch.setattr(transfer, "_BLOCKS", "remote_block_ids_2")
+    with pytest.raises(_version.UnsupportedError, match="'remote_block_ids_2' in the package of"):
+        transfer.KvtrieNixlConnector._probe()
+
+
+def test_a_transfer_connector_is_refused_at_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    transfer = pytest.importorskip("kvtrie.integrations.vllm.transfer")
+    monkeypatch.setattr(transfer._support, "check", lambda *_, **__: None)
+    monkeypatch.delattr(Transfer, "update_state_after_alloc")
+    checked: Any = type("Checked", (transfer.CheckedTransfer, Transfer), {})
+    checked.__abstractmethods__ = frozenset()
+    with pytest.raises(_version.UnsupportedError, match=r"Transfer\.update_state_after_alloc\("):
+        checked(SimpleNamespace(), None, SimpleNamespace())
 
 
 def _run(body: list[ast.stmt]) -> list[ast.AST]:
@@ -239,54 +327,3 @@ def test_a_vllm_is_compared_when_it_looks_the_connector_up(
     monkeypatch.setattr(_vllm, "things", lambda: found)
     with pytest.raises(_version.UnsupportedError, match=r"has no Request\.num_in_flight_tokens"):
         _ = kvtrie.integrations.vllm.KvtrieConnector
-
-
-CONFIGS = {
-    "model_config": "ModelConfig",
-    "cache_config": "CacheConfig",
-    "parallel_config": "ParallelConfig",
-    "scheduler_config": "SchedulerConfig",
-    "load_config": "LoadConfig",
-    "structured_outputs_config": "StructuredOutputsConfig",
-}
-# An attribute that vLLM sets in each object, and declares nowhere.
-UNDECLARED = {"ModelConfig.runner_type"}
-
-
-def configured(function: ast.AST) -> set[str]:
-    """The fields of vLLM's configuration that a function reads, directly or by a local name."""
-    owners: dict[str, str] = {}
-
-    def owner_of(node: ast.expr) -> str | None:
-        if isinstance(node, ast.Name):
-            return owners.get(node.id)
-        return CONFIGS.get(node.attr) if isinstance(node, ast.Attribute) else None
-
-    for node in ast.walk(function):
-        if isinstance(node, ast.Assign) and len(node.targets) == 1:
-            (target,), value = node.targets, node.value
-            pairs = [(target, value)]
-            if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
-                pairs = list(zip(target.elts, value.elts, strict=True))
-            for to, given in pairs:
-                if isinstance(to, ast.Name) and (owner := owner_of(given)) is not None:
-                    owners[to.id] = owner
-    return {
-        f"{owner}.{node.attr}"
-        for node in ast.walk(function)
-        if isinstance(node, ast.Attribute) and (owner := owner_of(node.value)) is not None
-    }
-
-
-def test_every_field_of_the_configuration_is_compared() -> None:
-    """Those that decide whether gaps share a step were not: a rename ended the engine."""
-    folder = Path(kvtrie.integrations.vllm.__file__).parent
-    found = {
-        name
-        for path in folder.glob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.FunctionDef)
-        for name in configured(node)
-    }
-    assert "CacheConfig.kv_sharing_fast_prefill" in found
-    assert found - UNDECLARED <= {f"{owner}.{name}" for owner, name in FIELDS}

@@ -2,18 +2,23 @@
 
 Modules import vLLM's names from here; types for annotations come from vLLM itself. `probe` compares
 `FIELDS` and `CALLS` with the vLLM that runs, so that a renamed field is refused at start-up by its
-name, and surprises no request. ``tests/vllm_scheduler/test_probe.py`` renames each of them.
+name, and surprises no request. ``tests/vllm_scheduler/test_probe.py`` renames each of them, and
+``test_touched.py`` compares these tables with what the modules here touch.
 """
 
 from __future__ import annotations
 
+import dis
 import inspect
 import re
+import sys
+from types import CodeType
 from typing import TYPE_CHECKING, Any, Final
 
 from vllm import SamplingParams
 from vllm import __version__ as VERSION  # noqa: N812 - vLLM's name for it
 from vllm.config import (
+    AuxOutputConfig,
     CacheConfig,
     KVEventsConfig,
     KVTransferConfig,
@@ -32,6 +37,7 @@ from vllm.distributed.kv_events import (
     BlockRemoved,
     BlockStored,
     EventBatch,
+    EventPublisher,
     EventPublisherFactory,
     KVCacheEvent,
 )
@@ -50,8 +56,9 @@ from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
-from vllm.reasoning import ReasoningParserManager
+from vllm.reasoning import ReasoningParser, ReasoningParserManager
 from vllm.tokenizers.registry import cached_tokenizer_from_config
+from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.kv_cache_utils import BlockHash, get_block_hash, maybe_convert_block_hash
@@ -68,7 +75,7 @@ from vllm.v1.request import Request, RequestStatus
 from kvtrie.integrations.vllm._version import refuse
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 __all__ = [
     "VERSION",
@@ -107,6 +114,7 @@ __all__ = [
     "probe",
     "probe_connector",
     "probe_scheduler",
+    "probe_transfer",
 ]
 
 FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -132,8 +140,9 @@ FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
         *("req_id", "prompt_token_ids", "prefill_token_ids", "sampling_params"),
         "num_computed_tokens",
     ),
-    "SamplingParams": ("prompt_logprobs",),
-    "KVCacheManager": (),
+    "SamplingParams": ("prompt_logprobs", "max_tokens", "temperature"),
+    "KVCacheManager": ("block_pool",),
+    "KVCacheBlocks": ("blocks",),
     "BlockPool": (
         *("blocks", "num_gpu_blocks", "hash_block_size", "free_block_queue"),
         *("enable_kv_cache_events", "kv_event_queue"),
@@ -148,7 +157,10 @@ FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
         *("lora_name", "extra_keys", "group_idx"),
     ),
     "BlockRemoved": ("block_hashes",),
+    "EventBatch": ("ts", "events"),
     "MultiConnector": ("sub_connectors",),
+    "KVConnectorStats": ("data",),
+    "KVConnectorPromMetrics": ("_counter_cls", "per_engine_labelvalues"),
     "KVConnectorOutput": ("invalid_block_ids",),
     "LoRARequest": ("lora_name", "lora_path"),
     "KvHintsEnvelope": ("actions",),
@@ -157,7 +169,7 @@ FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
     "KVCacheGroupSpec": ("kv_cache_spec", "layer_names", "is_eagle_group"),
     "FullAttentionSpec": (
         *("block_size", "sliding_window", "attention_chunk_size", "non_causal"),
-        "tokens_per_state",
+        *("tokens_per_state", "head_size", "head_size_v", "num_kv_heads"),
     ),
     "VllmConfig": (
         *("model_config", "cache_config", "parallel_config", "scheduler_config"),
@@ -166,7 +178,7 @@ FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "ModelConfig": (
         *("model", "revision", "dtype", "quantization", "hf_overrides", "hf_text_config"),
-        *("use_mla", "uses_mrope", "logits_processors"),
+        *("use_mla", "uses_mrope", "logits_processors", "runner_type"),
     ),
     "CacheConfig": ("enable_prefix_caching", "cache_dtype", "kv_sharing_fast_prefill"),
     "ParallelConfig": (
@@ -181,9 +193,14 @@ FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
     "StructuredOutputsConfig": ("reasoning_parser",),
     "LoadConfig": ("load_format", "download_dir"),
     "KVTransferConfig": ("kv_connector", "kv_connector_extra_config"),
-    "KVEventsConfig": ("enable_kv_cache_events", "endpoint", "replay_endpoint"),
+    "KVEventsConfig": ("enable_kv_cache_events", "publisher", "endpoint", "replay_endpoint"),
+    "AuxOutputConfig": ("enabled",),
+    "ReasoningParser": ("reasoning_start_str", "reasoning_end_str"),
 }
-"""Fields that kvtrie reads or sets; of classes that need not be made here, the declared ones."""
+"""Fields that kvtrie reads or sets.
+
+Of classes that are not made here, those that are declared, or that one of their methods sets.
+"""
 
 CALLS: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "Request": {"update_block_hashes": ()},
@@ -206,8 +223,15 @@ CALLS: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "PrefillStats": {
         "set": ("num_prompt_tokens", "num_local_cached_tokens", "num_external_cached_tokens"),
     },
+    "EventPublisherFactory": {"create": ("config", "data_parallel_rank")},
+    "EventPublisher": {"publish": ("events",), "shutdown": ()},
+    "KVConnectorStats": {"to_dict": ()},
+    "ReasoningParserManager": {"get_reasoning_parser": ("name",)},
+    "AttentionLayerBase": {"get_attn_backend": ()},
+    "AttentionBackend": {"get_name": ()},
+    "Platform": {"is_cpu": ()},
 }
-"""Methods that the scheduler's half calls, and their parameters."""
+"""Methods that kvtrie calls, and their parameters."""
 
 OVERRIDDEN: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "KVConnectorBase_V1": {
@@ -235,6 +259,8 @@ OVERRIDDEN: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         ),
     },
     "SupportsHMA": {"request_finished_all_groups": ("request", "block_ids")},
+    "KVConnectorStats": {"reset": (), "aggregate": ("other",), "reduce": (), "is_empty": ()},
+    "KVConnectorPromMetrics": {"observe": ("transfer_stats_data", "engine_idx")},
     "AsyncScheduler": {
         "schedule": (),
         "_preempt_request": ("request", "timestamp"),
@@ -260,6 +286,18 @@ CONNECTOR: Final = (
 )
 """Attributes that `KvtrieConnector` uses of the connector that it is."""
 
+TRANSFER: Final = (
+    *("request_finished_all_groups", "get_num_new_matched_tokens"),
+    "update_state_after_alloc",
+)
+"""Methods that `CheckedTransfer` extends; a connector that does not have them is never checked."""
+
+TRANSFER_STATS: Final = (
+    *("get_kv_connector_stats", "build_kv_connector_stats"),
+    "build_prom_metrics",
+)
+"""Likewise of a connector with stats of its own, as NIXL's."""
+
 SCHEDULER: Final = (
     *("connector", "connector_prefix_cache_stats", "defer_block_free", "running", "requests"),
     *("finished_req_ids", "max_num_active_reqs", "max_num_running_reqs"),
@@ -271,10 +309,12 @@ SCHEDULER: Final = (
 
 _DECLARED: Final = (
     *(BlockStored, BlockRemoved, KVConnectorOutput, LoRARequest, MultiConnector),
-    *(KvHintsEnvelope, KvHintAction),
+    *(KvHintsEnvelope, KvHintAction, KVCacheManager, KVCacheBlocks, EventBatch),
+    *(EventPublisher, EventPublisherFactory, KVConnectorStats, KVConnectorPromMetrics),
+    *(AttentionLayerBase, AttentionBackend, ReasoningParser, ReasoningParserManager),
     *(KVCacheConfig, KVCacheGroupSpec, FullAttentionSpec),
     *(VllmConfig, ModelConfig, CacheConfig, ParallelConfig, SchedulerConfig, SpeculativeConfig),
-    *(StructuredOutputsConfig, LoadConfig, KVTransferConfig, KVEventsConfig),
+    *(StructuredOutputsConfig, LoadConfig, KVTransferConfig, KVEventsConfig, AuxOutputConfig),
 )
 
 
@@ -290,7 +330,6 @@ def things() -> dict[str, object]:
         "CachedRequestData": output.scheduled_cached_reqs,
         "NewRequestData": NewRequestData.from_request(request, ([1],)),
         "SamplingParams": request.sampling_params,
-        "KVCacheManager": KVCacheManager,
         "BlockPool": pool,
         "FreeKVCacheBlockQueue": pool.free_block_queue,
         "KVCacheBlock": pool.blocks[0],
@@ -300,6 +339,7 @@ def things() -> dict[str, object]:
         "KVConnectorBase_V1": KVConnectorBase_V1,
         "SupportsHMA": SupportsHMA,
         "AsyncScheduler": AsyncScheduler,
+        "Platform": current_platform,
         **{one.__name__: one for one in _DECLARED},
     }
 
@@ -333,6 +373,54 @@ def probe_connector(connector: object) -> None:
     _probe_own(connector, "connector", CONNECTOR)
 
 
+def probe_transfer(below: Sequence[type], methods: Iterable[str], word: str | None = None) -> None:
+    """Compare a transfer connector with what is extended of it.
+
+    Args:
+        below: It and its bases, as in the order of resolution.
+        methods: What it must implement itself, for vLLM's base class does nothing.
+        word: A key that its modules must use.
+
+    Raises:
+        UnsupportedError: Something is missing; the message has the names.
+    """
+    name = below[0].__name__
+    own = [one for one in below if one not in (*KVConnectorBase_V1.__mro__, SupportsHMA)]
+    known = {**OVERRIDDEN["KVConnectorBase_V1"], **OVERRIDDEN["SupportsHMA"]}
+    missing = [
+        f"{name}.{method}({', '.join(known[method])})"
+        for method in methods
+        if not any(method in vars(one) for one in own)
+        or not _takes(getattr(own[0], method), len(known[method]))
+    ]
+    if word is not None and not any(_says(code, word) for code in _codes_of_package(own[0])):
+        missing.append(f"{word!r} in the package of {name}")
+    if missing:
+        refuse(f"vLLM {VERSION} has no {', '.join(missing)}, which kvtrie needs")
+
+
+def _takes(call: Callable[..., object], count: int) -> bool:
+    """Whether a method can be called with so many arguments."""
+    given = [None] * (count + (not inspect.ismethod(call)))
+    try:
+        inspect.signature(call).bind(*given)
+    except TypeError:
+        return False
+    return True
+
+
+def _codes_of_package(one: type) -> Iterator[CodeType]:
+    package = one.__module__.rpartition(".")[0]
+    for name, module in list(sys.modules.items()):
+        if name.startswith(f"{package}."):
+            yield from _codes(value for value in vars(module).values() if isinstance(value, type))
+
+
+def _says(code: CodeType, word: str) -> bool:
+    # A call's keywords and a literal's keys are tuples.
+    return any(word == one or (isinstance(one, tuple) and word in one) for one in code.co_consts)
+
+
 def _probe_own(mine: object, what: str, names: Iterable[str]) -> None:
     missing = [name for name in names if not hasattr(mine, name)]
     if missing:
@@ -340,11 +428,31 @@ def _probe_own(mine: object, what: str, names: Iterable[str]) -> None:
 
 
 def _fields(given: Mapping[str, object]) -> Iterator[str]:
-    for owner, names in FIELDS.items():
+    tables = (*FIELDS.items(), ("AsyncScheduler", SCHEDULER), ("KVConnectorBase_V1", CONNECTOR))
+    for owner, names in tables:
         for name in names:
             thing = given[owner]
-            if not hasattr(thing, name) and name not in getattr(thing, "__dataclass_fields__", ()):
+            declared = getattr(thing, "__dataclass_fields__", ())
+            if not hasattr(thing, name) and name not in declared and not _sets(thing, name):
                 yield f"{owner}.{name}"
+
+
+def _sets(thing: object, name: str) -> bool:
+    """Whether a method of a class sets an attribute of this name."""
+    return any(
+        step.opname == "STORE_ATTR" and step.argval == name
+        for code in _codes(getattr(thing, "__mro__", ()))
+        if name in code.co_names
+        for step in dis.get_instructions(code)
+    )
+
+
+def _codes(classes: Iterable[type]) -> Iterator[CodeType]:
+    for one in classes:
+        for value in vars(one).values():
+            found = getattr(inspect.unwrap(value) if callable(value) else value, "__code__", None)
+            if isinstance(found, CodeType):
+                yield found
 
 
 def _calls(given: Mapping[str, object]) -> Iterator[str]:

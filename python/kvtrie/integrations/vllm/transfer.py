@@ -34,7 +34,12 @@ from kvtrie.integrations.vllm._outcomes import (
 )
 from kvtrie.integrations.vllm._requests import adapter_of
 from kvtrie.integrations.vllm._settings import WHERE, SettingsError
-from kvtrie.integrations.vllm._vllm import KVCacheBlocks
+from kvtrie.integrations.vllm._vllm import (
+    TRANSFER,
+    TRANSFER_STATS,
+    KVCacheBlocks,
+    probe_transfer,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -76,13 +81,15 @@ class CheckedTransfer:
 
     Raises:
         SettingsError: There is no key, or it is invalid.
-        UnsupportedError: Blocks cannot be identified by their tokens.
+        UnsupportedError: Blocks cannot be identified by their tokens, or the connector has not the
+            methods that are extended.
     """
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         _support.check(vllm_config, kv_cache_config, has_modes=False)
+        self._probe()
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._key = _key(extra)
         self._space: dict[str, Any] = {
@@ -96,6 +103,10 @@ class CheckedTransfer:
         # vLLM may ask any number of times before it admits a request.
         self._found: dict[str, tuple[str, str | None]] = {}
         super().__init__(vllm_config, role, kv_cache_config)  # type: ignore[call-arg] # the connector's
+
+    @classmethod
+    def _probe(cls) -> None:
+        probe_transfer(_below(cls), TRANSFER)
 
     # --- the sender --------------------------------------------------------------------------
 
@@ -252,6 +263,16 @@ class CheckedTransfer:
 
 class KvtrieNixlConnector(CheckedTransfer, NixlConnector):
     """vLLM's connector over NIXL, with every block checked by its tokens."""
+
+    @classmethod
+    def _probe(cls) -> None:
+        probe_transfer(_below(cls), (*TRANSFER, *TRANSFER_STATS), word=_BLOCKS)
+
+
+def _below(one: type) -> list[type]:
+    """The classes that `CheckedTransfer` extends in another."""
+    lineage = one.__mro__
+    return list(lineage[lineage.index(CheckedTransfer) + 1 :])
 
 
 def _key(extra: Mapping[str, Any]) -> bytes:
