@@ -203,7 +203,8 @@ def test_the_topic_over_zeromq(core: Callable[..., Core], tmp_path: Path) -> Non
     vllm = core(
         connector=UNCHECKED | {"events": {"endpoint": endpoint}}, kv_events_config=enabled()
     )
-    with zmq.Context.instance().socket(zmq.SUB) as socket:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+    with context.socket(zmq.SUB) as socket:
         socket.connect(endpoint)
         socket.setsockopt(zmq.SUBSCRIBE, b"kvtrie")
         socket.setsockopt(zmq.RCVTIMEO, 20_000)
