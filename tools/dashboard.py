@@ -386,7 +386,7 @@ ROWS = (
 
 
 def panel(one: Panel, number: int, x: int, y: int) -> dict[str, Any]:
-    custom = {"fillOpacity": 25 if one.stacked else 0, "lineWidth": 1}
+    custom: dict[str, Any] = {"fillOpacity": 25 if one.stacked else 0, "lineWidth": 1}
     custom["stacking"] = {"mode": "normal" if one.stacked else "none"}
     return {
         "id": number,

@@ -231,8 +231,9 @@ def _by(counts: Mapping[str, float], always: Iterable[str] = ()) -> Samples:
 def _of_prompts(prompts: Prompts) -> dict[str, Samples | _Histogram]:
     now = prompts.totals()
     found = _plain({"tokens_exact": now.copied["exact"], "tokens_moved": now.copied["moved"]})
-    always = {(how, OTHER): 0.0 for how in REUSES}
-    found["kvtrie_prompt_tokens"] = always | {key: float(n) for key, n in now.prompt.items()}
+    tokens: Samples = {(how, OTHER): 0.0 for how in REUSES}
+    tokens.update((key, float(count)) for key, count in now.prompt.items())
+    found["kvtrie_prompt_tokens"] = tokens
     found["kvtrie_computed_tokens"] = {key: float(count) for key, count in now.computed.items()}
     return found
 
