@@ -95,7 +95,7 @@ SENTENCES = (
     "My brother travels with a chair on wheels . Who helps him on board ? ",
     "Thanks . And on Sundays ? ",
     "Please write a short message to my family that we are late . ",
-    "Are there other harbours that this ferry goes to ? ",
+    "Are there other places that this ferry goes to ? ",
 )
 
 

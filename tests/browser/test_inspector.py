@@ -15,7 +15,7 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select, WebDriverWait
-from tests.browser.kit import large, log, page, small, tokenizer, words
+from tests.browser.kit import SPACE, large, log, page, small, tokenizer, words
 from tests.byte_tokenizer import byte_tokenizer
 from tools import site_check
 
@@ -207,6 +207,36 @@ def test_a_tree_is_operated_by_keys_alone(chrome: Chrome, folder: Path) -> None:
     press("/")
     assert chrome.switch_to.active_element.get_attribute("id") == "query"
     sound(chrome)
+
+
+def test_one_approximate_block_is_visible_among_thousands_of_exact_ones(
+    chrome: Chrome, tmp_path: Path
+) -> None:
+    """Of a long edge, and of many paths that share a line of pixels."""
+    for name, num_paths, length in (("long", 1, 4000), ("many", 4000, 1)):
+        index = kvtrie.RadixIndex(4000, 4)
+        for number in range(num_paths):
+            seq = kvtrie.TokenSequence(words(4 * length, number), SPACE)
+            ids = range(number * length, (number + 1) * length)
+            index.insert(seq, ids, num_computed=4 * length, source=kvtrie.COMPUTED)
+            if number == num_paths // 2:
+                start, block = 4 * (length // 2), ids[length // 2]
+                assert index.discard([block]).tolist() == [block]
+                made = kvtrie.Imported(0)
+                index.insert(seq, [block], start=start, num_computed=start + 4, source=made)
+        assert (index.num_approximate, index.stats().indexed) == (1, 4000)
+        (tmp_path / name).write_bytes(index.snapshot())
+        opened(chrome, page(tmp_path / f"{name}.html", tmp_path / name))
+        shown = pixels(chrome, "tree")
+        assert shown[BLUE] > 10_000
+        assert sum(many for colour, many in shown.items() if is_orange(colour)) > 10
+    sound(chrome)
+
+
+def is_orange(colour: str) -> bool:
+    """Orange, or its mixture with its surroundings at an edge of less than a pixel."""
+    red, green, blue = map(int, colour.split(","))
+    return red > 100 and red > blue + 30 and green > blue
 
 
 def test_a_plan_shows_classes_arrows_and_deltas(chrome: Chrome, folder: Path) -> None:

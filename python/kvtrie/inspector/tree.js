@@ -113,16 +113,9 @@ const showTree = async (place, doc, plan) => {
   };
 
   const edge = (pen, view, node, left, top, height) => {
-    let depth = start[node];
-    for (let run = firstRun[node]; run < firstRun[node + 1]; run += 1) {
-      const from = view.px(depth), to = view.px(depth += runBlocks[run] * size);
-      if (to < view.left || from > view.width) continue;
-      const width = Math.max(to - from - (view.kx * size > 6 ? 0.5 : 0), 1);
-      const x = Math.max(from, -20), wide = Math.min(from + width, view.width + 20) - x;
-      if ((runState[run] & 3) === 2) { fill(pen, LOOKS.hole, x, top, wide, height); continue; }
-      fill(pen, looks[mode](run), x, top, wide, height);
-      if (runState[run] & 4 && mode === "state") fill(pen, LOOKS.dead, x, top, wide, height);
-    }
+    blocksOf(pen, view, node, top, height, false);
+    // After the others, so that none of less than a pixel is covered by an exact one.
+    if (approximate[node]) blocksOf(pen, view, node, top, height, true);
     if (mode === "kind") {
       for (let tag = firstTag[node]; tag < firstTag[node + 1]; tag += 1) {
         const from = Math.max(view.px(columns.tagStart[tag]), -20), to = Math.min(view.px(columns.tagEnd[tag]), view.width + 20);
@@ -137,6 +130,19 @@ const showTree = async (place, doc, plan) => {
     }
     if (onPath.has(node)) outline(pen, view, node, "#000000", 1.5);
     if (height >= 11 && tokens) label(pen, view, node, left, top, height);
+  };
+
+  const blocksOf = (pen, view, node, top, height, areApproximate) => {
+    let depth = start[node];
+    for (let run = firstRun[node]; run < firstRun[node + 1]; run += 1) {
+      const from = view.px(depth), to = view.px(depth += runBlocks[run] * size);
+      if (to < view.left || from > view.width || ((runState[run] & 3) === 1) !== areApproximate) continue;
+      const width = Math.max(to - from - (view.kx * size > 6 ? 0.5 : 0), 1);
+      const x = Math.max(from, -20), wide = Math.min(from + width, view.width + 20) - x;
+      if ((runState[run] & 3) === 2) { fill(pen, LOOKS.hole, x, top, wide, height); continue; }
+      fill(pen, looks[mode](run), x, top, wide, height);
+      if (runState[run] & 4 && mode === "state") fill(pen, LOOKS.dead, x, top, wide, height);
+    }
   };
 
   const label = (pen, view, node, left, top, height) => {
