@@ -26,15 +26,8 @@ def explain(
         Path | None,
         typer.Option(metavar="FILE", help="What is cached, as `RadixIndex.snapshot` wrote it."),
     ] = None,
-    tokenizer: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR", help="Directory with tokenizer.json: encodes and decodes text."
-        ),
-    ] = None,
-    as_text: Annotated[
-        bool, typer.Option("--text", help="Read prompts as text, even if they look like ids.")
-    ] = False,
+    tokenizer: _options.Tokenizer = None,
+    as_text: _options.AsText = False,
     block_size: Annotated[
         int | None,
         typer.Option(min=1, max=4096, help="Tokens per block (default: 16, or the snapshot's)."),
@@ -43,15 +36,11 @@ def explain(
         int, typer.Option(min=0, max=10_000, help="Tokens shown on either side of the position.")
     ] = 8,
     as_json: _options.AsJson = False,
-    model: Annotated[
-        str | None, typer.Option(help="Namespace in the snapshot: model and revision.")
-    ] = None,
-    kv_dtype: Annotated[str | None, typer.Option(help="Namespace: element type.")] = None,
-    rope: Annotated[str | None, typer.Option(help="Namespace: how positions rotate K.")] = None,
-    adapter: Annotated[str | None, typer.Option(help="Namespace: content id of the adapter.")] = (
-        None
-    ),
-    salt: Annotated[str | None, typer.Option(help="Namespace: the tenant's salt.")] = None,
+    model: _options.Model = None,
+    kv_dtype: _options.KvDtype = None,
+    rope: _options.Rope = None,
+    adapter: _options.Adapter = None,
+    salt: _options.Salt = None,
 ) -> None:
     """Compare a prompt with what was cached, and say where the exact match ends, and why.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import kvtrie
-from kvtrie.cli import _cached, _output, _prompts
+from kvtrie.cli import _cached, _options, _output, _prompts
 from kvtrie.cli._failure import fail, need
 
 if TYPE_CHECKING:
@@ -36,15 +36,8 @@ def inspect(
     html: Annotated[Path, typer.Option(metavar="FILE", help="The page to write.")] = Path(
         "inspect.html"
     ),
-    tokenizer: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR", help="Directory with tokenizer.json: encodes and decodes text."
-        ),
-    ] = None,
-    as_text: Annotated[
-        bool, typer.Option("--text", help="Read prompts as text, even if they look like ids.")
-    ] = False,
+    tokenizer: _options.Tokenizer = None,
+    as_text: _options.AsText = False,
     block_size: Annotated[
         int | None,
         typer.Option(min=1, max=4096, help="Tokens per block of two prompts (default: 16)."),
@@ -57,15 +50,11 @@ def inspect(
             "that of the prompt.",
         ),
     ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="The prompt's namespace: model and revision.")
-    ] = None,
-    kv_dtype: Annotated[str | None, typer.Option(help="Namespace: element type.")] = None,
-    rope: Annotated[str | None, typer.Option(help="Namespace: how positions rotate K.")] = None,
-    adapter: Annotated[str | None, typer.Option(help="Namespace: content id of the adapter.")] = (
-        None
-    ),
-    salt: Annotated[str | None, typer.Option(help="Namespace: the tenant's salt.")] = None,
+    model: _options.Model = None,
+    kv_dtype: _options.KvDtype = None,
+    rope: _options.Rope = None,
+    adapter: _options.Adapter = None,
+    salt: _options.Salt = None,
 ) -> None:
     """Write a page that shows a snapshot's tree, a plan, or the requests of a log.
 
