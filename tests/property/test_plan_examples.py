@@ -565,6 +565,35 @@ def test_plan_forbidden_kinds_end_what_is_in_place_by_block(kit: Kit, index: Any
     assert planned(index, kit.seq("abcdefghijkl?"), policy) == "0-4 e, 4-8 a1, 8-10 a1, 10-13 c"
 
 
+def test_plan_after_a_forbidden_token_a_block_keeps_its_own_prefix(kit: Kit) -> None:
+    policy = policy_of(forbid_kinds=("reasoning",), max_hops=1)
+    system, shared = "SYSTEM prompt...", "abcdefghijklmn"
+    for hops, found in ((0, "a"), (1, "a1"), (2, None)):
+        index = kit.index(64, 16, min_run=8, max_candidates=4096)
+        seq = kit.seq(system, shared, "YZ")
+        cache(index, seq, source=imported(exact_until=16, hops=hops))
+        index.tag(seq, [Span(18, 20, "reasoning")])
+        # The prompt leaves the block after "n"; "cd" may not be used.
+        plan = plan_of(index, kit.seq(system, shared, "!?"), policy)
+        own = [f"16-18 {found}", "18-20 c", f"20-30 {found}", "30-32 c"]
+        assert rows(plan) == ["0-16 e", *(own if found else ["16-32 c"])]
+
+
+def test_plan_tokens_of_the_own_prefix_come_from_several_blocks(kit: Kit) -> None:
+    policy = policy_of(forbid_kinds=("reasoning",))
+    system = "SYSTEM prompt..."
+    index = kit.index(64, 32, min_run=8, max_candidates=4096)
+    spans = {"X": (16, 18), "Y": (28, 30), "Z": (17, 19)}
+    for first, (end, (start, stop)) in enumerate(spans.items()):
+        seq = kit.seq(system, "abcdefghijklmno", end)
+        index.insert(seq, [first], num_computed=32, source=imported(exact_until=0, hops=0))
+        index.tag(seq, [Span(start, stop, "reasoning")])
+    # From its first token on, the block of "Y" reaches furthest; that of "X" goes on where it ends.
+    plan = plan_of(index, kit.seq(system, "abcdefghijklmno", "!"), policy)
+    assert rows(plan) == ["0-28 a", "28-31 a", "31-32 c"]
+    assert plan.source_blocks.tolist() == [0, 1]
+
+
 def test_plan_forbidden_kinds_never_limit_exact_copies(kit: Kit, index: Any) -> None:
     seq = kit.seq("abcdefghijklmnop")
     cache(index, seq)

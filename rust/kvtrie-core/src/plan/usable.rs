@@ -51,6 +51,11 @@ impl Usable {
         self.approximate && self.max_hops > 0
     }
 
+    /// Whether a block of the prompt's own prefix may have tokens that may be used and others that may not.
+    pub(super) fn splits_blocks(&self) -> bool {
+        self.approximate && self.forbidden != 0
+    }
+
     pub(super) fn becomes(kinship: Kinship, label: Label) -> (Class, u16) {
         match kinship {
             Kinship::Own if label.is_exact() => (Class::Exact, 0),
