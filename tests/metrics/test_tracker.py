@@ -71,14 +71,16 @@ def test_every_figure_is_what_happened(  # noqa: PLR0915 - one run, all its figu
     texts: list[list[int]] = [[rng.randrange(9) for _ in range(80)]]
     policy = kvtrie.ReusePolicy(scope="namespace", min_run=16)
     before = scrape(collector)
-    for _ in range(500):
-        now[0] += rng.random()
+    for step in range(500):
+        # Four times nobody asks for longer than a history lives, and then somebody new does.
+        anew = step % 120 == 119
+        now[0] += 51 if anew else rng.random()
         base = rng.choice(texts)
         cut = rng.randrange(1, len(base) + 1)
         skip = rng.choice([0, 0, 7])
         ids = [*base[:cut], *base[cut + skip :], *(rng.randrange(9) for _ in range(5))][-150:]
-        conversation = rng.choice([None, *"abcdefgh"])
-        act = rng.random()
+        conversation = None if anew else rng.choice([None, *"abcdefgh"])
+        act = 1.0 if anew else rng.random()
         if act < 0.3:
             num_computed = rng.randrange(len(ids))
             blocks = list(range(1, -(-len(ids) // 2) + 2))
@@ -102,7 +104,7 @@ def test_every_figure_is_what_happened(  # noqa: PLR0915 - one run, all its figu
             except kvtrie.StaleHandleError as error:
                 unknown["expired" if "has expired" in str(error) else "unknown"] += 1
         else:
-            take = rng.random() < 0.8
+            take = anew or rng.random() < 0.8
             try:
                 answer = tracker.compare(
                     seq(*ids),
@@ -113,13 +115,13 @@ def test_every_figure_is_what_happened(  # noqa: PLR0915 - one run, all its figu
                 )
             except kvtrie.StaleHandleError as error:
                 unknown["expired" if "has expired" in str(error) else "unknown"] += 1
-                continue
-            if take:
-                answers[answer.kind] += 1
-                prompt += len(ids) if answer.send is None else len(answer.send)
-                exact += answer.num_exact
-                approximate += answer.num_tokens - answer.num_exact
-                transfers += answer.kv_transfer_params is not None
+            else:
+                if take:
+                    answers[answer.kind] += 1
+                    prompt += len(ids) if answer.send is None else len(answer.send)
+                    exact += answer.num_exact
+                    approximate += answer.num_tokens - answer.num_exact
+                    transfers += answer.kv_transfer_params is not None
         series = scrape(collector)
         assert all(series[key] >= value for key, value in counters(before).items())
         before = series
