@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from kvtrie._core import EXACT_ONLY
+from kvtrie.gates import widening
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from kvtrie._core import RadixIndex, ReusePlan, ReusePolicy, TokenSequence
     from kvtrie.gates import Decision
+    from kvtrie.gates.widening import Step
 
 REASONS: Final = {
     "first_seen": "Not one whole block of the prompt is cached.",
@@ -154,9 +156,9 @@ def _wider(
         yield ("not_cleared" if name == "exact_asked" and not is_cleared else name), reused
 
 
-def _steps(context: Context) -> list[tuple[str, ReusePolicy]]:
+def _steps(context: Context) -> list[Step]:
     """Wider and wider policies, and the reason why a token is reused only from there on."""
-    steps: list[tuple[str, ReusePolicy]] = []
+    steps: list[Step] = []
     narrow = context.policy
     if context.wanted is not None:
         narrow = context.wanted
@@ -168,16 +170,7 @@ def _steps(context: Context) -> list[tuple[str, ReusePolicy]]:
             return steps
         wide = default
     judged = "not_cleared" if context.asked.approximate else "exact_asked"
-    for name, policy in (
-        ("recomputed", _computing_nothing(narrow)),
-        (judged, _computing_nothing(wide)),
-        ("limited", _unlimited(wide)),
-        ("out_of_scope", _unlimited(wide).replace(scope="namespace")),
-    ):
-        if policy != narrow:
-            steps.append((name, policy))
-        narrow = policy
-    return steps
+    return [*steps, *widening.steps(narrow, wide, judged)]
 
 
 def _ranges(plan: ReusePlan) -> tuple[list[Range], list[Range]]:
@@ -187,21 +180,3 @@ def _ranges(plan: ReusePlan) -> tuple[list[Range], list[Range]]:
     for start, end, kind in plan.segments[["start", "end", "class"]].tolist():
         (computed if kind == _COMPUTE else reused).append((start, end))
     return computed, reused
-
-
-def _computing_nothing(policy: ReusePolicy) -> ReusePolicy:
-    if not policy.approximate:
-        return policy
-    return policy.replace(recompute_first=0, recompute_last=0, recompute_share=0.0, repair="fronts")
-
-
-def _unlimited(policy: ReusePolicy) -> ReusePolicy:
-    return _computing_nothing(policy).replace(
-        min_run=None,
-        max_hops=255,
-        max_approximate_share=1.0,
-        forbid_kinds=(),
-        max_cuts=None,
-        max_lost_context=1.0,
-        max_new_context=1.0,
-    )

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from kvtrie._core import EXACT_ONLY
+from kvtrie.gates import widening
 from kvtrie.integrations.vllm._ranges import COMPUTE
 from kvtrie.integrations.vllm._tags import kinds_of
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     from kvtrie._core import Explanation, ReusePlan, ReusePolicy, Span
     from kvtrie.gates import Decision
+    from kvtrie.gates.widening import Step
     from kvtrie.integrations.vllm._requests import LiveRequest, Range
     from kvtrie.integrations.vllm._sources import Sources
     from kvtrie.integrations.vllm._stats import Counts
@@ -71,8 +73,6 @@ _EXPLAINED: Final = {
 }
 _MAX_FIRST_BLOCKS: Final = 1024
 _MAX_POLICIES: Final = 64
-
-Step = tuple[str, "ReusePolicy"]
 
 
 @dataclass(slots=True, eq=False)
@@ -231,19 +231,9 @@ class Reasons:
         cleared = self._decision.policy
         if not cleared.approximate:
             return ()
-        steps: list[Step] = []
-        narrow = granted
-        widen = asked if asked.approximate else cleared
-        for name, policy in (
-            ("recomputed", _computing_nothing(granted)),
-            ("not_cleared" if asked.approximate else "exact_asked", _computing_nothing(widen)),
-            ("limited", _unlimited(widen)),
-            ("out_of_scope", _unlimited(widen).replace(scope="namespace")),
-        ):
-            if policy != narrow:
-                steps.append((name, policy))
-            narrow = policy
-        return tuple(steps)
+        judged = "not_cleared" if asked.approximate else "exact_asked"
+        wide = asked if asked.approximate else cleared
+        return tuple(widening.steps(granted, wide, judged))
 
     def _first_block(self, live: LiveRequest) -> int:
         return hash(live.seq[: self._block_size].tobytes())
@@ -310,21 +300,3 @@ class Reasons:
 
 def _length(ranges: Iterable[Range]) -> int:
     return sum(end - start for start, end in ranges)
-
-
-def _computing_nothing(policy: ReusePolicy) -> ReusePolicy:
-    if not policy.approximate:
-        return policy
-    return policy.replace(recompute_first=0, recompute_last=0, recompute_share=0.0, repair="fronts")
-
-
-def _unlimited(policy: ReusePolicy) -> ReusePolicy:
-    return _computing_nothing(policy).replace(
-        min_run=None,
-        max_hops=255,
-        max_approximate_share=1.0,
-        forbid_kinds=(),
-        max_cuts=None,
-        max_lost_context=1.0,
-        max_new_context=1.0,
-    )
