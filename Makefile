@@ -250,7 +250,7 @@ test-vllm-newest: $(NEWEST)/.kvtrie ## asks the package index for a vLLM newer t
 .PHONY: test-vllm-v2
 test-vllm-v2: $(VLLM_ENV)/.kvtrie ## the same under vLLM's model runner V2, with steps in flight, where that makes a difference
 	KVTRIE_VLLM_V2=1 KVTRIE_VLLM_SOAK=120 $(VLLM_ENV)/bin/python -m pytest --config-file tests/vllm/pytest.toml \
-		$(addprefix tests/vllm/test_,$(addsuffix .py,reuse adversarial runners modes soak)) $(VLLM_FLAGS)
+		$(addprefix tests/vllm/test_,$(addsuffix .py,reuse rows adversarial runners modes soak)) $(VLLM_FLAGS)
 
 .PHONY: soak-vllm
 soak-vllm: $(VLLM_ENV)/.kvtrie ## 2,000 mixed requests in a small pool of a real engine, four times over; tensor parallelism, drafts and V2 compared with V1 (half an hour)
