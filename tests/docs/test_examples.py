@@ -52,7 +52,8 @@ def _documented() -> dict[str, object]:
             continue
         found[name] = value
         if inspect.isclass(value) and not issubclass(value, BaseException):
-            for member, inner in vars(value).items():
+            # In the order of their names: a type's own depends on the seed of hashes.
+            for member, inner in sorted(vars(value).items()):
                 if not member.startswith("_"):
                     found[f"{name}.{member}"] = inner
     return found
