@@ -109,13 +109,16 @@ fidelity-quick: setup ## the same for four conversations and five policies, prin
 	@$(PY) -m tools.real_models smollm2
 	@$(REAL) --quick --rows target/fidelity/quick.jsonl $(REAL_FLAGS)
 
+# Python tests run in so many processes, of one torch thread each. One that has no more tests takes some of another's.
+TEST_PROCESSES ?= 2
+
 .PHONY: test
 test: setup ## all tests: Rust, doctests, Python, the examples of the docs
 	$(CARGO) test --quiet --profile release-checked
 	$(CARGO) test --quiet --release --manifest-path fuzz/Cargo.toml
 	$(CARGO) test --quiet --release --manifest-path fuzz/Cargo.toml --features canary --test seeds
 	$(CARGO) test --quiet --release --manifest-path locks/Cargo.toml
-	$(PY) -m pytest
+	OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses $(TEST_PROCESSES) --dist worksteal
 	$(MAKE) --no-print-directory test-failpoints
 	KVTRIE_BENCH_SCALE=quick $(PY) -m pytest benches/python --benchmark-disable --quiet
 
