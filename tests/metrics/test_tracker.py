@@ -73,14 +73,14 @@ def test_every_figure_is_what_happened(  # noqa: PLR0915 - one run, all its figu
     before = scrape(collector)
     for step in range(500):
         # Four times nobody asks for longer than a history lives, and then somebody new does.
-        anew = step % 120 == 119
-        now[0] += 51 if anew else rng.random()
+        newcomer = step % 120 == 119
+        now[0] += 51 if newcomer else rng.random()
         base = rng.choice(texts)
         cut = rng.randrange(1, len(base) + 1)
         skip = rng.choice([0, 0, 7])
         ids = [*base[:cut], *base[cut + skip :], *(rng.randrange(9) for _ in range(5))][-150:]
-        conversation = None if anew else rng.choice([None, *"abcdefgh"])
-        act = 1.0 if anew else rng.random()
+        conversation = None if newcomer else rng.choice([None, *"abcdefgh"])
+        act = 1.0 if newcomer else rng.random()
         if act < 0.3:
             num_computed = rng.randrange(len(ids))
             blocks = list(range(1, -(-len(ids) // 2) + 2))
@@ -104,7 +104,7 @@ def test_every_figure_is_what_happened(  # noqa: PLR0915 - one run, all its figu
             except kvtrie.StaleHandleError as error:
                 unknown["expired" if "has expired" in str(error) else "unknown"] += 1
         else:
-            take = anew or rng.random() < 0.8
+            take = newcomer or rng.random() < 0.8
             try:
                 answer = tracker.compare(
                     seq(*ids),
