@@ -159,3 +159,16 @@ def test_commits_after_a_longer_cached_path_hold_one_plan() -> None:
         assert index.stats().live_plans == 1
     ledger.finish("a", index)
     assert index.stats().live_plans == 0
+
+
+def test_text_after_another_image_in_the_first_block_is_a_moved_run() -> None:
+    # Placeholders of both images are the same ids: the block was taken for the prompt's own prefix,
+    # in which the search does not look, but from which nothing can be taken in place.
+    ids = [9, 9, *range(100, 114)]
+    index = kvtrie.RadixIndex(num_blocks=4, block_size=16, min_run=8)
+    cached = kvtrie.TokenSequence(ids, SPACE, items=[kvtrie.Item(0, 2, b"first")])
+    index.insert(cached, [0], num_computed=16, source=kvtrie.COMPUTED)
+    prompt = kvtrie.TokenSequence([*ids, 7], SPACE, items=[kvtrie.Item(0, 2, b"second")])
+    with index.plan(prompt, kvtrie.ReusePolicy(scope="namespace")) as plan:
+        assert (plan.num_exact, plan.num_approximate, plan.num_compute) == (0, 14, 3)
+        assert plan.segments["delta"].tolist() == [0, 0, 0]

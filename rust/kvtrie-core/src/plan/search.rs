@@ -57,17 +57,6 @@ impl Candidate<'_> {
         self.after.get(ahead).copied()
     }
 
-    /// Whether the `count` tokens before the window's last one are those of the prompt at the same positions.
-    pub(super) fn shares(&self, prompt: &[u32], count: usize) -> bool {
-        let known = self
-            .before
-            .len()
-            .checked_sub(count)
-            .map(|at| &self.before[at..]);
-        let wanted = prompt.get(self.last - count..self.last);
-        known.is_some() && known == wanted
-    }
-
     /// Whether a run through this place cannot include the token `back` places before the window's last. `token` is the
     /// prompt's token there. Only this edge is examined.
     pub(super) fn begins_within(&self, back: usize, token: Option<u32>) -> bool {

@@ -31,11 +31,13 @@ impl Cover<'_> {
             Some(above) if is_on(above as usize, edge.parent) => edge.depth,
             Some(_) => return false,
         };
-        depth == first as usize
-            && place.shares(
-                self.follower.prompt.tokens,
-                place.last - first as usize * block_size,
-            )
+        let from = first as usize * block_size;
+        let prompt = self.follower.prompt;
+        if depth != first as usize || place.last > prompt.tokens.len() {
+            return false;
+        }
+        let cached = edge.view(block_size).slice(from, place.last);
+        prompt.slice(from, place.last).common(cached) == place.last - from
     }
 
     /// Finds the runs of the prompt's own prefix after the token `at`.
