@@ -416,10 +416,19 @@ def test_command_bad_input_is_one_sentence(
     assert len(result.stderr.strip().splitlines()) == 1
 
 
-def test_command_model_that_cannot_be_loaded_is_refused() -> None:
+def test_command_dtype_that_is_none_is_named() -> None:
     result = run("gqa", "--dtype", "float99")
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "cannot load" in result.stderr.splitlines()[-1]
+    assert "dtype 'float99' is not an element type" in result.stderr.splitlines()[-1]
+
+
+def test_command_model_that_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(shipped.model_path("gqa"), model)
+    (model / "model.safetensors").unlink()
+    result = run(model)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "cannot load the model in" in result.stderr.splitlines()[-1]
 
 
 def test_command_conversations_without_replies_say_what_to_do(tmp_path: Path) -> None:

@@ -542,6 +542,9 @@ def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:  # noqa: ANN401 - of
 
 
 def _load(directory: Path, device: str, dtype: str) -> tuple[Any, Any]:
+    if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+        msg = f"dtype {dtype!r} is not an element type of torch, such as float32 or bfloat16"
+        raise CalibrationError(msg)
     # Progress and warnings are for training; errors are reported in one sentence below.
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()

@@ -281,6 +281,10 @@ class _ConversationReplay:
 def _load(settings: DemoSettings) -> Generator:
     """A generator with one block; `_enough_blocks` counts with its tokenizer."""
     path = settings.model or model_path()
+    dtype = settings.dtype
+    if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+        msg = f"dtype {dtype!r} is not an element type of torch, such as float32 or bfloat16"
+        raise BadInputError(msg)
     # Progress and warnings are for training; errors are reported in one sentence below.
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
@@ -290,7 +294,7 @@ def _load(settings: DemoSettings) -> Generator:
             num_blocks=1,
             block_size=settings.block_size,
             device=settings.device,
-            dtype=settings.dtype,
+            dtype=dtype,
         )
     except (KvTrieError, FileNotFoundError) as error:
         raise BadInputError(str(error)) from error
