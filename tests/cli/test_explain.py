@@ -85,7 +85,7 @@ def test_every_line_for_people(file: File) -> None:
     assert result.exit_code == 0
     assert result.stdout == (
         "diverged at token 5: other tokens are cached after it\n"
-        "  exact      4 of 8 tokens, 1 blocks of 4\n"
+        "  exact      4 of 8 tokens, 1 block of 4\n"
         "  cached     ... 102 103 104 | 105 106 107\n"
         "  prompt     ... 102 103 104 | 1 2 3\n"
         "  a plan     takes 5 tokens exactly, 0 approximately, and leaves 3 to compute\n"
@@ -267,6 +267,12 @@ def test_arguments_that_contradict_each_other(
 def test_tokenizer_that_is_not_there(file: File) -> None:
     broken = file("{}", "tokenizer.json")
     refused(run(file(IDS), file(IDS), "--tokenizer", broken.parent), "tokenizer.json")
+
+
+def test_help_has_the_line_breaks_of_the_terminal_alone() -> None:
+    wide = {"COLUMNS": "300", "TERMINAL_WIDTH": "300"}
+    shown = CliRunner().invoke(app, ["explain", "--help"], env=wide).stdout
+    assert "or numbers separated by white space or commas) or of text, which needs" in shown
 
 
 def test_help_and_usage_errors() -> None:

@@ -73,7 +73,21 @@ def test_built_in_conversations(folder: Path) -> None:
     assert done.stdout.startswith("chat format: qwen3; reasoning dropped at: next user message\n")
     for name in ("chat", "reasoning", "agent", "pruned", "retrieval", "date", "date last"):
         assert re.search(rf"^{name} +default ", done.stdout, re.MULTILINE)
-    assert re.search(r"^reasoning: with preserve=True, \d+ tokens less", done.stdout, re.MULTILINE)
+    saved = (
+        r"^reasoning: with preserve=True, \d+ tokens less .* prompts are [1-9]\d* tokens longer$"
+    )
+    assert re.search(saved, done.stdout, re.MULTILINE)
+
+
+def test_prompts_that_a_switch_makes_shorter(folder: Path, tmp_path: Path) -> None:
+    template = tmp_path / "brief.jinja"
+    template.write_text(
+        QWEN3.replace("~ m.content ~", "~ (m.content[:9] if brief else m.content) ~"),
+        encoding="utf-8",
+    )
+    done = run(folder, "--chat-template", template)
+    saved = r"^pruned: with brief=True, .* prompts are [1-9]\d* tokens shorter$"
+    assert re.search(saved, done.stdout, re.MULTILINE)
 
 
 def test_own_conversation_as_json(folder: Path, talk: Path) -> None:
@@ -124,11 +138,12 @@ def test_another_template_and_arguments(folder: Path, talk: Path, tmp_path: Path
     ("args", "said"),
     [
         (["nowhere"], "kvtrie: nowhere: not a directory (tokenizers are not downloaded)"),
-        (["."], "kvtrie: .: no tokenizer can be loaded: "),
+        (["."], "kvtrie: .: no tokenizer can be loaded: it has no tokenizer.json\n"),
         (["{folder}", "nothing.jsonl"], "kvtrie: nothing.jsonl: No such file or directory"),
         (["{folder}", "--set", "x"], "kvtrie: --set 'x' is not NAME=VALUE"),
         (["{folder}", "--set", "x=y"], "kvtrie: --set x: 'y' is not JSON; text is written as"),
         (["{folder}", "--chat-template", "none"], "kvtrie: none: No such file or directory"),
+        (["{folder}", "--chat-template", "blank"], "kvtrie: blank: the chat template is empty\n"),
         (["{folder}", "--chat-template", "bad.jinja"], "kvtrie: bad.jinja: the template does not"),
         (["{folder}", "bad.jsonl"], "kvtrie: bad.jsonl, line 1: not JSON"),
     ],
@@ -139,6 +154,7 @@ def test_bad_input_is_one_sentence(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.jinja").write_text("{{ raise_exception('no') }}", encoding="utf-8")
     (tmp_path / "bad.jsonl").write_text("{", encoding="utf-8")
+    (tmp_path / "blank").write_text("\n", encoding="utf-8")
     before = set(tmp_path.iterdir())
     done = run(*(one.format(folder=folder) for one in args), "--html", "out.html")
     assert done.exit_code == 2
@@ -153,3 +169,4 @@ def test_a_page_that_cannot_be_written_leaves_nothing(folder: Path, talk: Path) 
     assert done.exit_code == 3
     assert "cannot write" in done.stderr
     assert list(talk.parent.iterdir()) == [talk]
+    assert run(folder, talk, "--html", talk.parent).exit_code == 3

@@ -170,6 +170,10 @@ def test_no_torch_is_needed(log: Path, tmp_path: Path) -> None:
         (["traffic.jsonl.gz", "--model", "nowhere"], "kvtrie: nowhere: No such file or directory"),
         (["traffic.jsonl.gz", "--model", "cut"], "kvtrie: cut: not JSON: "),
         (["traffic.jsonl.gz", "--model", "list"], "kvtrie: list: not a model's config: not a JSON"),
+        (
+            ["traffic.jsonl.gz", "--model", "nameless"],
+            "kvtrie: nameless: KVLayout.from_config: cannot hold the KV of a model without ",
+        ),
         (["traffic.jsonl.gz", "--model", "mamba"], "kvtrie: mamba: KVLayout.from_config: cannot "),
         (
             ["traffic.jsonl.gz", "--model", "config.json", "--bytes-per-token", "9"],
@@ -190,6 +194,7 @@ def test_bad_input_is_one_sentence_and_writes_nothing(
         "version": '{"version": 9}\n',
         "azure.csv": "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16,4808,10\n",
         "list": "[1]",
+        "nameless": '{"a": 1}',
         "mamba": json.dumps(CONFIG | {"state_size": 16}),
     }.items():
         (tmp_path / name).write_text(content, encoding="utf-8")
@@ -206,4 +211,13 @@ def test_bad_input_is_one_sentence_and_writes_nothing(
 def test_a_picture_that_cannot_be_written(log: Path, tmp_path: Path) -> None:
     done = run(log, "--svg", tmp_path / "none" / "out.svg")
     assert done.exit_code == 3
-    assert done.stderr.splitlines()[-1].startswith("kvtrie: cannot write ")
+    (line,) = done.stderr.splitlines()  # before the log is read
+    assert line.startswith("kvtrie: cannot write ")
+
+
+@pytest.mark.parametrize("size", ["'much'", "64G"])
+def test_a_bad_size_ends_before_the_log_is_read(size: str) -> None:
+    done = run("not-there", "--pool", size.strip("'"))
+    assert done.exit_code == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"kvtrie: --pool {size} is ")

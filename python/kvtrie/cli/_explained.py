@@ -46,8 +46,8 @@ def show(why: kvtrie.Explanation, tokenizer: TextTokenizer | None) -> None:
     )
     blocks = why.num_exact // why.block_size
     console.print(
-        f"  exact      {why.num_exact} of {why.num_tokens} tokens, {blocks} blocks of "
-        f"{why.block_size}"
+        f"  exact      {why.num_exact} of {why.num_tokens} tokens, {blocks} "
+        f"{'block' if blocks == 1 else 'blocks'} of {why.block_size}"
     )
     if why.reason != "complete":
         before, ours, theirs = _ids(why) if tokenizer is None else _quoted(why, tokenizer)

@@ -54,10 +54,11 @@ def show(report: TemplateReport) -> None:
     for one in report.savings:
         share = 100 * (one.before - one.after) / one.before
         longer = one.prompt_after - one.prompt_before
+        length = f"{abs(longer)} tokens {'longer' if longer > 0 else 'shorter'}"
         out.print(
             Text(
                 f"{one.chat}: with {one.change}, {one.before - one.after} tokens less are computed "
-                f"({share:.0f} %), and prompts are {longer:+d} tokens long"
+                f"({share:.0f} %), and prompts are {length if longer else 'as long'}"
             )
         )
 

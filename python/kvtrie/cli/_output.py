@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import sys
 from typing import TYPE_CHECKING, Final
 
@@ -21,6 +23,20 @@ def console() -> Console:
     """A console as wide as the terminal; elsewhere, where rich cuts at 80 columns, unlimited."""
     width = None if sys.stdout.isatty() else _UNCUT
     return Console(highlight=False, width=width)
+
+
+def check(*paths: Path | None) -> None:
+    """End the command before its work if a file is to be written where none can be."""
+    for path in paths:
+        if path is None:
+            continue
+        if path.is_dir():
+            reason = errno.EISDIR
+        elif not path.parent.is_dir():
+            reason = errno.ENOENT
+        else:
+            continue
+        fail(f"cannot write {path}: {os.strerror(reason)}", _process.BAD_OUTPUT)
 
 
 def write_whole(path: Path, text: str) -> None:

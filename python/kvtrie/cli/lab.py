@@ -55,6 +55,7 @@ def lab(
     """
     need("the lab", "transformers", "jinja2")
     given = _arguments(arguments or [])
+    _output.check(html)
     conversations = None if chat is None else _conversations(chat)
     loaded = _loaded(tokenizer, chat_template)
     from kvtrie.cli import _lab_page, _lab_shown  # noqa: PLC0415 - jinja2
@@ -112,6 +113,8 @@ def _loaded(directory: Path, chat_template: Path | None) -> Any:  # noqa: ANN401
             template = chat_template.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             fail(f"{chat_template}: {getattr(error, 'strerror', None) or error}")
+        if not template.strip():
+            fail(f"{chat_template}: the chat template is empty")
     # Without torch, transformers says on import that it finds none.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -120,7 +123,10 @@ def _loaded(directory: Path, chat_template: Path | None) -> Any:  # noqa: ANN401
     try:
         loaded = AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except Exception as error:  # noqa: BLE001 - the library raises errors of many types
-        fail(f"{directory}: no tokenizer can be loaded: {error}")
+        # Without the file, the library's first line ends where its list of other causes begins.
+        has_file = (directory / "tokenizer.json").is_file()
+        reason = error if has_file else "it has no tokenizer.json"
+        fail(f"{directory}: no tokenizer can be loaded: {reason}")
     if template is not None:
         loaded.chat_template = template
     if not loaded.chat_template:

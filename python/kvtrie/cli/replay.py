@@ -69,11 +69,13 @@ def replay(
     chosen = None if overlay is None else OVERLAYS.get(overlay)
     if overlay is not None and chosen is None:
         fail(f"--overlay {overlay!r} is not one of {', '.join(OVERLAYS)}")
+    tokens = {one: _tokens(one, each) for one in pool or []}
+    _output.check(html, svg)
     try:
         with ticks(sys.stderr, most=10) as shown:
             shown.stage(f"reading {log}")
             trace = read_trace(log, block_size)
-            sizes = [_blocks(one, each, trace.block_size) for one in pool or []]
+            sizes = [_blocks(one, tokens[one], trace.block_size) for one in pool or []]
             if chosen is not None:
                 shown.stage(f"laying {chosen.name} over it")
                 trace = chosen.over(trace)
@@ -121,17 +123,21 @@ def _bytes_per_token(model: Path | None, given: int | None) -> int | None:
         fail(f"{path}: {error}")
 
 
-def _blocks(given: str, each: int | None, block_size: int) -> int:
+def _tokens(given: str, each: int | None) -> float:
     found = _SIZE.fullmatch(given.strip())
     if found is None:
         fail(f"--pool {given!r} is not a number of tokens, nor of bytes such as 64G or 64GiB")
     number, letter, binary = float(found[1]), (found[2] or "").upper(), found[3]
-    size = number * (1024 if binary else 1000) ** _POWERS[letter]
+    size: float = number * (1024 if binary else 1000) ** _POWERS[letter]
     if letter:
         if each is None:
             fail(f"--pool {given} is in bytes, so it needs --model or --bytes-per-token")
         size /= each
-    blocks = int(size // block_size)
+    return size
+
+
+def _blocks(given: str, tokens: float, block_size: int) -> int:
+    blocks = int(tokens // block_size)
     if not 1 <= blocks <= _MOST_BLOCKS:
         fail(
             f"--pool {given} is {blocks} blocks of {block_size} tokens, not from 1 to "

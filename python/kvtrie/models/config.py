@@ -96,6 +96,9 @@ class ConfigFields:
 
     def refuse(self, reason: str) -> NoReturn:
         """Raise a refusal that names the model."""
-        model = self.get("model_type") or type(self._config).__name__
-        msg = f"{self._refusal} a {model} model: {reason}"
+        named = self.get("model_type")
+        if not named and not isinstance(self._config, Mapping):
+            named = type(self._config).__name__
+        model = f"a {named} model" if named else "a model without model_type"
+        msg = f"{self._refusal} {model}: {reason}"
         raise self._error(msg)
