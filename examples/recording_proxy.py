@@ -36,6 +36,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -424,13 +425,19 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--content", choices=("digests", "tokens"), default="digests")
     parser.add_argument("--rate", type=float, default=1.0, help="share of the sessions")
     given = parser.parse_args(arguments)
+    if not Path(given.tokenizer).is_dir():
+        parser.error(f"--tokenizer {given.tokenizer} is not a directory")
     options = RecordOptions(path=given.log, content=given.content, rate=given.rate)
     options.check_files()
     tokenizer = AutoTokenizer.from_pretrained(given.tokenizer, local_files_only=True)
     recorder = Recorder(
         options, block_size=given.block_size, engine=given.upstream, model=given.tokenizer
     )
-    proxy = Proxy(given.upstream, Prompts(tokenizer), recorder, port=given.port)
+    try:
+        proxy = Proxy(given.upstream, Prompts(tokenizer), recorder, port=given.port)
+    except (ValueError, OSError, OverflowError) as error:  # no URL; a port that is taken, or none
+        recorder.close()
+        parser.error(f"{given.upstream}, port {given.port}: {error}")
     print(f"http://127.0.0.1:{proxy.server_port} -> {given.upstream}", flush=True)
     try:
         proxy.serve_forever()

@@ -444,6 +444,29 @@ def test_an_url_that_is_none(tokenizer: Any, tmp_path: Path) -> None:
         recording_proxy.Proxy("localhost", recording_proxy.Prompts(tokenizer), recorder)
 
 
+@pytest.mark.parametrize(
+    ("url", "model", "port", "said"),
+    [
+        ("http://127.0.0.1:9", "nowhere", "0", "--tokenizer nowhere is not a directory"),
+        ("localhost", None, "0", "must be like http://127.0.0.1:8000, not 'localhost'"),
+        ("http://127.0.0.1:9", None, "70000", "port 70000: "),
+    ],
+)
+def test_bad_arguments_are_one_sentence(
+    url: str,
+    model: str | None,
+    port: str,
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = ["--tokenizer", model or str(demo.model_path()), "--log", str(tmp_path / "log")]
+    with pytest.raises(SystemExit) as ended:
+        recording_proxy.main([url, *given, "--port", port])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_main_serves_until_it_is_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
