@@ -86,7 +86,8 @@ def main() -> int:
     print(f"{gate.model}: {ladder.reason}\n")
     by_case: dict[Case, dict[str, Any]] = {}
     for row in Rows(options.rows).by_key.values():
-        if (row["set"], row["size"]) == (options.set, options.size) and "step" not in row:
+        wanted = (row["set"], row["size"]) == (options.set, options.size)
+        if wanted and row["kind"] in conversations.KINDS:
             case: Case = (row["kind"], row["size"], row["seed"])
             by_case.setdefault(case, {})[row["policy"]] = row
     import torch  # noqa: PLC0415 - slow
