@@ -260,6 +260,36 @@ soak-vllm: $(VLLM_ENV)/.kvtrie ## 2,000 mixed requests in a small pool of a real
 	KVTRIE_VLLM_SOAK=2000 $(VLLM_ENV)/bin/python -m pytest --config-file tests/vllm/pytest.toml tests/vllm/test_soak.py -s $(VLLM_FLAGS)
 	$(VLLM_ENV)/bin/python -m pytest --config-file tests/vllm/pytest.toml tests/vllm/test_modes.py -m minutes $(VLLM_FLAGS)
 
+# SGLang's cache runs inside SGLang, so its tests do: the peer's packages, those that its scheduler and model runner need on a CPU
+# besides, and kvtrie's wheel, whose entry point SGLang finds.
+SGLANG_ENV := .venv-sglang
+SGLANG_FLAGS ?=
+# Hashing for KV events builds an extension with the environment's own ninja.
+SGLANG_TESTS = PATH="$(CURDIR)/$(SGLANG_ENV)/bin:$$PATH" OMP_NUM_THREADS=1 $(SGLANG_ENV)/bin/python -m pytest --config-file tests/sglang/pytest.toml
+
+$(SGLANG_ENV)/.packages: benches/peers/requirements/sglang-engine.txt benches/peers/requirements/sglang.txt | $(VENV)/.packages
+	@echo "test-sglang: the packages of SGLang (up to 6 GB on disk)"
+	@$(UV) venv --quiet --clear --python $(PY) $(SGLANG_ENV)
+	@$(INSTALL) --python $(SGLANG_ENV)/bin/python --no-deps --requirements $<
+	@touch $@
+
+$(SGLANG_ENV)/.kvtrie: $(SGLANG_ENV)/.packages target/wheels/.built
+	@$(UV) pip install --quiet --python $(SGLANG_ENV)/bin/python --no-deps --reinstall target/wheels/*.whl
+	@touch $@
+
+.PHONY: test-sglang
+test-sglang: $(SGLANG_ENV)/.kvtrie ## the cache inside SGLang's scheduler and model runner, on a tiny model and SmolLM2-135M (SGLANG_FLAGS: more for pytest)
+	@$(PY) -m tools.real_models smollm2 || [ $$? = 3 ]
+	$(SGLANG_TESTS) tests/sglang $(SGLANG_FLAGS)
+
+.PHONY: soak-sglang
+soak-sglang: $(SGLANG_ENV)/.kvtrie ## 500 mixed requests a page size in a small pool, and 100,000 calls next to SGLang's own cache (a quarter of an hour)
+	KVTRIE_SGLANG_TURNS=50 KVTRIE_SGLANG_STEPS=100000 $(SGLANG_TESTS) tests/sglang/test_trace.py tests/sglang/test_engine.py $(SGLANG_FLAGS)
+
+.PHONY: bench-sglang
+bench-sglang: $(SGLANG_ENV)/.kvtrie ## processor time of the cache's calls in SGLang's scheduler, next to SGLang's own cache in Rust; no model (two minutes)
+	PATH="$(CURDIR)/$(SGLANG_ENV)/bin:$$PATH" OMP_NUM_THREADS=1 $(SGLANG_ENV)/bin/python benches/sglang_cache/steps.py
+
 .PHONY: bench-vllm-pressure
 bench-vllm-pressure: $(VLLM_ENV)/.kvtrie ## hit rates of agents and chats in a small pool: vLLM's scheduler alone and in exact mode; no model (ten minutes)
 	OMP_NUM_THREADS=1 $(VLLM_ENV)/bin/python benches/vllm_connector/pressure.py

@@ -1,0 +1,52 @@
+"""kvtrie inside SGLang: its prefix cache, chosen with ``--radix-cache-backend kvtrie``.
+
+SGLang finds `register` by an entry point (``sglang.srt.plugins``) in each of its processes, and the
+scheduler makes a `KvtrieCache` if the flag says so (``docs/sglang.md``). The cache is exact: it
+finds, locks and evicts pages as SGLang's own does. Nothing is moved.
+
+Importing this package imports nothing of SGLang; the cache does.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from kvtrie.integrations.sglang._version import BACKEND, SGLangUnsupportedError, installed
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.registry import TreeCacheBuildContext
+
+    from kvtrie.integrations.sglang.cache import KvtrieCache
+
+__all__ = ["SGLangUnsupportedError", "register"]
+
+_LOG = logging.getLogger("sglang.kvtrie")
+
+
+def register() -> None:
+    """Make the cache known to SGLang by its name; a second call does nothing.
+
+    A server that does not ask for it is left as it was, whatever its version.
+    """
+    try:
+        from sglang.srt.mem_cache.registry import (  # noqa: PLC0415 - only inside SGLang
+            get_radix_cache_factory,
+            register_radix_cache_backend,
+        )
+    except ImportError as error:
+        _LOG.warning("kvtrie: SGLang %s takes no other cache: %s", installed(), error)
+        return
+    if get_radix_cache_factory(BACKEND) is None:
+        register_radix_cache_backend(BACKEND, _make)
+
+
+def _make(context: TreeCacheBuildContext) -> KvtrieCache:
+    """Check what SGLang was started with, and make its cache.
+
+    Raises:
+        SGLangUnsupportedError: Something is not supported; the message names it.
+    """
+    from kvtrie.integrations.sglang import _support  # noqa: PLC0415 - imports SGLang
+
+    return _support.make(context)

@@ -1,0 +1,80 @@
+"""KV events of the cache's pages: SGLang's own recorder makes them, with its hashes.
+
+The recorder reads nodes of a radix tree, so each cached page is a node with one page of tokens. All
+pages are exact. Without ``--kv-events-config`` nothing is kept; with it, each page has its tokens
+and two digests of SHA-256.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sglang.srt.mem_cache.events import KVCacheEventRecorder
+from sglang.srt.mem_cache.radix_cache import RadixKey
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+
+
+class PageNode:
+    """What the recorder reads of a page; it fills in the digests."""
+
+    __slots__ = ("event_hash_value", "hash_value", "key", "parent")
+
+    def __init__(self, key: RadixKey, parent: PageNode | None) -> None:
+        self.key = key
+        self.parent = parent
+        self.hash_value: list[str] | None = None
+        self.event_hash_value: list[str] | None = None
+
+
+class PageEvents:
+    """The events of one cache, until SGLang takes them from ``recorder``."""
+
+    def __init__(self, params: CacheInitParams, num_pages: int) -> None:
+        self.recorder = KVCacheEventRecorder(
+            enabled=params.enable_kv_cache_events,
+            page_size=params.page_size,
+            dynamo_format=params.dynamo_kv_event_format,
+            lora_names=params.kv_event_lora_names,
+        )
+        self._page_size: int = params.page_size
+        self._root = PageNode(RadixKey([]), None)
+        self._root.hash_value = []
+        self._nodes: list[PageNode | None] = []
+        if self.recorder.enabled:
+            self._nodes = [None] * num_pages
+        self.cleared()  # a router may know pages of a server that was here before
+
+    def stored(self, path: NDArray[np.int32], num_known: int, key: RadixKey) -> None:
+        """Pages of a path are cached from now on, all but the first ``num_known``."""
+        if not self.recorder.enabled:
+            return
+        blocks: Sequence[int] = path.tolist()
+        node = (self._nodes[blocks[num_known - 1]] if num_known else None) or self._root
+        ids, size = key.raw_token_ids(), self._page_size
+        for page in range(num_known, len(blocks)):
+            tokens = ids[page * size : (page + 1) * size]
+            node = PageNode(RadixKey(tokens, key.extra_key, cache_salt=key.cache_salt), parent=node)
+            self._nodes[blocks[page]] = node
+            self.recorder.record_store(node)
+
+    def removed(self, blocks: NDArray[np.int32]) -> None:
+        """Pages are not cached any more; of a path, the index evicts the last first."""
+        if not self.recorder.enabled:
+            return
+        # SGLang says of a node that it removes the first page first.
+        for block in reversed(blocks.tolist()):
+            node = self._nodes[block]
+            self._nodes[block] = None
+            if node is not None:
+                self.recorder.record_remove(node)
+
+    def cleared(self) -> None:
+        """No page is cached any more."""
+        self._nodes = [None] * len(self._nodes)
+        self.recorder.record_all_cleared()

@@ -1,0 +1,98 @@
+"""Dead reasoning: tokens that no later prompt asks for, because the chat template drops them.
+
+A turn's reasoning is dead when the turn is answered, and so is what follows it: the next prompt has
+these tokens after others, and nothing is moved. These pages are evicted first. Inside a tool loop
+the reasoning stays, as templates keep it until the next user message.
+
+It costs one pass over the tokens of a request at its end.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, Final
+
+from kvtrie.tags import Tagger, TurnPolicy
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from sglang.srt.server_args import ServerArgs
+
+_LOG = logging.getLogger("sglang.kvtrie")
+
+DROPPED_AT: Final = {"user": "next user message", "final": "final answer", "never": "never"}
+"""When a chat template drops reasoning, by the boundary of its format."""
+
+PARAMETER: Final = "kvtrie"
+"""The key of ``custom_params``; its value is ``{"reasoning": "keep"}`` or ``"evict_first"``."""
+
+_ACTIONS: Final = ("keep", "evict_first")
+
+
+def tagger_of(args: ServerArgs) -> Tagger | None:
+    """The chat format of the model that SGLang serves; None if it is not known, and all is kept."""
+    if args.skip_tokenizer_init:
+        return None
+    try:
+        from sglang.srt.utils.hf_transformers_utils import get_tokenizer  # noqa: PLC0415
+
+        tokenizer = get_tokenizer(
+            args.tokenizer_path,
+            tokenizer_mode=args.tokenizer_mode,
+            trust_remote_code=args.trust_remote_code,
+        )
+        arguments: dict[str, Any] = {}
+        if args.chat_template is not None:
+            with open(args.chat_template, encoding="utf-8") as file:  # noqa: PTH123
+                arguments["chat_template"] = file.read()
+        tagger = Tagger.from_tokenizer(tokenizer, **arguments)
+    except Exception as error:  # without it the cache is what it was
+        _LOG.info("kvtrie: reasoning is not told apart: %s", error)
+        return None
+    _LOG.info("kvtrie: reasoning dropped at: %s", DROPPED_AT[tagger.format.boundary])
+    return tagger
+
+
+def evicts_first(custom_params: dict[str, Any] | None) -> bool:
+    """What a request asks for; dead reasoning is evicted first by default.
+
+    Raises:
+        ValueError: The parameter is not known.
+    """
+    given = (custom_params or {}).get(PARAMETER)
+    if given is None:
+        return True
+    if (
+        not isinstance(given, dict)
+        or set(given) != {"reasoning"}
+        or (given["reasoning"] not in _ACTIONS)
+    ):
+        msg = f"custom_params: {PARAMETER} is {given!r}; known is reasoning, one of {_ACTIONS}"
+        raise ValueError(msg)
+    return bool(given["reasoning"] == "evict_first")
+
+
+class Reasoning:
+    """Finds where dead tokens begin."""
+
+    def __init__(self, tagger: Tagger) -> None:
+        self._tagger = tagger
+        self._policy = TurnPolicy()
+
+    def first_dead(self, ids: NDArray[np.integer], *, complete: bool) -> int | None:
+        """The position of the first dead token of a request that has ended; None without any.
+
+        Args:
+            ids: Prompt and reply.
+            complete: Whether the model stopped by itself.
+        """
+        stream = self._tagger.stream()
+        stream.feed(ids)
+        stream.finish(complete=complete)
+        # A prompt with reasoning of earlier turns comes from a template that keeps it.
+        earlier = (section for turn in stream.turns[:-1] for section in turn.sections)
+        if any(section.kind == "reasoning" for section in earlier):
+            return None
+        ranges = self._policy.decide(stream).evict_first
+        return ranges[0][0] if ranges else None

@@ -1,0 +1,45 @@
+"""Which SGLang this is; nothing else of it is imported here."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from typing import Final, NoReturn
+
+TESTED: Final = ("0.5.23",)
+"""Tested versions. SGLang changes its cache's interface in the last number too."""
+
+BACKEND: Final = "kvtrie"
+"""The name for ``--radix-cache-backend``."""
+
+
+class SGLangUnsupportedError(ValueError):
+    """SGLang, its model or its settings are outside what the cache supports."""
+
+
+def installed() -> str:
+    """The version of SGLang by its package."""
+    try:
+        return metadata.version("sglang")
+    except metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+def check_version() -> None:
+    """Refuse an untested SGLang.
+
+    Raises:
+        SGLangUnsupportedError: It is not among the tested versions.
+    """
+    found = installed()
+    # Builds of a release, as 0.5.23.post1 or 0.5.23+cpu, have its interface.
+    release = ".".join(found.split("+")[0].split(".")[:3])
+    if release not in TESTED:
+        refuse(
+            f"SGLang {found} is not among the tested versions: install {' or '.join(TESTED)}, or a "
+            "kvtrie that supports this one"
+        )
+
+
+def refuse(why: str) -> NoReturn:
+    msg = f"--radix-cache-backend {BACKEND}: {why}"
+    raise SGLangUnsupportedError(msg)

@@ -1,0 +1,218 @@
+"""Which requests share, in which order they come, and what is refused at start-up."""
+
+from __future__ import annotations
+
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from sglang.srt.mem_cache import registry
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
+from sglang.srt.server_args import ServerArgs
+from tests.sglang.caches import Pool, Side, key, mine, params
+
+from kvtrie.integrations import sglang
+from kvtrie.integrations.sglang import _support, _version
+from kvtrie.integrations.sglang._namespaces import Namespaces
+from kvtrie.integrations.sglang._order import depth_first
+
+
+def one_side(page_size: int) -> Side:
+    pool = Pool(20, page_size)
+    return Side(mine(pool), pool)
+
+
+def test_each_pair_of_key_and_salt_has_a_namespace_of_its_own() -> None:
+    texts = [None, "", "-", "1:a", "a", "a-", "0:", "0:-"]
+    names = Namespaces("model")
+    spaces = {names.of(*pair) for pair in product(texts, texts)}
+    assert len(spaces) == len(texts) ** 2
+    assert Namespaces("other").of(None, None) not in spaces
+    assert names.of("a", None) == Namespaces("model").of("a", None)
+
+
+def test_paths_with_the_same_beginning_are_next_to_each_other() -> None:
+    paths = [(1, 2), (5,), (1, 3), (), (1, 2, 4), (5,), (1, 2, 4)]
+    assert depth_first([]) == []
+    # Four of seven begin with 1; what goes on comes before what ends.
+    assert depth_first(paths) == [4, 6, 0, 2, 1, 5, 3]
+
+
+def test_a_long_path_is_no_deep_recursion() -> None:
+    paths = [tuple(range(count)) for count in range(0, 5000, 500)]
+    assert depth_first(paths) == list(range(9, -1, -1))
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_a_key_is_known_by_whole_pages(page_size: int) -> None:
+    side = one_side(page_size)
+    ids = list(range(5 * page_size))
+    assert side.insert(ids) == 0
+    for length, known in ((0, 0), (1, page_size == 1), (3 * page_size + page_size // 2, 3)):
+        assert side.match(ids[:length]).device_prefix_len == known * page_size
+    changed = [*ids[: 2 * page_size], 99, *ids[2 * page_size + 1 :]]
+    assert side.match(changed).device_prefix_len == 2 * page_size
+    assert side.match([*ids, 7, 8]).device_prefix_len == 5 * page_size
+
+
+def test_pages_are_removed_first_page_first_in_one_event() -> None:
+    pool = Pool(20, 2)
+    side = Side(mine(pool, events=True), pool)
+    side.insert([1, 2, 3, 4], None, "tenant")
+    side.evict(4)
+    cleared, stored, removed = side.cache.take_events()
+    assert type(cleared).__name__ == "AllBlocksCleared"
+    assert (stored.token_ids, stored.cache_salt) == ([1, 2, 3, 4], "tenant")
+    assert removed.block_hashes == stored.block_hashes
+
+
+def test_an_insert_without_slots_takes_the_ids_for_them() -> None:
+    side = one_side(2)
+    side.cache.insert(InsertParams(key=key([4, 5, 6, 7, 8]), value=None))
+    found = side.match([4, 5, 6, 7, 8]).last_device_node
+    assert side.cache.path_device_indices(found).tolist() == [4, 5, 6, 7]
+
+
+def test_ids_beyond_32_bits_are_not_cached_and_counted() -> None:
+    """Pad values of images are such ids."""
+    side = one_side(1)
+    side.insert([1, 2])
+    for bad in (2**32, 2**63 - 1, -1):
+        assert side.match([1, 2, bad]).device_prefix_len == 0
+        done = side.cache.insert(InsertParams(key=key([1, bad]), value=torch.tensor([5, 6])))
+        assert done.prefix_len == 0
+    assert side.cache.counts == {"uncacheable": 6}
+    assert side.match([1, 2]).device_prefix_len == 2
+
+
+def test_no_eviction_while_a_lock_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    side = one_side(1)
+    side.insert([1, 2, 3])
+    found = side.match([1, 2, 3])
+    index = side.cache._index
+
+    class Broken:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(index, name)
+
+        def plan(self, *_: Any, **__: Any) -> Any:
+            msg = "for the test"
+            raise RuntimeError(msg)
+
+    monkeypatch.setattr(side.cache, "_index", Broken())
+    lock = side.cache.lock(found.last_device_node)
+    assert side.cache.counts == {"inc_lock_ref": 1}
+    assert (side.cache.evictable_size(), side.cache.protected_size()) == (0, 3)
+    assert side.cache.evict(EvictParams(num_tokens=3)).num_tokens_evicted == 0
+    assert len(side.cache.path_device_indices(found.last_device_node)) == 3
+    side.cache.unlock(lock)
+    assert side.cache.evictable_size() == 3
+    assert side.evict(3) == 3
+
+
+@pytest.mark.parametrize("method", ["match_prefix", "touch_prefix", "insert", "evict"])
+def test_what_fails_is_a_miss(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    side = one_side(1)
+    side.insert([1, 2, 3])
+    monkeypatch.setattr(side.cache, "_index", None)
+    calls: dict[str, Any] = {
+        "match_prefix": lambda: side.match([1, 2, 3]).device_prefix_len,
+        "touch_prefix": lambda: side.cache.touch_prefix(key([1, 2, 3])) or 0,
+        "insert": lambda: _insert(side),
+        "evict": lambda: side.evict(1),
+    }
+    assert calls[method]() == 0
+    assert side.cache.counts == {method: 1}
+
+
+def _insert(side: Side) -> int:
+    value = torch.tensor([7, 8, 9])
+    done: int = side.cache.insert(InsertParams(key=key([1, 2, 3]), value=value)).prefix_len
+    return done
+
+
+def test_reset_forgets_all() -> None:
+    side = one_side(4)
+    side.insert(list(range(40)))
+    side.cache.reset()
+    assert side.cache.total_size() == side.cache.evictable_size() == 0
+    assert side.match(list(range(40))).device_prefix_len == 0
+    side.pool.free = list(range(1, 21))
+    assert side.insert(list(range(80))) == 0
+    assert side.cache.total_size() == 80
+
+
+def test_registers_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    backends: dict[str, Any] = {}
+    monkeypatch.setattr(registry, "_RADIX_CACHE_REGISTRY", backends)
+    sglang.register()
+    sglang.register()
+    assert list(backends) == ["kvtrie"]
+
+
+def context(**settings: Any) -> Any:
+    """What SGLang gives a factory, with SGLang's own defaults."""
+    pool = Pool(20, settings.pop("pool_page", 4))
+    server: dict[str, Any] = {one.name: one.default for one in msgspec.structs.fields(ServerArgs)}
+    server |= {"model_path": "model"}
+    flags = dict.fromkeys(("is_hybrid_swa", "is_hybrid_ssm", "is_dsa"), False)
+    for name, one in settings.items():
+        (flags if name in flags else server)[name] = one
+    asked = params(pool)
+    asked.page_size = 4
+    return SimpleNamespace(server_args=SimpleNamespace(**server), params=asked, **flags)
+
+
+def test_defaults_are_supported() -> None:
+    cache = _support.make(context())
+    assert (cache.page_size, len(cache._free)) == (4, 20)
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"speculative_algorithm": "EAGLE"}, "speculative_algorithm='EAGLE' is not supported: dr"),
+        ({"radix_eviction_policy": "lfu"}, "radix_eviction_policy='lfu' is not supported: kvtrie"),
+        ({"strip_thinking_cache": True}, "kvtrie keeps both"),
+        ({"enable_hierarchical_cache": True}, "pages in host memory are not in the index"),
+        ({"enable_lmcache": True}, "LMCache"),
+        ({"enable_flexkv": True}, "FlexKV"),
+        ({"enable_streaming_session": True}, "sessions"),
+        ({"disaggregation_mode": "prefill"}, "disaggregation_mode='prefill'"),
+        ({"enable_dp_attention": True}, "enable_dp_attention=True is not supported"),
+        ({"tp_size": 2}, "tp_size=2 is not supported: more than one rank was not tested"),
+        ({"pp_size": 2}, "pp_size=2"),
+        ({"attn_cp_size": 2}, "attn_cp_size=2"),
+        ({"disable_radix_cache": True}, "there is no cache then"),
+        ({"is_hybrid_swa": True}, "models with sliding windows are not supported"),
+        ({"is_hybrid_ssm": True}, "models with states are not supported"),
+        ({"is_dsa": True}, "models with sparse attention are not supported"),
+        ({"pool_page": 2}, "pages of 2 slots in the pool and 4 in the cache are not supported"),
+    ],
+    ids=lambda one: str(one)[:40],
+)
+def test_refused_by_name(settings: dict[str, Any], why: str) -> None:
+    with pytest.raises(_version.SGLangUnsupportedError) as caught:
+        _support.make(context(**settings))
+    assert str(caught.value).startswith("--radix-cache-backend kvtrie: ")
+    assert why in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("version", ["0.5.22", "0.6.0", "0.5.2", "1.0"])
+def test_other_versions_are_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_version, "installed", lambda: version)
+    why = f"SGLang {version} is not among the tested versions: install 0.5.23"
+    with pytest.raises(_version.SGLangUnsupportedError, match=why):
+        _support.make(context())
+
+
+@pytest.mark.parametrize("version", ["0.5.23", "0.5.23.post1", "0.5.23+cpu"])
+def test_builds_of_the_tested_version_are_not(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_version, "installed", lambda: version)
+    _version.check_version()

@@ -1,0 +1,178 @@
+"""Dead reasoning is evicted first, and nothing else is."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from sglang.srt.managers.schedule_batch import FINISH_LENGTH, FINISH_MATCHED_TOKEN
+from tests.sglang.caches import Pool, Side, params
+
+from kvtrie.integrations.sglang import _reasoning
+from kvtrie.integrations.sglang.cache import KvtrieCache
+from kvtrie.tags import Tagger
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+USER, ASSISTANT, OPEN, CLOSE, CALL, RETURN = 1, 2, 3, 4, 5, 6
+TAGGER = Tagger.from_ids(
+    user=USER, assistant=ASSISTANT, reasoning=(OPEN, CLOSE), tool_call=(CALL, RETURN)
+)
+OLD = [USER, *range(100, 107)]
+TURN = [USER, 10, 11, ASSISTANT, OPEN, 20, 21, 22, CLOSE, 30, 31, 32]
+"""Reasoning from 4 to 9; the pages of two tokens from 4 on are dead."""
+
+
+class Rows:
+    """A request's row of slots."""
+
+    def __init__(self) -> None:
+        self.req_to_token = torch.zeros((1, 64), dtype=torch.int32)
+
+    def write(self, at: tuple[int, slice], slots: torch.Tensor) -> None:
+        self.req_to_token[at] = slots.to(torch.int32)
+
+
+def side(tagger: Tagger | None = TAGGER) -> Side:
+    pool = Pool(20, 2)
+    cache = KvtrieCache(params(pool), 20, "model", tagger)
+    cache.req_to_token_pool = Rows()
+    return Side(cache, pool)
+
+
+def end(one: Side, ids: list[int], *, stopped: bool = True, custom: Any = None) -> None:
+    """A request computes its tokens and ends; the last one has no KV."""
+    count = (len(ids) - 1) // 2 * 2
+    slots = one.pool.alloc(count // 2)
+    one.cache.req_to_token_pool.write((0, slice(0, count)), slots)
+    reason = FINISH_MATCHED_TOKEN(ids[-1]) if stopped else FINISH_LENGTH(1)
+    request = SimpleNamespace(
+        kv=SimpleNamespace(req_pool_idx=0, cache_protected_len=0, cache_inserted_len=0),
+        full_untruncated_fill_ids=ids,
+        extra_key=None,
+        cache_salt=None,
+        lock=None,
+        last_node=None,
+        finished=lambda: True,
+        finished_reason=reason,
+        sampling_params=SimpleNamespace(custom_params=custom),
+    )
+    one.cache.checkpoint(request, up_to=len(ids) - 1)
+    one.cache.unlock(request.lock)
+
+
+def left(one: Side, ids: list[int]) -> int:
+    found: int = one.match(ids).device_prefix_len
+    return found
+
+
+def test_dead_reasoning_and_what_follows_is_evicted_before_older_prompts() -> None:
+    one = side()
+    one.insert(OLD)
+    end(one, [*TURN, 40])
+    assert one.evict(8) == 8
+    assert (left(one, TURN), left(one, OLD)) == (4, 8)
+
+
+@pytest.mark.parametrize(
+    ("ids", "options"),
+    [
+        pytest.param([*TURN, 40], {"tagger": None}, id="no format"),
+        pytest.param([*TURN, 40], {"stopped": False}, id="cut off"),
+        pytest.param([*TURN, 40], {"custom": {"kvtrie": {"reasoning": "keep"}}}, id="kept"),
+        pytest.param([*TURN[:9], CALL, 33, RETURN, 40], {}, id="a tool loop goes on"),
+        pytest.param(
+            [*TURN, USER, 50, ASSISTANT, OPEN, 51, CLOSE, 60], {}, id="the template keeps it"
+        ),
+        pytest.param([USER, 10, 11, ASSISTANT, 30, 31, 32, 33, 34], {}, id="no reasoning"),
+    ],
+)
+def test_what_is_not_dead_goes_in_order(ids: list[int], options: dict[str, Any]) -> None:
+    one = side(options.pop("tagger", TAGGER))
+    one.insert(OLD)
+    end(one, ids, **options)
+    assert one.evict(8) == 8
+    assert left(one, OLD) == 0
+    assert left(one, ids) == (len(ids) - 1) // 2 * 2
+    assert not one.cache.counts
+
+
+def test_what_is_used_again_is_not_dead() -> None:
+    one = side()
+    one.insert(OLD)
+    end(one, [*TURN, 40])
+    assert left(one, TURN) == 12
+    one.evict(8)
+    assert (left(one, TURN), left(one, OLD)) == (12, 0)
+
+
+@pytest.mark.parametrize(
+    "given", [{"reasoning": "drop"}, {"reason": "keep"}, {}, "keep", {"reasoning": "keep", "x": 1}]
+)
+def test_a_parameter_that_is_not_known_is_counted(
+    given: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = side()
+    end(one, [*TURN, 40], custom={"kvtrie": given})
+    assert one.cache.counts == {"custom_params": 1}
+    assert left(one, TURN) == 12
+    assert repr(given) in caplog.text
+
+
+def test_parameters_of_others_are_none_of_ours() -> None:
+    assert _reasoning.evicts_first({"other": 1})
+    assert _reasoning.evicts_first(None)
+    assert _reasoning.evicts_first({"kvtrie": {"reasoning": "evict_first"}})
+
+
+def server(**changes: Any) -> Any:
+    known = {
+        "skip_tokenizer_init": False,
+        "tokenizer_path": "tokenizer",
+        "tokenizer_mode": "auto",
+        "trust_remote_code": False,
+        "chat_template": None,
+    }
+    return SimpleNamespace(**known | changes)
+
+
+def test_the_served_template_says_when_reasoning_is_dropped(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    seen: list[Any] = []
+
+    def from_tokenizer(tokenizer: object, **arguments: object) -> Tagger:
+        seen.append((tokenizer, arguments))
+        return TAGGER
+
+    monkeypatch.setattr(Tagger, "from_tokenizer", from_tokenizer)
+    monkeypatch.setattr(
+        "sglang.srt.utils.hf_transformers_utils.get_tokenizer", lambda path, **_: f"of {path}"
+    )
+    template = tmp_path / "chat.jinja"
+    template.write_text("{{ messages }}")
+    assert _reasoning.tagger_of(server(chat_template=str(template))) is TAGGER
+    assert _reasoning.tagger_of(server()) is TAGGER
+    assert seen == [("of tokenizer", {"chat_template": "{{ messages }}"}), ("of tokenizer", {})]
+    assert caplog.messages == ["kvtrie: reasoning dropped at: next user message"] * 2
+
+
+@pytest.mark.parametrize("changes", [{"tokenizer_path": "/nowhere"}, {"chat_template": "/nowhere"}])
+def test_without_a_format_all_is_kept(
+    changes: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    assert _reasoning.tagger_of(server(**changes)) is None
+    assert "kvtrie: reasoning is not told apart" in caplog.text
+    assert _reasoning.tagger_of(server(skip_tokenizer_init=True)) is None
+
+
+def test_one_pass_over_a_long_prompt() -> None:
+    ids = np.array([USER, *range(1000, 9000), ASSISTANT, OPEN, *range(10, 510), CLOSE, 30, 31])
+    assert _reasoning.Reasoning(TAGGER).first_dead(ids, complete=True) == 8002
