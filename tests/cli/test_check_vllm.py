@@ -12,7 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from kvtrie.cli.app import app
-from kvtrie.integrations.vllm import _check, _settings
+from kvtrie.integrations._asked import SettingsError
+from kvtrie.integrations.vllm import _check
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -180,7 +181,7 @@ def test_neither_vllm_nor_torch_is_imported() -> None:
 
 def test_the_command_knows_the_settings_of_the_connector() -> None:
     text = json.dumps(GOOD | extra(default="exacts"))
-    with pytest.raises(_settings.SettingsError, match='default must be "approximate" or "exact"'):
+    with pytest.raises(SettingsError, match='default must be "approximate" or "exact"'):
         _check.check(text)
 
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kvtrie.integrations._asked import SettingsError
 from kvtrie.integrations.vllm import _command, _template
-from kvtrie.integrations.vllm._settings import Settings, SettingsError
+from kvtrie.integrations.vllm._settings import Settings
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -131,7 +131,7 @@ def test_other_rope_settings_are_refused(tmp_path: Path) -> None:
     assert cleared(path, served(hf_overrides=harmless)).approximate
     config = json.loads((MODEL / "config.json").read_text())
     rope = dict(config["rope_parameters"]) | {"rope_theta": 12345.0}
-    refused(path, served(hf_overrides={"rope_parameters": rope}), "hf_overrides")
+    refused(path, served(hf_overrides={"rope_parameters": rope}), "overrides of its config")
 
 
 def test_gate_that_cannot_be_read_is_refused_with_the_fix(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from tests.vllm.conftest import APPROXIMATE
 from tests.vllm.prompts import ANSWER, EDITED, NEXT, QUESTION, REASONING
 from vllm.config import KVTransferConfig
 
-from kvtrie.integrations.vllm import KvtrieConnector, _settings, _vllm
+from kvtrie.integrations._asked import SettingsError
+from kvtrie.integrations.vllm import KvtrieConnector, _vllm
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -73,7 +74,7 @@ def test_settings_are_refused_where_sleep_mode_is_on() -> None:
         return KvtrieConnector.supports_sleep_mode(config)
 
     assert asked()
-    with pytest.raises(_settings.SettingsError, match="did you mean 'gate'"):
+    with pytest.raises(SettingsError, match="did you mean 'gate'"):
         asked(gates="unchecked")
 
 

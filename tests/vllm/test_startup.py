@@ -20,6 +20,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 import kvtrie
 from kvtrie import gates
+from kvtrie.integrations._asked import SettingsError
 from kvtrie.integrations.vllm import KvtrieConnector, _planner, _settings, _support, _version
 from kvtrie.tags import Tagger
 
@@ -55,7 +56,7 @@ def test_settings_are_refused_before_a_weight_is_loaded(
     # vLLM asks this of the class in its first process, where CUDA graphs are on.
     ask = KvtrieConnector.requires_piecewise_for_cudagraph
     assert not ask({"gate": "unchecked"})
-    with pytest.raises(_settings.SettingsError, match="did you mean 'gate'"):
+    with pytest.raises(SettingsError, match="did you mean 'gate'"):
         ask({"gates": "unchecked"})
     with pytest.raises(gates.GateError, match=r"No such file.*kvtrie calibrate"):
         ask({"gate": str(tmp_path / "gate.json")})
@@ -160,7 +161,7 @@ def test_the_seed_is_random_unless_said_and_in_no_log() -> None:
     assert given.seed == 987654321
     assert "987654321" not in repr(given)
     for wrong in (True, "0", 1.0, -1, 1 << 64):
-        with pytest.raises(_settings.SettingsError, match=r"seed must be an integer from 0 to"):
+        with pytest.raises(SettingsError, match=r"seed must be an integer from 0 to"):
             read({"seed": wrong})
 
 
@@ -174,7 +175,7 @@ def test_a_request_names_its_conversation() -> None:
     # The moving modes ignored vLLM's own.
     assert read(None, "8") == read({}, "8") == "8"
     for wrong in ("", "s" * 257, 7, ["a"], "\ud800"):
-        with pytest.raises(_settings.SettingsError, match="session must be a text of 1 to 256"):
+        with pytest.raises(SettingsError, match="session must be a text of 1 to 256"):
             read({"session": wrong})
-        with pytest.raises(_settings.SettingsError, match="session_id must be a text of 1 to 256"):
+        with pytest.raises(SettingsError, match="session_id must be a text of 1 to 256"):
             read(None, wrong)

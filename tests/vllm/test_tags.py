@@ -12,9 +12,10 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.tokenizers.registry import cached_tokenizer_from_config
 
 import kvtrie
+from kvtrie.integrations._asked import SettingsError
 from kvtrie.integrations.vllm import _tags
 from kvtrie.integrations.vllm._account import Reused
-from kvtrie.integrations.vllm._settings import Settings, SettingsError
+from kvtrie.integrations.vllm._settings import Settings
 from kvtrie.integrations.vllm._stats import Counts, PromMetrics
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 import kvtrie
 from kvtrie.calibrate import shipped
-from kvtrie.integrations.vllm._settings import SettingsError
+from kvtrie.integrations._asked import SettingsError
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -18,6 +18,7 @@ from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStor
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.request import Request
 
+from kvtrie.integrations._asked import SettingsError
 from kvtrie.integrations.vllm import _events, _settings
 
 if TYPE_CHECKING:
@@ -234,7 +235,7 @@ def test_the_topic_over_zeromq(core: Callable[..., Core], tmp_path: Path) -> Non
     ],
 )
 def test_a_bad_setting_is_refused(given: Any, why: str) -> None:
-    with pytest.raises(_settings.SettingsError, match=why):
+    with pytest.raises(SettingsError, match=why):
         _settings.Settings.read({"events": given})
 
 
@@ -244,8 +245,8 @@ def test_an_endpoint_that_cannot_be_used_is_refused(core: Callable[..., Core]) -
         ({"endpoint": config.kv_events_config.endpoint}, "is in --kv-events-config too"),
         ({"endpoint": "no-address*"}, "events: endpoint 'no-address.': "),
     ):
-        with pytest.raises(_settings.SettingsError, match=why):
+        with pytest.raises(SettingsError, match=why):
             _events.publisher(given, config)
     config = core(connector=UNCHECKED).core.vllm_config
-    with pytest.raises(_settings.SettingsError, match="events needs vLLM's own: start it with"):
+    with pytest.raises(SettingsError, match="events needs vLLM's own: start it with"):
         _events.publisher({"endpoint": "inproc://kvtrie"}, config)

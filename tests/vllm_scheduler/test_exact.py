@@ -20,6 +20,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 from vllm.v1.request import Request, RequestStatus
 
+from kvtrie.integrations._asked import SettingsError
 from kvtrie.integrations.vllm import _gate, _lineage, _retention, _settings
 from kvtrie.integrations.vllm._version import UnsupportedError
 
@@ -305,7 +306,7 @@ def test_a_model_whose_other_layers_have_no_full_attention_too(
     ],
 )
 def test_contradictions_are_refused_in_one_sentence(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(_settings.SettingsError, match=said):
+    with pytest.raises(SettingsError, match=said):
         _settings.Settings.read(given)
 
 

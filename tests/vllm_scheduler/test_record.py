@@ -15,6 +15,7 @@ from tests.vllm_scheduler.test_reasons import TURN
 from tests.vllm_scheduler.test_traffic import SMALL, Run
 from tests.vllm_scheduler.worker import continuation
 
+from kvtrie.integrations._asked import SettingsError
 from kvtrie.integrations.vllm import _settings
 from kvtrie.record import Log
 
@@ -224,7 +225,7 @@ def test_the_end_of_the_engine_writes_what_waits(model: Path, tmp_path: Path) ->
     ids=str,
 )
 def test_settings_that_are_refused(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(_settings.SettingsError, match=said):
+    with pytest.raises(SettingsError, match=said):
         _settings.Settings.read(given)
 
 
@@ -232,5 +233,5 @@ def test_a_log_that_cannot_be_written_is_refused_early(tmp_path: Path) -> None:
     from kvtrie.integrations.vllm.connector import check_early  # noqa: PLC0415 - likewise
 
     path = tmp_path / "no" / "log"
-    with pytest.raises(_settings.SettingsError, match=r"record: path: .* there is no directory"):
+    with pytest.raises(SettingsError, match=r"record: path: .* there is no directory"):
         check_early({"record": str(path)})

@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, NoReturn
 
 from kvtrie import gates
+from kvtrie.integrations._asked import SettingsError
 from kvtrie.integrations.vllm import _others, _template, _version
 from kvtrie.integrations.vllm._others import MINE as CONNECTOR
 from kvtrie.integrations.vllm._others import MODULE, MULTI, SCHEDULER
-from kvtrie.integrations.vllm._settings import Settings, SettingsError
+from kvtrie.integrations.vllm._settings import Settings
 
 # Fields of vLLM's KVTransferConfig and KVEventsConfig.
 _TRANSFER: Final = (

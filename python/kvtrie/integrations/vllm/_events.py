@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import zmq
 
-from kvtrie.integrations.vllm._settings import WHERE, SettingsError
+from kvtrie.integrations._asked import SettingsError
+from kvtrie.integrations.vllm._settings import WHERE
 from kvtrie.integrations.vllm._vllm import (
     AllBlocksCleared,
     BlockRemoved,

@@ -3,39 +3,22 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-from kvtrie._core import EXACT_ONLY, ReusePolicy
+from kvtrie._core import EXACT_ONLY
+from kvtrie.integrations._asked import SettingsError, check_keys, policy_of, session_id
 from kvtrie.record import RecordOptions, RecordOptionsError
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
+    from kvtrie._core import ReusePolicy
+
 WHERE: Final = "kv_connector_extra_config"
-LEAST_RUN: Final = 16
-"""The shortest moved run in tokens, unless the policy sets it."""
-MAX_SESSION: Final = 256
-"""Bytes of the longest id of a conversation."""
 LAST_HINT: Final = "kvtrie.last"
 """The action of vLLM's ``kv_hints`` that says that a conversation ends."""
-_POLICY_FIELDS: Final = (
-    "min_run",
-    "max_hops",
-    "max_approximate_share",
-    "recompute_first",
-    "recompute_last",
-    "forbid_kinds",
-    "max_cuts",
-    "max_lost_context",
-    "max_new_context",
-    "scope",
-    "shared_prefix",
-    "recompute_share",
-    "partial_blocks",
-)
-
 
 _EVENTS: Final[Mapping[str, type]] = {
     "endpoint": str,
@@ -46,10 +29,6 @@ _EVENTS: Final[Mapping[str, type]] = {
     "max_queue_size": int,
 }
 """Those of vLLM's ``--kv-events-config`` that apply."""
-
-
-class SettingsError(ValueError):
-    """A setting that is unknown or invalid; the message says what to write instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +57,7 @@ class Settings:
             SettingsError: A key is unknown, or a value is invalid.
         """
         known = [one.name for one in fields(cls)]
-        _check_keys(given, known, WHERE)
+        check_keys(given, known, WHERE)
         _check_mode(given)
         if given.get("mode") == "exact":
             given = {**given, "default": "exact"}
@@ -97,7 +76,7 @@ class Settings:
         return self.gate is not None and not self.shadow
 
     def wanted(self) -> ReusePolicy:
-        return _policy(self.policy or {})
+        return policy_of(self.policy or {}, WHERE)
 
     def recorded(self) -> RecordOptions | None:
         """Where finished requests are recorded, and how.
@@ -182,21 +161,8 @@ def session_of(request: Request) -> str | None:
         SettingsError: It is not a text of 1 to 256 bytes of UTF-8.
     """
     given = (request.kv_transfer_params or {}).get("session")
-    mine = _session(given, "kv_transfer_params: session")
-    return mine or _session(request.session_id, "session_id")
-
-
-def _session(given: object, where: str) -> str | None:
-    if given is None:
-        return None
-    try:
-        is_valid = isinstance(given, str) and 1 <= len(given.encode()) <= MAX_SESSION
-    except UnicodeEncodeError:  # half of a surrogate pair, which JSON allows
-        is_valid = False
-    if not is_valid:
-        msg = f"{where} must be a text of 1 to {MAX_SESSION} bytes of UTF-8"
-        raise SettingsError(msg)
-    return cast("str", given)
+    mine = session_id(given, "kv_transfer_params: session")
+    return mine or session_id(request.session_id, "session_id")
 
 
 def is_last(request: Request) -> bool:
@@ -249,30 +215,12 @@ def _check_mode(given: Mapping[str, Any]) -> None:
         raise SettingsError(msg)
 
 
-def _policy(given: Mapping[str, Any]) -> ReusePolicy:
-    _check_keys(given, _POLICY_FIELDS, f"{WHERE}: policy")
-    try:
-        return ReusePolicy(approximate=True, **given)
-    except (TypeError, ValueError) as error:
-        msg = f"{WHERE}: policy: {error}"
-        raise SettingsError(msg) from error
-
-
-def _check_keys(given: Mapping[str, Any], known: Sequence[str], where: str) -> None:
-    for key in given:
-        if key not in known:
-            close = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            msg = f"{where}: unknown key {key!r}{hint} (known: {', '.join(known)})"
-            raise SettingsError(msg)
-
-
 def _check_events(given: object) -> None:
     if given is None:
         return
     if not isinstance(given, Mapping):
         _refuse("events", given, 'a mapping such as {"endpoint": "tcp://*:5558"}')
-    _check_keys(given, tuple(_EVENTS), f"{WHERE}: events")
+    check_keys(given, tuple(_EVENTS), f"{WHERE}: events")
     for name, kind in _EVENTS.items():
         if name not in given and name != "endpoint":
             continue

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from kvtrie._core import COMPUTED, RadixIndex
-from kvtrie.integrations.vllm._settings import LEAST_RUN
+from kvtrie.integrations._served import LEAST_RUN
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from kvtrie.integrations._asked import SettingsError
 from kvtrie.integrations.vllm import _template
-from kvtrie.integrations.vllm._settings import WHERE, SettingsError
+from kvtrie.integrations.vllm._settings import WHERE
 from kvtrie.integrations.vllm._vllm import ReasoningParserManager, cached_tokenizer_from_config
 from kvtrie.tags import PRESETS, Tagger
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from kvtrie.integrations._asked import SettingsError
 from kvtrie.integrations.vllm import _command
-from kvtrie.integrations.vllm._settings import WHERE, SettingsError
+from kvtrie.integrations.vllm._settings import WHERE
 from kvtrie.models.template import TemplateFileError, read_template
 
 if TYPE_CHECKING:

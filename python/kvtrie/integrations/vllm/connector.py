@@ -6,12 +6,13 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from kvtrie._core import EXACT_ONLY
+from kvtrie.integrations._asked import SettingsError
 from kvtrie.integrations.vllm import _events, _gate, _support, _template, _version
 from kvtrie.integrations.vllm._copies import Copies, rope_of
 from kvtrie.integrations.vllm._exact import ExactPlanner
 from kvtrie.integrations.vllm._metadata import StepMetadata
 from kvtrie.integrations.vllm._planner import Planner
-from kvtrie.integrations.vllm._settings import Settings, SettingsError
+from kvtrie.integrations.vllm._settings import Settings
 from kvtrie.integrations.vllm._stats import Counts, PromMetrics, Stats
 from kvtrie.integrations.vllm._vllm import (
     KVConnectorBase_V1,

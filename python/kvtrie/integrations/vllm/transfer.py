@@ -25,6 +25,7 @@ from kvtrie._core import (
     TransferRefused,
     plan_transfer,
 )
+from kvtrie.integrations._asked import SettingsError
 from kvtrie.integrations.vllm import _support
 from kvtrie.integrations.vllm._outcomes import (
     OUTCOMES,
@@ -33,7 +34,7 @@ from kvtrie.integrations.vllm._outcomes import (
     TransferStats,
 )
 from kvtrie.integrations.vllm._requests import adapter_of
-from kvtrie.integrations.vllm._settings import WHERE, SettingsError
+from kvtrie.integrations.vllm._settings import WHERE
 from kvtrie.integrations.vllm._vllm import (
     TRANSFER,
     TRANSFER_STATS,

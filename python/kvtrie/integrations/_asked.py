@@ -1,0 +1,81 @@
+"""What operators and requests write for an integration: checked, with the nearest known name."""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from kvtrie._core import ReusePolicy
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+MAX_SESSION: Final = 256
+"""Bytes of the longest id of a conversation."""
+POLICY_FIELDS: Final = (
+    "min_run",
+    "max_hops",
+    "max_approximate_share",
+    "recompute_first",
+    "recompute_last",
+    "forbid_kinds",
+    "max_cuts",
+    "max_lost_context",
+    "max_new_context",
+    "scope",
+    "shared_prefix",
+    "recompute_share",
+    "partial_blocks",
+)
+
+
+class SettingsError(ValueError):
+    """A setting that is unknown or invalid; the message says what to write instead."""
+
+
+def check_keys(given: Mapping[str, Any], known: Sequence[str], where: str) -> None:
+    """Refuse keys that are not known.
+
+    Raises:
+        SettingsError: There is one.
+    """
+    for key in given:
+        if key not in known:
+            close = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            msg = f"{where}: unknown key {key!r}{hint} (known: {', '.join(known)})"
+            raise SettingsError(msg)
+
+
+def policy_of(
+    given: Mapping[str, Any], where: str, known: Sequence[str] = POLICY_FIELDS
+) -> ReusePolicy:
+    """An approximate policy of the given fields.
+
+    Raises:
+        SettingsError: A field is not known, or has a bad value.
+    """
+    check_keys(given, known, f"{where}: policy")
+    try:
+        return ReusePolicy(approximate=True, **given)
+    except (TypeError, ValueError) as error:
+        msg = f"{where}: policy: {error}"
+        raise SettingsError(msg) from error
+
+
+def session_id(given: object, where: str) -> str | None:
+    """The id of a conversation.
+
+    Raises:
+        SettingsError: It is not a text of 1 to 256 bytes of UTF-8.
+    """
+    if given is None:
+        return None
+    try:
+        is_valid = isinstance(given, str) and 1 <= len(given.encode()) <= MAX_SESSION
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON allows
+        is_valid = False
+    if not is_valid:
+        msg = f"{where} must be a text of 1 to {MAX_SESSION} bytes of UTF-8"
+        raise SettingsError(msg)
+    return cast("str", given)
