@@ -265,7 +265,7 @@ soak-vllm: $(VLLM_ENV)/.kvtrie ## 2,000 mixed requests in a small pool of a real
 SGLANG_ENV := .venv-sglang
 SGLANG_FLAGS ?=
 # Hashing for KV events builds an extension with the environment's own ninja.
-SGLANG_TESTS = PATH="$(CURDIR)/$(SGLANG_ENV)/bin:$$PATH" OMP_NUM_THREADS=1 $(SGLANG_ENV)/bin/python -m pytest --config-file tests/sglang/pytest.toml
+SGLANG_TESTS = PATH="$(CURDIR)/$(SGLANG_ENV)/bin:$$PATH" OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(SGLANG_ENV)/bin/python -m pytest --config-file tests/sglang/pytest.toml
 
 $(SGLANG_ENV)/.packages: benches/peers/requirements/sglang-engine.txt benches/peers/requirements/sglang.txt | $(VENV)/.packages
 	@echo "test-sglang: the packages of SGLang (up to 6 GB on disk)"

@@ -1,23 +1,21 @@
 """SGLang's scheduler and model runner in one process, on a CPU: a job in, what came of it out.
 
-``python -m tests.sglang.engine JOB.json`` runs mixed requests and prints one JSON object. SGLang
-keeps state in its modules, so each engine has a process of its own. Requests are put
-into the scheduler, and its steps are made one by one.
+``python -m tests.sglang.engine JOB`` runs mixed requests and prints one JSON object. Requests are
+put into the scheduler, and its steps are made one by one.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from array import array
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from random import Random
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+from tests.sglang.processes import forked
+
 VOCAB = 512
 
 
@@ -41,6 +39,10 @@ class Job:
     """Calls of the index that raise: by name, every how many."""
     overrides: dict[str, Any] = field(default_factory=dict)
     """Settings of SGLang's server."""
+    settings: str = ""
+    """``KVTRIE_SGLANG``: what kvtrie may move."""
+    prompts: list[list[int]] = field(default_factory=list)
+    """Token ids of prompts, for jobs that draw none."""
 
 
 @dataclass
@@ -64,6 +66,12 @@ class Outcome:
     events: list[list[Any]]
     metrics: dict[str, float]
     """``sglang:kvtrie_failures_total``."""
+    approximate: int
+    """Prompt tokens of approximate KV that no request computed."""
+    published: int
+    """Pages that events have added and not removed."""
+    labelled: int
+    """Approximate pages in the index."""
 
 
 def run(job: Job, timeout: float = 600) -> Outcome:
@@ -72,38 +80,13 @@ def run(job: Job, timeout: float = 600) -> Outcome:
     Raises:
         RuntimeError: It ended with an error; the message has the end of what it printed.
     """
-    more = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "2"}
-    if job.retract:
-        more |= {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "23"}
-    described = json.dumps(asdict(job))
-    return Outcome(**process("tests.sglang.engine", described, timeout=timeout, **more))
+    return Outcome(**scheduled(job, "tests.sglang.engine", timeout=timeout))
 
 
-def process(module: str, *arguments: str, timeout: float = 600, **environment: str) -> Any:
-    """The object that a module printed last, in a process of its own.
-
-    Raises:
-        RuntimeError: It ended with an error; the message has the end of what it printed.
-    """
-    paths = [str(ROOT), str(ROOT / "tests" / "sglang" / "off_cuda")]
-    environment |= {
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")]),
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", module, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        env=dict(os.environ) | environment,
-        check=False,
-    )
-    lines = done.stdout.splitlines()
-    if done.returncode or not lines:
-        msg = f"rc {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
-        raise RuntimeError(msg)
-    return json.loads(lines[-1])
+def scheduled(job: Job, module: str, *arguments: str, timeout: float = 600) -> Any:
+    """What a module prints of a job, under the checks and settings that the job has."""
+    more = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "2", "KVTRIE_SGLANG": job.settings}
+    return forked(module, *arguments, json.dumps(asdict(job)), timeout=timeout, **more)
 
 
 def described(event: Any) -> list[Any]:
@@ -139,6 +122,7 @@ class Talk:
         self._ids = list(self._rng.choice(heads))
         keys = [(None, None)] * 5 + [("a", None), (None, "a"), ("a", "a")]
         self.extra, self.salt = self._rng.choice(keys)
+        self.custom = {"kvtrie": {"session": f"talk {number}"}} if job.settings else None
         self.tokens: list[list[int]] = []
         self.cached: list[int] = []
         self.request: Any = None
@@ -174,11 +158,12 @@ def words(rng: Random, count: int) -> list[int]:
     return [rng.randrange(3, VOCAB) for _ in range(count)]
 
 
-class _Server:
+class Server:
     """The scheduler, stepped by hand."""
 
     def __init__(self, job: Job) -> None:
         import torch  # noqa: PLC0415
+        from sglang.srt.managers import scheduler  # noqa: PLC0415
         from sglang.srt.managers.scheduler import (  # noqa: PLC0415
             Scheduler,
             SpawnRanks,
@@ -189,6 +174,8 @@ class _Server:
         from sglang.srt.server_args import PortArgs, ServerArgs  # noqa: PLC0415
 
         torch.set_num_threads(1)
+        # SGLang reads them from the environment when it is imported.
+        vars(scheduler).update(TEST_RETRACT=job.retract, TEST_RETRACT_INTERVAL=23)
         load_plugins()
         if job.backend == "paged":
             _register_paged()
@@ -228,20 +215,34 @@ class _Server:
 
         self.cache.evict = counting
         self.events: list[list[Any]] = []
+        self.published = 0
         take = self.cache.take_events
 
         def reading() -> Any:
             taken = take()
             self.events += map(described, taken)
+            for event in taken:
+                sign = 1 if type(event).__name__ == "BlockStored" else -1
+                self.published += sign * len(getattr(event, "block_hashes", ()))
             return taken
 
         self.cache.take_events = reading
 
-    def add(self, name: str, ids: list[int], new: int, extra: str | None, salt: str | None) -> Any:
+    def add(
+        self,
+        name: str,
+        ids: list[int],
+        new: int,
+        extra: str | None = None,
+        salt: str | None = None,
+        custom: dict[str, Any] | None = None,
+    ) -> Any:
         from sglang.srt.managers.io_struct import TokenizedGenerateReqInput  # noqa: PLC0415
         from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: PLC0415
 
-        sampling = SamplingParams(max_new_tokens=new, temperature=0.0, ignore_eos=True)
+        sampling = SamplingParams(
+            max_new_tokens=new, temperature=0.0, ignore_eos=True, custom_params=custom
+        )
         sampling.normalize(None)
         request = TokenizedGenerateReqInput(
             rid=name,
@@ -319,7 +320,7 @@ def _metrics() -> dict[str, float]:
 
 
 def _main(job: Job) -> Outcome:
-    server = _Server(job)
+    server = Server(job)
     raised: dict[str, int] = {}
     if job.fail:
         server.cache._index = Failing(server.cache._index, job.fail, raised)
@@ -333,7 +334,7 @@ def _main(job: Job) -> Outcome:
             waiting.remove(talk)
             if (turn := talk.next()) is not None:
                 name = f"request-{step}-{talks.index(talk)}"
-                talk.request = server.add(name, *turn, talk.extra, talk.salt)
+                talk.request = server.add(name, *turn, talk.extra, talk.salt, talk.custom)
         running = [one for one in talks if one.request is not None]
         if not running and not waiting:
             break
@@ -373,6 +374,9 @@ def _main(job: Job) -> Outcome:
         raised=raised,
         events=server.events,
         metrics=_metrics(),
+        approximate=getattr(cache, "num_approximate", 0),
+        published=server.published,
+        labelled=cache._index.stats().approximate if hasattr(cache, "_index") else 0,
     )
 
 

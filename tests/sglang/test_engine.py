@@ -12,7 +12,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from tests.sglang.engine import Job, Outcome, process, run
+from tests.sglang.engine import Job, Outcome, run
+from tests.sglang.processes import process
 from tests.vllm import models
 
 # Of ten conversations each.
@@ -89,8 +90,8 @@ def test_orders_by_what_is_cached(model: str, policy: str) -> None:
 @pytest.mark.parametrize(
     ("name", "counted"),
     [
-        ("lookup", "match_prefix"),
         ("plan", "checkpoint"),
+        ("lookup", "match_prefix"),
         ("insert", "checkpoint"),
         ("take_freed", "dec_lock_ref"),
     ],

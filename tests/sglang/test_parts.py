@@ -88,7 +88,7 @@ def test_ids_beyond_32_bits_are_not_cached_and_counted() -> None:
     assert side.match([1, 2]).device_prefix_len == 2
 
 
-def test_no_eviction_while_a_lock_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_of_a_lock_that_failed_go_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     side = one_side(1)
     side.insert([1, 2, 3])
     found = side.match([1, 2, 3])
@@ -106,11 +106,17 @@ def test_no_eviction_while_a_lock_holds_nothing(monkeypatch: pytest.MonkeyPatch)
     lock = side.cache.lock(found.last_device_node)
     assert side.cache.counts == {"inc_lock_ref": 1}
     assert (side.cache.evictable_size(), side.cache.protected_size()) == (0, 3)
-    assert side.cache.evict(EvictParams(num_tokens=3)).num_tokens_evicted == 0
-    assert len(side.cache.path_device_indices(found.last_device_node)) == 3
+    slots = side.cache.path_device_indices(found.last_device_node)
+    free = len(side.pool.free)
+    assert side.cache.evict(EvictParams(num_tokens=2)).num_tokens_evicted == 0
+    # Two of them are in the index no more, and still where the request reads them.
+    assert len(side.pool.free) == free
+    assert side.cache.path_device_indices(found.last_device_node).tolist() == slots.tolist()
+    assert (side.cache.evictable_size(), side.cache.protected_size()) == (0, 3)
     side.cache.unlock(lock)
-    assert side.cache.evictable_size() == 3
-    assert side.evict(3) == 3
+    assert len(side.pool.free) == free + 2
+    assert (side.cache.evictable_size(), side.cache.total_size()) == (1, 1)
+    assert side.evict(3) == 1
 
 
 @pytest.mark.parametrize("method", ["match_prefix", "touch_prefix", "insert", "evict"])

@@ -13,6 +13,7 @@ from sglang.srt.managers.schedule_batch import FINISH_LENGTH, FINISH_MATCHED_TOK
 from tests.sglang.caches import Pool, Side, params
 
 from kvtrie.integrations.sglang import _reasoning
+from kvtrie.integrations.sglang._settings import Wish
 from kvtrie.integrations.sglang.cache import KvtrieCache
 from kvtrie.tags import Tagger
 
@@ -38,6 +39,16 @@ class Rows:
         self.req_to_token[at] = slots.to(torch.int32)
 
 
+class Request:
+    """What the cache reads of a request, which is a key, as SGLang's is."""
+
+    lock: Any
+    kv: Any
+
+    def __init__(self, **fields: Any) -> None:
+        self.__dict__.update(fields)
+
+
 def side(tagger: Tagger | None = TAGGER) -> Side:
     pool = Pool(20, 2)
     cache = KvtrieCache(params(pool), 20, "model", tagger)
@@ -51,7 +62,7 @@ def end(one: Side, ids: list[int], *, stopped: bool = True, custom: Any = None) 
     slots = one.pool.alloc(count // 2)
     one.cache.req_to_token_pool.write((0, slice(0, count)), slots)
     reason = FINISH_MATCHED_TOKEN(ids[-1]) if stopped else FINISH_LENGTH(1)
-    request = SimpleNamespace(
+    request = Request(
         kv=SimpleNamespace(req_pool_idx=0, cache_protected_len=0, cache_inserted_len=0),
         full_untruncated_fill_ids=ids,
         extra_key=None,
@@ -77,6 +88,15 @@ def test_dead_reasoning_and_what_follows_is_evicted_before_older_prompts() -> No
     end(one, [*TURN, 40])
     assert one.evict(8) == 8
     assert (left(one, TURN), left(one, OLD)) == (4, 8)
+
+
+def test_dropped_reasoning_leaves_at_once() -> None:
+    one = side()
+    end(one, [*TURN, 40], custom={"kvtrie": {"reasoning": "drop"}})
+    assert left(one, TURN) == 4
+    assert len(one.pool.free) == 20 - 2
+    assert one.cache.total_size() == one.cache.evictable_size() == 4
+    assert not one.cache.counts
 
 
 @pytest.mark.parametrize(
@@ -112,22 +132,30 @@ def test_what_is_used_again_is_not_dead() -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [{"reasoning": "drop"}, {"reason": "keep"}, {}, "keep", {"reasoning": "keep", "x": 1}]
+    ("given", "said"),
+    [
+        ({"reasoning": "lose"}, "reasoning must be one of evict_first, keep, drop, not 'lose'"),
+        ({"reason": "keep"}, "unknown key 'reason'; did you mean 'reasoning'?"),
+        ("keep", "must be an object, not 'keep'"),
+        ({"reasoning": "keep", "x": 1}, "unknown key 'x'"),
+        ({"reuse": "all"}, "reuse must be one of approximate, exact, not 'all'"),
+        ({"session": ""}, "session must be a text of 1 to 256 bytes"),
+    ],
 )
 def test_a_parameter_that_is_not_known_is_counted(
-    given: Any, caplog: pytest.LogCaptureFixture
+    given: Any, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     one = side()
     end(one, [*TURN, 40], custom={"kvtrie": given})
     assert one.cache.counts == {"custom_params": 1}
     assert left(one, TURN) == 12
-    assert repr(given) in caplog.text
+    assert said in caplog.text
 
 
 def test_parameters_of_others_are_none_of_ours() -> None:
-    assert _reasoning.evicts_first({"other": 1})
-    assert _reasoning.evicts_first(None)
-    assert _reasoning.evicts_first({"kvtrie": {"reasoning": "evict_first"}})
+    assert Wish.read({"other": 1}) == Wish.read(None) == Wish.read({"kvtrie": {}}) == Wish()
+    given = {"reasoning": "keep", "reuse": "exact", "session": "a"}
+    assert Wish.read({"kvtrie": given}) == Wish("keep", "exact", "a")
 
 
 def server(**changes: Any) -> Any:
@@ -175,4 +203,4 @@ def test_without_a_format_all_is_kept(
 
 def test_one_pass_over_a_long_prompt() -> None:
     ids = np.array([USER, *range(1000, 9000), ASSISTANT, OPEN, *range(10, 510), CLOSE, 30, 31])
-    assert _reasoning.Reasoning(TAGGER).first_dead(ids, complete=True) == 8002
+    assert _reasoning.Reasoning(TAGGER).dead(ids, complete=True) == [(8002, 8504)]

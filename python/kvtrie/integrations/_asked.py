@@ -6,6 +6,7 @@ import difflib
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from kvtrie._core import ReusePolicy
+from kvtrie.record import RecordOptions, RecordOptionsError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -60,6 +61,35 @@ def policy_of(
         return ReusePolicy(approximate=True, **given)
     except (TypeError, ValueError) as error:
         msg = f"{where}: policy: {error}"
+        raise SettingsError(msg) from error
+
+
+def recorded(given: str | Mapping[str, Any] | None, where: str) -> RecordOptions | None:
+    """Where finished requests are recorded, and how; None: nowhere.
+
+    Raises:
+        SettingsError: The setting is invalid.
+    """
+    if given is None:
+        return None
+    try:
+        return RecordOptions.read(given)
+    except RecordOptionsError as error:
+        msg = f"{where}: record: {error}"
+        raise SettingsError(msg) from error
+
+
+def check_record(options: RecordOptions | None, where: str) -> None:
+    """Check that a log can be written.
+
+    Raises:
+        SettingsError: It cannot.
+    """
+    try:
+        if options is not None:
+            options.check_files()
+    except RecordOptionsError as error:
+        msg = f"{where}: record: {error}"
         raise SettingsError(msg) from error
 
 

@@ -43,7 +43,7 @@ _FIX: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedModel:
     """A model as an engine was told to serve it.
 
     Attributes:
@@ -89,7 +89,7 @@ def read(path: str | None, where: str) -> gates.Gate | None:
         raise gates.GateError(msg) from error
 
 
-def decide(path: str | None, wanted: ReusePolicy | None, served: Served) -> gates.Decision:
+def decide(path: str | None, wanted: ReusePolicy | None, served: ServedModel) -> gates.Decision:
     """What requests may reuse; its ``of`` decides on each plan.
 
     Args:
@@ -135,7 +135,7 @@ def decide(path: str | None, wanted: ReusePolicy | None, served: Served) -> gate
     return replace(decision, policy=policy)
 
 
-def _checkpoint(served: Served) -> str:
+def _checkpoint(served: ServedModel) -> str:
     if served.load_format not in _PLAIN_FORMATS:
         msg = f"{served.engine} loads the weights by load_format={served.load_format!r}, "
         raise gates.GateMismatchError(msg + "not unchanged")
@@ -146,13 +146,13 @@ def _checkpoint(served: Served) -> str:
     return checkpoint_digest(directory)
 
 
-def _template_id(served: Served) -> str | None:
+def _template_id(served: ServedModel) -> str | None:
     if served.template is None:
         return directory_template_id(_directory(served))
     return template_id(served.template)
 
 
-def _directory(served: Served) -> Path:
+def _directory(served: ServedModel) -> Path:
     directory = Path(served.model)
     if directory.is_dir():
         return directory
@@ -186,7 +186,7 @@ def _is_quantised(directory: Path) -> bool:
     )
 
 
-def _check_rope(served: Served) -> None:
+def _check_rope(served: ServedModel) -> None:
     if served.rope is None:
         return
     config = _config(_directory(served))

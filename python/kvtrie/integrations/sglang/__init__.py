@@ -1,8 +1,9 @@
 """kvtrie inside SGLang: its prefix cache, chosen with ``--radix-cache-backend kvtrie``.
 
 SGLang finds `register` by an entry point (``sglang.srt.plugins``) in each of its processes, and the
-scheduler makes a `KvtrieCache` if the flag says so (``docs/sglang.md``). The cache is exact: it
-finds, locks and evicts pages as SGLang's own does. Nothing is moved.
+scheduler makes a `KvtrieCache` if the flag says so (``docs/sglang.md``). It finds, locks and evicts
+pages as SGLang's own cache does. With a gate file it also reuses KV after an edit, up to the first
+gap of a prompt, or, with hooks that the operator asks for, after gaps too.
 
 Importing this package imports nothing of SGLang; the cache does.
 """
@@ -12,7 +13,14 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from kvtrie.integrations.sglang._version import BACKEND, SGLangUnsupportedError, installed
+from kvtrie.integrations._asked import SettingsError
+from kvtrie.integrations.sglang._settings import SGLangSettings
+from kvtrie.integrations.sglang._version import (
+    BACKEND,
+    SGLangUnsupportedError,
+    installed,
+    is_tested,
+)
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
@@ -37,8 +45,17 @@ def register() -> None:
     except ImportError as error:
         _LOG.warning("kvtrie: SGLang %s takes no other cache: %s", installed(), error)
         return
-    if get_radix_cache_factory(BACKEND) is None:
-        register_radix_cache_backend(BACKEND, _make)
+    if get_radix_cache_factory(BACKEND) is not None:
+        return
+    register_radix_cache_backend(BACKEND, _make)
+    try:
+        with_gaps = SGLangSettings.read().computes_gaps
+    except SettingsError:
+        return  # the cache says so, if the server has it
+    if with_gaps and is_tested():
+        from kvtrie.integrations.sglang import _gaps  # noqa: PLC0415 - imports torch
+
+        _gaps.install()
 
 
 def _make(context: TreeCacheBuildContext) -> KvtrieCache:

@@ -58,6 +58,9 @@ class PageEvents:
         node = (self._nodes[blocks[num_known - 1]] if num_known else None) or self._root
         ids, size = key.raw_token_ids(), self._page_size
         for page in range(num_known, len(blocks)):
+            if (cached := self._nodes[blocks[page]]) is not None:
+                node = cached
+                continue
             tokens = ids[page * size : (page + 1) * size]
             node = PageNode(RadixKey(tokens, key.extra_key, cache_salt=key.cache_salt), parent=node)
             self._nodes[blocks[page]] = node

@@ -1,7 +1,7 @@
 """Dead reasoning: tokens that no later prompt asks for, because the chat template drops them.
 
-A turn's reasoning is dead when the turn is answered, and so is what follows it: the next prompt has
-these tokens after others, and nothing is moved. These pages are evicted first. Inside a tool loop
+A turn's reasoning is dead when the turn is answered, and its pages are evicted first. Where nothing
+is moved, so is what follows it: the next prompt has these tokens after others. Inside a tool loop
 the reasoning stays, as templates keep it until the next user message.
 
 It costs one pass over the tokens of a request at its end.
@@ -23,11 +23,6 @@ _LOG = logging.getLogger("sglang.kvtrie")
 
 DROPPED_AT: Final = {"user": "next user message", "final": "final answer", "never": "never"}
 """When a chat template drops reasoning, by the boundary of its format."""
-
-PARAMETER: Final = "kvtrie"
-"""The key of ``custom_params``; its value is ``{"reasoning": "keep"}`` or ``"evict_first"``."""
-
-_ACTIONS: Final = ("keep", "evict_first")
 
 
 def tagger_of(args: ServerArgs) -> Tagger | None:
@@ -54,34 +49,15 @@ def tagger_of(args: ServerArgs) -> Tagger | None:
     return tagger
 
 
-def evicts_first(custom_params: dict[str, Any] | None) -> bool:
-    """What a request asks for; dead reasoning is evicted first by default.
-
-    Raises:
-        ValueError: The parameter is not known.
-    """
-    given = (custom_params or {}).get(PARAMETER)
-    if given is None:
-        return True
-    if (
-        not isinstance(given, dict)
-        or set(given) != {"reasoning"}
-        or (given["reasoning"] not in _ACTIONS)
-    ):
-        msg = f"custom_params: {PARAMETER} is {given!r}; known is reasoning, one of {_ACTIONS}"
-        raise ValueError(msg)
-    return bool(given["reasoning"] == "evict_first")
-
-
 class Reasoning:
-    """Finds where dead tokens begin."""
+    """Finds dead tokens."""
 
     def __init__(self, tagger: Tagger) -> None:
         self._tagger = tagger
         self._policy = TurnPolicy()
 
-    def first_dead(self, ids: NDArray[np.integer], *, complete: bool) -> int | None:
-        """The position of the first dead token of a request that has ended; None without any.
+    def dead(self, ids: NDArray[np.integer], *, complete: bool) -> list[tuple[int, int]]:
+        """The dead reasoning of a request that has ended, in order.
 
         Args:
             ids: Prompt and reply.
@@ -93,6 +69,5 @@ class Reasoning:
         # A prompt with reasoning of earlier turns comes from a template that keeps it.
         earlier = (section for turn in stream.turns[:-1] for section in turn.sections)
         if any(section.kind == "reasoning" for section in earlier):
-            return None
-        ranges = self._policy.decide(stream).evict_first
-        return ranges[0][0] if ranges else None
+            return []
+        return list(self._policy.decide(stream).evict_first)

@@ -1,16 +1,28 @@
-"""What the cache supports: checked when SGLang makes it, before a request arrives."""
+"""What the cache supports, and may move: checked when SGLang makes it, before a request arrives."""
 
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from kvtrie import gates
+from kvtrie._core import LayoutError, UnsupportedRopeError
+from kvtrie.integrations import _asked, _served
+from kvtrie.integrations._asked import SettingsError
+from kvtrie.integrations.sglang import _gaps
+from kvtrie.integrations.sglang._moving import Moving, pool_of
 from kvtrie.integrations.sglang._reasoning import tagger_of
+from kvtrie.integrations.sglang._recording import RequestLog
+from kvtrie.integrations.sglang._settings import VARIABLE, SGLangSettings
 from kvtrie.integrations.sglang._version import check_version, installed, refuse
 from kvtrie.integrations.sglang.cache import KvtrieCache
+from kvtrie.rope import RopeSpec
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
+
+    from kvtrie.tags import Tagger
 
 _LOG = logging.getLogger("sglang.kvtrie")
 
@@ -61,14 +73,110 @@ def make(context: TreeCacheBuildContext) -> KvtrieCache:
         )
     num_pages = allocator.size // params.page_size
     args = context.server_args
-    cache = KvtrieCache(params, num_pages, args.model_path, tagger_of(args))
+    tagger = tagger_of(args)
+    moving, why = _moving_of(context, tagger)
+    recording = _recording_of(context, tagger)
+    cache = KvtrieCache(params, num_pages, args.model_path, tagger, moving, recording)
     _LOG.info(
-        "kvtrie: exact prefix cache of %d pages of %d tokens, in SGLang %s; nothing is moved",
+        "kvtrie: prefix cache of %d pages of %d tokens, in SGLang %s; %s",
         num_pages,
         params.page_size,
         installed(),
+        why,
     )
     return cache
+
+
+def _moving_of(context: TreeCacheBuildContext, tagger: Tagger | None) -> tuple[Moving | None, str]:
+    """What may continue a match, and why, in the words of the log."""
+    try:
+        settings = SGLangSettings.read()
+        if settings.gate is None:
+            return None, "exact reuse only (no gate)"
+        kvcache = context.params.token_to_kv_pool_allocator.get_kvcache()
+        decision = _served.decide(settings.gate, settings.wanted(), _model(context, kvcache))
+    except (SettingsError, gates.GateError, gates.GateMismatchError, UnicodeError) as error:
+        refuse(str(error))
+    if not decision.policy.approximate:
+        _LOG.warning("kvtrie: exact reuse only: %s", decision.reason)
+        return None, f"exact reuse only (gate: {settings.gate})"
+    try:
+        pool = pool_of(kvcache, context.model_config.hf_text_config)
+    except (LayoutError, UnsupportedRopeError) as error:
+        _LOG.warning("kvtrie: exact reuse only: %s", error)
+        return None, "exact reuse only (its KV cannot be moved)"
+    stream = None
+    if pool.device.type != "cpu":
+        stream = context.tp_worker.model_runner.forward_stream
+    _LOG.info("kvtrie: %s", decision.reason)
+    moving = Moving(
+        decision,
+        tagger,
+        pool,
+        stream,
+        settings.default,
+        is_checked=settings.gate != _served.UNCHECKED,
+        max_in_gaps=_max_in_gaps(context) if settings.gaps else 0,
+        is_shadow=settings.shadow,
+    )
+    who = "" if settings.default == "approximate" else ", for requests that opt in"
+    what = "exact reuse only, and a count of" if settings.shadow else "approximate"
+    gaps = "after gaps too" if settings.gaps else "up to the first gap"
+    return moving, f"{what} reuse {gaps} (gate: {settings.gate}){who}"
+
+
+def _recording_of(context: TreeCacheBuildContext, tagger: Tagger | None) -> RequestLog | None:
+    """Where finished requests are recorded.
+
+    Raises:
+        SGLangUnsupportedError: The setting is invalid, or the log cannot be written.
+    """
+    try:
+        options = SGLangSettings.read().recorded()
+        _asked.check_record(options, VARIABLE)
+    except SettingsError as error:
+        refuse(str(error))
+    if options is None:
+        return None
+    return RequestLog(options, context.params.page_size, context.server_args.model_path, tagger)
+
+
+def _max_in_gaps(context: TreeCacheBuildContext) -> int:
+    """How many tokens of a prompt are computed in gaps: a chunk.
+
+    Raises:
+        SGLangUnsupportedError: Gaps are not computed in this server.
+    """
+    args = context.server_args
+    why = _gaps.why_not(args, context.tp_worker.model_runner.prefill_attention_backend_str)
+    if why is not None:
+        refuse(f'{VARIABLE}: "gaps": true is not supported: {why}')
+    chunk: int | None = args.chunked_prefill_size
+    return chunk if chunk is not None and chunk > 0 else int(args.max_prefill_tokens)
+
+
+def _model(context: TreeCacheBuildContext, kvcache: Any) -> _served.ServedModel:  # noqa: ANN401
+    args, template = context.server_args, None
+    if args.chat_template is not None:
+        # A file, or the name of one of SGLang's own templates, which no model directory has.
+        path = Path(args.chat_template)
+        template = path.read_text(encoding="utf-8") if path.is_file() else args.chat_template
+    return _served.ServedModel(
+        engine="SGLang",
+        where=VARIABLE,
+        model=args.model_path,
+        load_format=args.load_format,
+        quantization=args.quantization,
+        kv_dtype=str(kvcache.dtype).removeprefix("torch."),
+        rope=(
+            None
+            if args.json_model_override_args in (None, "", "{}")
+            else lambda: RopeSpec.from_config(context.model_config.hf_text_config)
+        ),
+        template=template,
+        revision=args.revision,
+        cache_dir=args.download_dir,
+    )
 
 
 _KINDS: Final = {

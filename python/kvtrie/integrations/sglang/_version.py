@@ -24,19 +24,21 @@ def installed() -> str:
         return "(not installed)"
 
 
+def is_tested() -> bool:
+    # Builds of a release, as 0.5.23.post1 or 0.5.23+cpu, have its interface.
+    return ".".join(installed().split("+")[0].split(".")[:3]) in TESTED
+
+
 def check_version() -> None:
     """Refuse an untested SGLang.
 
     Raises:
         SGLangUnsupportedError: It is not among the tested versions.
     """
-    found = installed()
-    # Builds of a release, as 0.5.23.post1 or 0.5.23+cpu, have its interface.
-    release = ".".join(found.split("+")[0].split(".")[:3])
-    if release not in TESTED:
+    if not is_tested():
         refuse(
-            f"SGLang {found} is not among the tested versions: install {' or '.join(TESTED)}, or a "
-            "kvtrie that supports this one"
+            f"SGLang {installed()} is not among the tested versions: install "
+            f"{' or '.join(TESTED)}, or a kvtrie that supports this one"
         )
 
 

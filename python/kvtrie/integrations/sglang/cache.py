@@ -2,13 +2,17 @@
 
 A page of the pool is a block. Ids of blocks are the cache's own, and a table gives the slots of
 each. A handle is a sequence and how many of its tokens matched; a lock is a pinned plan of these.
-The cache is exact: a match is a prefix of whole pages with the same tokens in the same namespace.
+A match is a prefix of whole pages with the same tokens in the same namespace. Without a gate file
+it is exact. With one, a request may continue it by approximate pages, in place or copied
+(`kvtrie.integrations.sglang._moving`); its pages stay its own until it ends, and are then in the
+index as approximate, where no exact match finds them.
 
 An exception in a method would end SGLang's scheduler. What is not expected is caught, counted and
 logged once by its kind; the request then finds nothing, or keeps its KV for itself.
 
-Where that cannot be, nothing wrong is read: a lock that failed stops all evictions until it is
-given back, and a checkpoint changes the request only when the index has taken its pages.
+Where that cannot be, nothing wrong is read: pages of a lock that failed may leave the index, but
+nobody gets their slots until it is given back, and a checkpoint changes the request only when the
+index has taken its pages.
 
 A match costs one walk of the prompt, a checkpoint one plan and one insert of what is new, and an
 eviction the pages that it takes, however many are cached.
@@ -21,6 +25,7 @@ import time
 from collections import Counter
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -32,19 +37,26 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     EvictParams,
     EvictResult,
     IncLockRefResult,
+    InitLoadBackParams,
     InsertParams,
     InsertResult,
     MatchPrefixParams,
     MatchResult,
     TreeLock,
 )
+from sglang.srt.mem_cache.common import evict_from_tree_cache
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from kvtrie._core import COMPUTED, RadixIndex, ReusePolicy, TokenSequence
+from kvtrie.integrations._asked import SettingsError
+from kvtrie.integrations._served import LEAST_RUN
 from kvtrie.integrations.sglang._events import PageEvents
+from kvtrie.integrations.sglang._metrics import Metrics
+from kvtrie.integrations.sglang._moving import Built, num_tokens
 from kvtrie.integrations.sglang._namespaces import Namespaces
 from kvtrie.integrations.sglang._order import depth_first
-from kvtrie.integrations.sglang._reasoning import Reasoning, evicts_first
+from kvtrie.integrations.sglang._reasoning import Reasoning
+from kvtrie.integrations.sglang._settings import Wish
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -53,7 +65,10 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
-    from kvtrie._core import ComputedSource, ReusePlan
+    from kvtrie._core import ComputedSource, Imported, ReusePlan
+    from kvtrie.integrations.sglang._moving import Ask, Moving
+    from kvtrie.integrations.sglang._recording import RequestLog
+    from kvtrie.record import Would
     from kvtrie.tags import Tagger
 
 _LOG = logging.getLogger("sglang.kvtrie")
@@ -65,28 +80,27 @@ _WHOLE_BLOCKS: Final = ReusePolicy(approximate=False, partial_blocks=False)
 class Handle:
     """The end of a match: SGLang keeps it with the request, and locks it."""
 
-    __slots__ = ("blocks", "locks", "seq")
+    __slots__ = ("ask", "blocks", "built", "locks", "own", "seq")
 
-    def __init__(self, seq: TokenSequence | None, blocks: NDArray[np.int32]) -> None:
+    def __init__(
+        self, seq: TokenSequence | None, blocks: NDArray[np.int32], ask: Ask | None = None
+    ) -> None:
         self.seq = seq
         """Its tokens; None for the root, which has none and is not locked."""
         self.blocks = blocks
         """Of these tokens, as they were when it was found or locked."""
-        self.locks: list[ReusePlan | None] = []
-        """A pinned plan for each lock, None for one that failed."""
+        self.locks: list[ReusePlan | NDArray[np.int32]] = []
+        """A pinned plan for each lock; for one that failed, the blocks that it should have held."""
+        self.ask = ask
+        """How to plan what continues the match; None if nothing does."""
+        self.own: torch.Tensor | None = None
+        """Slots of the request after those of the blocks: copies that continue the match."""
+        self.built: Built | None = None
+        """What these are."""
 
 
-def _failures(labels: dict[str, str]) -> Callable[[str], Any]:
-    """SGLang's labels, and the name that is counted."""
-    # SGLang says where its processes keep their metrics before this is imported.
-    from prometheus_client import Counter as Metric  # noqa: PLC0415
-
-    metric = Metric(
-        "sglang:kvtrie_failures",
-        "Calls of kvtrie's cache that failed, each answered as a miss, and keys it cannot cache.",
-        [*labels, "call"],
-    )
-    return lambda name: metric.labels(**labels, call=name)
+def _none(_: object) -> Any:  # noqa: ANN401 - of a method that may answer nothing
+    return None
 
 
 def _guarded(otherwise: Callable[[Any], _R]) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
@@ -115,10 +129,18 @@ class KvtrieCache(BasePrefixCache):
         num_pages: Pages that the pool has.
         model: What KV is computed by; other models share nothing.
         tagger: The model's chat format. Without it all tokens are kept alike.
+        moving: What continues a match after an edit; None: all is exact.
+        recording: Where requests are recorded when they have finished; None: nowhere.
     """
 
     def __init__(
-        self, params: CacheInitParams, num_pages: int, model: str, tagger: Tagger | None = None
+        self,
+        params: CacheInitParams,
+        num_pages: int,
+        model: str,
+        tagger: Tagger | None = None,
+        moving: Moving | None = None,
+        recording: RequestLog | None = None,
     ) -> None:
         self.req_to_token_pool = params.req_to_token_pool
         self.token_to_kv_pool_allocator = params.token_to_kv_pool_allocator
@@ -126,14 +148,24 @@ class KvtrieCache(BasePrefixCache):
         self.disable = False
         self.counts: Counter[str] = Counter()
         """Failures by method, and keys that cannot be cached as ``"uncacheable"``."""
-        self._metric: Any = None
+        self.num_approximate = 0
+        """Approximate tokens of requests that have ended, or were put back into the queue."""
+        self.would: Counter[str] = Counter()
+        """In shadow mode, prompt tokens by what their KV would have been."""
+        self._recording = recording
+        self._metrics: Metrics | None = None
         if params.enable_metrics:
             self.init_metrics_collector()
-            self._metric = _failures(self.metrics_collector.labels)
+            self._metrics = Metrics(self.metrics_collector.labels)
         allocator = self.token_to_kv_pool_allocator
         self.device = torch.device("cpu" if allocator is None else allocator.device)
         self._namespaces = Namespaces(model)
-        self._index = RadixIndex(num_pages, self.page_size, moved_runs=False)
+        self._moving = moving
+        if moving is None:
+            self._index = RadixIndex(num_pages, self.page_size, moved_runs=False)
+        else:
+            min_run = moving.decision.policy.min_run or LEAST_RUN
+            self._index = RadixIndex(num_pages, self.page_size, min_run=min_run)
         # The slots of each block, next to each other; torch gathers from one dimension sooner.
         shape = (num_pages, self.page_size) if self.page_size > 1 else (num_pages,)
         self._slots = torch.zeros(shape, dtype=torch.int64, device=self.device)
@@ -142,8 +174,11 @@ class KvtrieCache(BasePrefixCache):
         self._events = PageEvents(params, num_pages)
         self.kv_events = self._events.recorder
         self._reasoning = None if tagger is None else Reasoning(tagger)
-        # Locks that failed: what they should hold is known to nobody.
-        self._unpinned = 0
+        self._wishes: WeakKeyDictionary[Req, Wish] = WeakKeyDictionary()
+        self._would: WeakKeyDictionary[Req, Would | None] = WeakKeyDictionary()
+        # Blocks of locks that failed, each as often as it is held; and those that left the index.
+        self._held: Counter[int] = Counter()
+        self._withheld: set[int] = set()
         self.root_node = Handle(None, np.zeros(0, np.int32))
 
     # --- SGLang's interface ------------------------------------------------------------------
@@ -152,6 +187,9 @@ class KvtrieCache(BasePrefixCache):
         """Forget all; SGLang clears its pools itself."""
         self._put_back(self._index.reset())
         self._put_back(self._index.take_freed())
+        self._put_back(np.array(sorted(self._withheld), dtype=np.int32))
+        self._held.clear()
+        self._withheld.clear()
         self._events.cleared()
         self.root_node = Handle(None, np.zeros(0, np.int32))
 
@@ -161,10 +199,34 @@ class KvtrieCache(BasePrefixCache):
         if seq is None:
             return self._matched(self.root_node)
         found = self._index.lookup(seq)
-        if not found.num_tokens:
-            return self._matched(self.root_node)
-        seq.truncate(found.num_tokens)
-        return self._matched(Handle(seq, found.blocks))
+        known, ask = found.num_tokens, None
+        if self._moving is not None and params.req is not None:
+            ask = self._asked(self._moving, seq, known, params.req)
+        if not known:
+            return self._matched(Handle(None, found.blocks, ask))
+        if ask is None:
+            seq.truncate(known)
+        else:  # its plan needs all of it
+            seq = TokenSequence(seq[:known], seq.namespace)
+        return self._matched(Handle(seq, found.blocks, ask))
+
+    def init_load_back(self, params: InitLoadBackParams) -> tuple[int, Handle]:
+        """Copy what continues a match into pages of the request: all that was promised, or none."""
+        handle: Handle = params.best_match_node
+        count = params.host_hit_length
+        loaded = self._loaded(handle, count)
+        if loaded is None or loaded.built is None:
+            return 0, handle
+        req = params.req
+        # SGLang's reports have no name for it; it was in the device's pool, not on the host.
+        req.host_hit_length = 0
+        # What SGLang subtracts from the prefix to get what was cached.
+        req.already_computed = num_tokens(loaded.built.gaps)
+        return count, loaded
+
+    def load_back_is_cache_owned(self) -> bool:
+        """The pages belong to the request until it ends."""
+        return False
 
     @_guarded(lambda _: None)
     def touch_prefix(self, key: RadixKey) -> None:
@@ -184,9 +246,9 @@ class KvtrieCache(BasePrefixCache):
         # Ids are few when most of the pool is cached: only what is not known takes some.
         found = self._index.lookup(seq)
         known = found.num_tokens
-        new = self._insert(seq, values, known, COMPUTED)
+        new, _ = self._insert(seq, values[: len(seq)], known, COMPUTED)
         handle = Handle(seq, np.concatenate([found.blocks, new]))
-        self._stored(handle, known, params.key)
+        self._stored(handle.blocks, known, params.key)
         return InsertResult(prefix_len=known, total_len=len(seq), last_device_node=handle)
 
     @_guarded(lambda _: None)
@@ -201,6 +263,11 @@ class KvtrieCache(BasePrefixCache):
         if len(seq) <= protected:
             self._index.lookup(seq)  # no new page; what it has was used now
             return
+        if req.last_node is not None and req.last_node.built is not None:
+            if req.finished():
+                self._keep_approximate(req, req.last_node.built, seq, key)
+            return
+        session = None if self._moving is None else self._wish(req).session
         row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, : len(seq)]
         # It pins what is known, and what the insert adds: the lock that the request gets.
         plan = self._index.plan(seq, _WHOLE_BLOCKS, keep_last=0)
@@ -210,7 +277,8 @@ class KvtrieCache(BasePrefixCache):
                 self._count("lost")
                 plan.release()
                 return
-            new = self._insert(seq, row.to(dtype=torch.int64, copy=True), known, plan)
+            values = row.to(dtype=torch.int64, copy=True)
+            new, others = self._insert(seq, values, known, plan, session)
             blocks = np.concatenate([plan.blocks, new])
         except BaseException:
             plan.release()
@@ -218,26 +286,47 @@ class KvtrieCache(BasePrefixCache):
         handle = Handle(seq, blocks)
         handle.locks.append(plan)
         # From here on nothing can fail, or the request would hold pages that are not its own.
-        if known > protected:
-            # Another request was first with these pages; the row uses its copy from now on.
-            allocator = self.token_to_kv_pool_allocator
-            allocator.free_segment(row[protected:known], start_pos=protected)
-            first, last = protected // self.page_size, known // self.page_size
-            slots = self._slots_of(blocks[first:last])
-            self.req_to_token_pool.write((req.kv.req_pool_idx, slice(protected, known)), slots)
+        # Another request was first with these pages; the row uses its copy from now on.
+        for start, end in [(protected, known), *others]:
+            if start < end:
+                allocator = self.token_to_kv_pool_allocator
+                allocator.free_segment(row[start:end], start_pos=start)
+                slots = self._slots_of(blocks[start // self.page_size : end // self.page_size])
+                self.req_to_token_pool.write((req.kv.req_pool_idx, slice(start, end)), slots)
         req.kv.cache_protected_len = len(seq)
         req.kv.cache_inserted_len = max(req.kv.cache_inserted_len, len(seq))
         before, req.lock, req.last_node = req.lock, TreeLock(handle, DecLockRefParams()), handle
         self.unlock(before)
-        self._stored(handle, known, key)
+        self._stored(blocks, known, key)
         if self._reasoning is not None and req.finished():
-            self._mark_dead(self._reasoning, handle, req)
+            self._mark_dead(self._reasoning, seq, blocks, req)
+
+    def on_release(self, req: Req, *, checkpointed: bool) -> None:  # noqa: ARG002 - SGLang's
+        """Count what was approximate, once for each time that a request is admitted."""
+        built = None if req.last_node is None else req.last_node.built
+        if built is not None:
+            self.num_approximate += built.num_approximate
+            if self._metrics is not None:
+                self._metrics.approximate(built.num_approximate)
+        if req.finished():
+            self._ended(req, built)
+
+    @_guarded(_none)
+    def _ended(self, req: Req, built: Built | None) -> None:
+        """Count what would have been moved, and record the request."""
+        would = self._would.get(req)
+        if would is not None:
+            self.would += Counter(exact=would.exact, moved=would.moved, computed=would.computed)
+            if self._metrics is not None:
+                self._metrics.would(would)
+        if self._recording is not None:
+            self._recording.ended(req, self._wish(req).session, built, would)
+            if self._metrics is not None:
+                self._metrics.recorded(*self._recording.news())
 
     @_guarded(lambda _: EvictResult())
     def evict(self, params: EvictParams) -> EvictResult:
         began = time.perf_counter()
-        if self._unpinned:
-            return EvictResult()
         num_pages = -(-params.num_tokens // self.page_size)
         count = self._take_back(self._index.evict(num_pages)) * self.page_size
         self.update_eviction_metrics(count, began)
@@ -253,8 +342,8 @@ class KvtrieCache(BasePrefixCache):
             node.locks.append(plan)
         except Exception as error:  # it would end the scheduler
             self._failed("inc_lock_ref", error)
-            node.locks.append(None)
-            self._unpinned += 1
+            node.locks.append(node.blocks)
+            self._held.update(node.blocks.tolist())
         return IncLockRefResult(delta=self.evictable_size() - before)
 
     @_guarded(lambda _: DecLockRefResult(delta=0))
@@ -266,24 +355,26 @@ class KvtrieCache(BasePrefixCache):
         if node.seq is None or not node.locks:
             return DecLockRefResult(delta=0)
         before = self.evictable_size()
-        plan = node.locks.pop()
-        if plan is None:
-            self._unpinned -= 1
+        lock = node.locks.pop()
+        if isinstance(lock, np.ndarray):
+            self._let_go(lock)
         else:
-            plan.release()
+            lock.release()
             self._take_back(self._index.take_freed())
         return DecLockRefResult(delta=self.evictable_size() - before)
 
     def path_device_indices(self, node: Handle) -> torch.Tensor:
         """The slots of a match, one a token; valid until an eviction, or while it is locked."""
-        return self._slots_of(node.blocks)
+        slots = self._slots_of(node.blocks)
+        return slots if node.own is None else torch.cat([slots, node.own])
 
     def dfs_weight_order(self, node_handles: Sequence[Handle]) -> list[int]:
         return depth_first([one.blocks.tolist() for one in node_handles])
 
     @_guarded(lambda _: 0)
     def evictable_size(self) -> int:
-        return 0 if self._unpinned else self._index.num_evictable * self.page_size
+        size: int = self.page_size
+        return max(0, self._index.num_evictable - len(self._held)) * size
 
     def protected_size(self) -> int:
         return self.total_size() - self.evictable_size()
@@ -320,58 +411,200 @@ class KvtrieCache(BasePrefixCache):
             last_device_node=handle,
             last_host_node=handle,
             best_match_node=handle,
+            host_hit_length=0 if handle.ask is None else handle.ask.promised,
         )
+
+    # --- after an edit -------------------------------------------------------------------------
+
+    @_guarded(lambda _: Wish())
+    def _wish(self, req: Req) -> Wish:
+        """What a request asks for; what is not known is counted once for each request."""
+        if req not in self._wishes:
+            self._wishes[req] = Wish()
+            try:
+                self._wishes[req] = Wish.read(req.sampling_params.custom_params)
+            except SettingsError as error:
+                self._failed("custom_params", error)
+        return self._wishes[req]
+
+    @_guarded(_none)
+    def _asked(self, moving: Moving, seq: TokenSequence, known: int, req: Req) -> Ask | None:
+        """How to continue a match of a request; None if nothing does."""
+        ask = moving.ask(self._index, seq, known, req, self._wish(req))
+        if moving.is_shadow:
+            # The last match before it is admitted counts.
+            self._would[req] = None if ask is None else ask.would
+            return None
+        return ask if ask is not None and ask.promised else None
+
+    @_guarded(_none)
+    def _loaded(self, handle: Handle, count: int) -> Handle | None:
+        """The match with its copies, in slots of its own; None if they cannot be made."""
+        ask, size = handle.ask, self.page_size
+        if ask is None or self._moving is None:
+            return None
+        known = len(handle.blocks) * size
+        with ask.plan(self._index, pin=True) as plan:
+            gaps = self._moving.gaps(plan, ask, known + count)
+            if len(plan.blocks) * size < known or gaps is None:
+                return None
+            evict_from_tree_cache(self, count)
+            allocator = self.token_to_kv_pool_allocator
+            own = allocator.alloc(count)
+            if own is None:
+                return None
+            try:
+                self._moving.copy(self._copies(plan, known, own))
+                loaded = Handle(handle.seq, handle.blocks)
+                loaded.own = own
+                loaded.built = Built.of(plan, gaps, known + count, ask.decision.policy)
+            except BaseException:
+                allocator.free_segment(own, start_pos=known)
+                raise
+        # Whoever writes the sources next does so on the same stream, after the copies.
+        self._take_freed()
+        return loaded
+
+    def _copies(self, plan: ReusePlan, known: int, own: torch.Tensor) -> NDArray[np.void]:
+        """The copies of a plan from a page on into slots, in SGLang's numbers."""
+        size = self.page_size
+        dest = own[::size].numpy(force=True)
+        in_place = plan.blocks[known // size :][: len(dest)]
+        # Ids that no page has now, for the plan: SGLang has just allocated as many pages.
+        spare = self._free[self._num_free - len(dest) + len(in_place) : self._num_free]
+        start, end = len(plan.blocks) * size, known + len(own)
+        moves = plan.moves(np.concatenate([plan.blocks, spare]), min(start, end), end)
+        copies = np.zeros(len(in_place), moves.dtype)
+        copies["source_slot"], copies["num_tokens"] = in_place.astype(np.int64) * size, size
+        copies["dest_slot"] = dest[: len(in_place)]
+        # A copy is inside one page, whose slots are next to each other.
+        moves["dest_slot"] = _begins(moves["dest_slot"], size, spare, dest[len(in_place) :])
+        both = np.concatenate([copies, moves])
+        ids = np.unique(both["source_slot"] // size)
+        at = torch.from_numpy(ids).to(self.device)
+        slots = self._slots.index_select(0, at).view(len(ids), size)[:, 0].numpy(force=True)
+        both["source_slot"] = _begins(both["source_slot"], size, ids, slots)
+        return both
+
+    def _keep_approximate(self, req: Req, built: Built, seq: TokenSequence, key: RadixKey) -> None:
+        """At its end, take the pages of a request that did not compute all that it followed."""
+        known = start = req.kv.cache_protected_len
+        row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, : len(seq)]
+        values = row.to(dtype=torch.int64, copy=True)
+        session = self._wish(req).session
+        blocks = [req.last_node.blocks]
+        for num_pages, label in built.labels(start, len(seq), self.page_size):
+            end = start + num_pages * self.page_size
+            new, others = self._insert(seq, values[:end], start, label, session)
+            blocks.append(new)
+            # From here on the request has these pages no more.
+            req.kv.cache_protected_len = start = end
+            for first, last in others:
+                self.token_to_kv_pool_allocator.free_segment(values[first:last], start_pos=first)
+        all_blocks = np.concatenate(blocks)
+        # Copies and gaps before the first approximate token are exact.
+        exact = all_blocks[: built.exact_until // self.page_size]
+        if len(exact) * self.page_size > known:
+            self._stored(exact, known, key)
+        if self._reasoning is not None:
+            self._mark_dead(self._reasoning, seq, all_blocks, req)
+
+    # --- the index -----------------------------------------------------------------------------
 
     def _insert(
         self,
         seq: TokenSequence,
         values: torch.Tensor,
         known: int,
-        source: ReusePlan | ComputedSource,
-    ) -> NDArray[np.int32]:
-        """Add the pages after those that are known; returns their blocks."""
-        count = (len(seq) - known) // self.page_size
+        source: ReusePlan | ComputedSource | Imported,
+        session: str | None = None,
+    ) -> tuple[NDArray[np.int32], list[tuple[int, int]]]:
+        """Add the pages after those that are known.
+
+        Returns:
+            Their blocks, and ranges of tokens whose pages were cached already; the slots given for
+            these are still the caller's.
+        """
+        count = (len(values) - known) // self.page_size
         # A page that is cached has a block, and no other has: there are as many as pages.
         offered = self._free[self._num_free - count : self._num_free].copy()
         at = torch.from_numpy(offered.astype(np.int64)).to(self.device)
-        self._slots.index_copy_(0, at, values[known : len(seq)].view(count, *self._slots.shape[1:]))
-        done = self._index.insert(seq, offered, num_computed=len(seq), start=known, source=source)
+        self._slots.index_copy_(0, at, values[known:].view(count, *self._slots.shape[1:]))
+        done = self._index.insert(
+            seq, offered, num_computed=len(values), start=known, source=source, session=session
+        )
         self._num_free -= count
         self._take_back(done.freed)
-        return done.blocks
+        mine = done.blocks == offered[: len(done.blocks)]
+        if mine.all() and len(done.blocks) == count:
+            return done.blocks, []
+        # The ids of pages that were cached already are free again, their slots are not.
+        self._put_back(np.setdiff1d(offered, done.blocks))
+        size = self.page_size
+        others = [
+            (known + page * size, known + (page + 1) * size) for page in np.flatnonzero(~mine)
+        ]
+        return done.blocks, others
 
     def _slots_of(self, blocks: NDArray[np.int32]) -> torch.Tensor:
         at = torch.from_numpy(blocks).to(self.device)
         return self._slots.index_select(0, at).view(-1)
 
+    @_guarded(_none)
+    def _take_freed(self) -> None:
+        """Take what the index has freed; what it does not give now, it gives the next time."""
+        self._take_back(self._index.take_freed())
+
     def _take_back(self, blocks: NDArray[np.int32]) -> int:
-        """Give the slots of blocks that left the index to the pool, and the ids to the cache."""
+        """Take blocks that left the index; returns how many pages the pool got."""
         if not len(blocks):
             return 0
-        self.token_to_kv_pool_allocator.free_segment(self._slots_of(blocks), start_pos=0)
-        self._put_back(blocks)
         self._removed(blocks)
+        if self._held:
+            is_held = np.array([one in self._held for one in blocks.tolist()])
+            self._withheld.update(blocks[is_held].tolist())
+            blocks = blocks[~is_held]
+        return self._free_pages(blocks)
+
+    def _free_pages(self, blocks: NDArray[np.int32]) -> int:
+        """Give the slots of blocks to the pool, and the ids to the cache."""
+        if len(blocks):
+            self.token_to_kv_pool_allocator.free_segment(self._slots_of(blocks), start_pos=0)
+            self._put_back(blocks)
         return len(blocks)
 
-    @_guarded(lambda _: None)
-    def _stored(self, handle: Handle, known: int, key: RadixKey) -> None:
-        self._events.stored(handle.blocks, known // self.page_size, key)
+    def _let_go(self, blocks: NDArray[np.int32]) -> None:
+        """Give back a lock that failed, and the pages that left the index in the meantime."""
+        self._held -= Counter(blocks.tolist())
+        back = [one for one in blocks.tolist() if one in self._withheld and one not in self._held]
+        self._withheld.difference_update(back)
+        self._free_pages(np.array(back, dtype=np.int32))
 
     @_guarded(lambda _: None)
-    def _mark_dead(self, reasoning: Reasoning, handle: Handle, req: Req) -> None:
-        """Let the index evict first what no later prompt asks for."""
-        try:
-            wanted = evicts_first(req.sampling_params.custom_params)
-        except ValueError as error:
-            self._failed("custom_params", error)
-            return
-        if not wanted or handle.seq is None:
+    def _stored(self, blocks: NDArray[np.int32], known: int, key: RadixKey) -> None:
+        """Publish the exact pages of a key after those that are known."""
+        self._events.stored(blocks, known // self.page_size, key)
+
+    @_guarded(lambda _: None)
+    def _mark_dead(
+        self, reasoning: Reasoning, seq: TokenSequence, blocks: NDArray[np.int32], req: Req
+    ) -> None:
+        """Let the index evict first, or drop, what no later prompt asks for."""
+        wish = self._wish(req).reasoning
+        if wish == "keep":
             return
         stopped = isinstance(req.finished_reason, FINISH_MATCHED_TOKEN | FINISH_MATCHED_STR)
-        ids = np.asarray(req.full_untruncated_fill_ids)
-        first = reasoning.first_dead(ids, complete=stopped)
-        if first is not None and first < len(handle.seq):
-            self._index.mark_dead(handle.seq, [(first, len(handle.seq))])
+        dead = reasoning.dead(np.asarray(req.full_untruncated_fill_ids), complete=stopped)
+        if dead and self._moving is None:
+            # The next prompt has what follows after other tokens, and nothing is moved.
+            dead = [(dead[0][0], len(seq))]
+        ranges = [(start, min(end, len(seq))) for start, end in dead if start < len(seq)]
+        if ranges and wish == "evict_first":
+            self._index.mark_dead(seq, ranges)
+        size = self.page_size
+        for start, end in ranges if wish == "drop" else ():
+            # The request holds its pages until its lock is given back.
+            self._take_back(self._index.discard(blocks[-(-start // size) : end // size]))
 
     @_guarded(lambda _: None)
     def _removed(self, blocks: NDArray[np.int32]) -> None:
@@ -383,8 +616,8 @@ class KvtrieCache(BasePrefixCache):
 
     def _count(self, name: str) -> None:
         self.counts[name] += 1
-        if self._metric is not None:
-            self._metric(name).inc()
+        if self._metrics is not None:
+            self._metrics.failed(name)
 
     def _failed(self, method: str, error: Exception) -> None:
         self._count(method)
@@ -394,3 +627,13 @@ class KvtrieCache(BasePrefixCache):
                 method,
                 exc_info=error,
             )
+
+
+def _begins(
+    slots: NDArray[np.int64], size: int, ids: NDArray[Any], pages: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Slots of the index as slots of SGLang's, by the first slot of each page."""
+    order = np.argsort(ids)
+    at = order[np.searchsorted(ids, slots // size, sorter=order)]
+    found: NDArray[np.int64] = pages[at] + slots % size
+    return found

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from kvtrie._core import EXACT_ONLY
+from kvtrie.integrations import _asked
 from kvtrie.integrations._asked import SettingsError, check_keys, policy_of, session_id
-from kvtrie.record import RecordOptions, RecordOptionsError
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvtrie._core import ReusePolicy
+    from kvtrie.record import RecordOptions
 
 WHERE: Final = "kv_connector_extra_config"
 LAST_HINT: Final = "kvtrie.last"
@@ -84,13 +85,7 @@ class Settings:
         Raises:
             SettingsError: The setting is invalid.
         """
-        if self.record is None:
-            return None
-        try:
-            return RecordOptions.read(self.record)
-        except RecordOptionsError as error:
-            msg = f"{WHERE}: record: {error}"
-            raise SettingsError(msg) from error
+        return _asked.recorded(self.record, WHERE)
 
     def check_record(self) -> None:
         """Check that the log can be written.
@@ -98,13 +93,7 @@ class Settings:
         Raises:
             SettingsError: It cannot.
         """
-        options = self.recorded()
-        try:
-            if options is not None:
-                options.check_files()
-        except RecordOptionsError as error:
-            msg = f"{WHERE}: record: {error}"
-            raise SettingsError(msg) from error
+        _asked.check_record(self.recorded(), WHERE)
 
     def _check(self) -> None:
         # The user's JSON may contain anything.

@@ -1,0 +1,58 @@
+"""Counters of the cache in SGLang's metrics, with SGLang's labels."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvtrie.record import Would
+
+
+class Metrics:
+    """Counters of one scheduler.
+
+    Args:
+        labels: SGLang's labels and their values.
+    """
+
+    def __init__(self, labels: dict[str, str]) -> None:
+        # SGLang says where its processes keep their metrics before this is imported.
+        from prometheus_client import Counter  # noqa: PLC0415
+
+        self._labels = labels
+        self._failures = Counter(
+            "sglang:kvtrie_failures",
+            "Calls of kvtrie's cache that failed, each answered as a miss, and keys it cannot "
+            "cache.",
+            [*labels, "call"],
+        )
+        self._approximate = Counter(
+            "sglang:kvtrie_approximate_tokens",
+            "Prompt tokens whose KV was approximate and not computed; they are among the cached "
+            "tokens.",
+            list(labels),
+        ).labels(**labels)
+        self._would = Counter(
+            "sglang:kvtrie_would_tokens",
+            "In shadow mode: prompt tokens by what their KV would have been.",
+            [*labels, "source"],
+        )
+        self._records = Counter(
+            "sglang:kvtrie_records",
+            "Finished requests, by whether they are in the log.",
+            [*labels, "outcome"],
+        )
+
+    def failed(self, name: str) -> None:
+        self._failures.labels(**self._labels, call=name).inc()
+
+    def approximate(self, count: int) -> None:
+        self._approximate.inc(count)
+
+    def would(self, one: Would) -> None:
+        for source in ("exact", "moved", "computed"):
+            self._would.labels(**self._labels, source=source).inc(getattr(one, source))
+
+    def recorded(self, written: int, dropped: int) -> None:
+        for outcome, count in (("written", written), ("dropped", dropped)):
+            self._records.labels(**self._labels, outcome=outcome).inc(count)

@@ -1,0 +1,310 @@
+"""KV after an edit: what continues a match, and its copies inside SGLang's pool.
+
+A plan covers a prompt with what is in place and with moved runs. SGLang takes a prefix, so what the
+plan covers after the exact match is copied into pages of the request's own: approximate pages as
+they are, moved runs with rotated keys. It ends at the plan's first gap, or, where gaps are computed
+on their own (`kvtrie.integrations.sglang._gaps`), at the last. The gate decides on every plan.
+
+It costs a plan in each round in which the request waits, and one more when it is admitted.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+
+from kvtrie._core import Imported, LayoutError
+from kvtrie.pool.kv_pool import KVPool
+from kvtrie.pool.layout import KVLayout
+from kvtrie.record import Would
+from kvtrie.rope import RopeSpec
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from numpy.typing import NDArray
+    from sglang.srt.managers.schedule_batch import Req
+
+    from kvtrie._core import RadixIndex, ReusePlan, ReusePolicy, TokenSequence
+    from kvtrie.gates import Decision
+    from kvtrie.integrations.sglang._settings import Wish
+    from kvtrie.tags import Tagger
+
+Gaps = tuple[tuple[int, int], ...]
+"""Ranges of tokens that a plan computes, in order."""
+
+APPROXIMATE: Final = 1
+"""A segment's class; 0 is exact, and 2 is computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """How a request's prompt is planned, each time the same.
+
+    Attributes:
+        seq: The whole pages of the prompt.
+        decision: The gate's, whose policy the plan is made under.
+        session: The id of its conversation.
+        moved_end: Where its last message begins, which no moved run supplies.
+        promised: Tokens after the exact match that the plan covers, in whole pages; those of gaps
+            that are computed on their own are among them.
+        would: What the plan brings.
+    """
+
+    seq: TokenSequence
+    decision: Decision
+    session: str | None
+    moved_end: int | None
+    promised: int = 0
+    would: Would | None = None
+
+    def plan(self, index: RadixIndex, *, pin: bool) -> ReusePlan:
+        """The plan of all its tokens: SGLang keeps the prompt's last one back itself."""
+        return index.plan(
+            self.seq,
+            self.decision.policy,
+            keep_last=0,
+            pin=pin,
+            session=self.session,
+            moved_end=self.moved_end,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """What a request's KV was built from, for the labels of its pages.
+
+    Attributes:
+        exact_until: Its first approximate token; all from there on are.
+        reused: Ranges of approximate KV that it did not compute: start, end and hops.
+        gaps: Ranges in between, which are computed before the step that computes the rest.
+        end: Where the rest begins.
+        policy: What it was built under.
+    """
+
+    exact_until: int
+    reused: tuple[tuple[int, int, int], ...]
+    gaps: Gaps
+    end: int
+    policy: ReusePolicy
+
+    @classmethod
+    def of(cls, plan: ReusePlan, gaps: Gaps, end: int, policy: ReusePolicy) -> Built:
+        """What the tokens of a plan before ``end``, some of them approximate, are built from."""
+        reused = tuple(
+            (int(one["start"]), min(int(one["end"]), end), int(one["hops"]))
+            for one in plan.segments
+            if one["class"] == APPROXIMATE and one["start"] < end
+        )
+        return cls(reused[0][0], reused, gaps, end, policy)
+
+    @property
+    def num_approximate(self) -> int:
+        """Tokens of approximate KV that it did not compute."""
+        return sum(end - start for start, end, _ in self.reused)
+
+    def labels(self, start: int, end: int, size: int) -> list[tuple[int, Imported]]:
+        """How pages are labelled, in order: numbers of pages with the same label.
+
+        A page has the most hops of any KV in it; what was computed after approximate KV has none.
+
+        Args:
+            start: Where the first page begins.
+            end: Where the last one ends.
+            size: Tokens of a page.
+        """
+        hops = np.zeros((end - start) // size, np.int64)
+        for first, last, count in self.reused:
+            inside = slice(max(0, first - start) // size, max(0, -(-(last - start) // size)))
+            hops[inside] = np.maximum(hops[inside], count)
+        return [
+            (len(list(same)), Imported(self.exact_until, hops=count, policy=self.policy))
+            for count, same in groupby(hops.tolist())
+        ]
+
+
+class Moving:
+    """Decides what a request may reuse besides an exact match, and copies it.
+
+    Args:
+        decision: The gate's; approximate.
+        tagger: The model's chat format; None: no message is told apart.
+        pool: SGLang's K and V, a slot a block.
+        stream: SGLang's forward stream, on which a step may still write what is copied; None on a
+            CPU.
+        default: What a request gets that does not ask: ``"approximate"`` or ``"exact"``.
+        is_checked: Whether a gate file was read; it covers no LoRA adapter.
+        max_in_gaps: How many tokens of a prompt are computed in gaps, for what comes after; 0: what
+            is reused ends at the first gap.
+        is_shadow: Whether what would be moved is only counted.
+    """
+
+    def __init__(
+        self,
+        decision: Decision,
+        tagger: Tagger | None,
+        pool: KVPool,
+        stream: Any,  # noqa: ANN401 - of a device's module
+        default: str,
+        *,
+        is_checked: bool,
+        max_in_gaps: int = 0,
+        is_shadow: bool = False,
+    ) -> None:
+        self.decision = decision
+        self._tagger = tagger
+        self._pool = pool
+        self._stream = stream
+        self._default = default
+        self._is_checked = is_checked
+        self._max_in_gaps = max_in_gaps
+        self.is_shadow = is_shadow
+        # The length of a prompt, and where its last message begins.
+        self._ends: WeakKeyDictionary[Req, tuple[int, int | None]] = WeakKeyDictionary()
+
+    def ask(
+        self, index: RadixIndex, seq: TokenSequence, known: int, request: Req, wish: Wish
+    ) -> Ask | None:
+        """How to continue an exact match of a prompt; None if nothing may.
+
+        Args:
+            index: The index.
+            seq: The whole pages of the prompt.
+            known: Tokens of the exact match.
+            request: The request.
+            wish: What it asks for.
+        """
+        size = index.block_size
+        if (wish.reuse or self._default) == "exact" or len(seq) - known < size:
+            return None
+        if request.input_embeds is not None or (request.lora_id is not None and self._is_checked):
+            return None
+        moved_end = self._moved_end(request)
+        moved_end = None if moved_end is None else min(moved_end, len(seq))
+        num_prompt = len(request.full_untruncated_fill_ids)
+        decision, judged = None, self.decision
+        while judged is not decision:
+            decision = judged
+            found = Ask(seq, decision, wish.session, moved_end)
+            if not decision.policy.approximate:
+                computed = num_prompt - known
+                would = Would(exact=known, moved=0, after_gaps=0, computed=computed, cleared=False)
+                return replace(found, would=would)
+            with found.plan(index, pin=False) as plan:
+                judged = decision.of(plan)
+                end = max(known, self._reach(plan, len(seq), size))
+                would = _would(plan, known, end, num_prompt)
+        # Exact KV alone is found by the match.
+        return replace(found, promised=end - known if would.moved else 0, would=would)
+
+    def gaps(self, plan: ReusePlan, ask: Ask, end: int) -> Gaps | None:
+        """The gaps of a later plan before the end of what was promised; None if it cannot be kept.
+
+        Args:
+            plan: Another plan of the same request: sources may have been evicted, or have come.
+            ask: What was promised.
+            end: Where it ends.
+        """
+        found = _before(plan, end)
+        if num_tokens(found) > self._max_in_gaps or ask.decision.of(plan) is not ask.decision:
+            return None
+        # What ends in a gap would be computed twice.
+        return None if found and found[-1][1] == end else found
+
+    def _reach(self, plan: ReusePlan, num_tokens: int, size: int) -> int:
+        """The whole pages of a prompt up to the last gap, or the first that is not computed."""
+        end, left = num_tokens, self._max_in_gaps
+        for first, last in plan.gaps.tolist():
+            left -= last - first
+            if left < 0 or last == num_tokens:
+                end = first
+                break
+        end = end // size * size
+        # A gap at the end is left to the step that computes the rest.
+        while (gaps := _before(plan, end)) and gaps[-1][1] == end:
+            end = gaps[-1][0] // size * size
+        return end
+
+    def copy(self, moves: NDArray[np.void]) -> None:
+        """Queue copies between slots on the stream that writes and reads them."""
+        on_stream: AbstractContextManager[Any] = nullcontext()
+        if self._stream is not None:
+            on_stream = torch.get_device_module(self._pool.device).stream(self._stream)
+        with on_stream:
+            self._pool.apply(moves)
+
+    def _moved_end(self, request: Req) -> int | None:
+        """Where the last message of the prompt begins: read once, as a request waits for rounds."""
+        ids = request.full_untruncated_fill_ids
+        known = self._ends.get(request)
+        if known is None or known[0] != len(ids):
+            end = None
+            if self._tagger is not None:
+                stream = self._tagger.stream()
+                stream.feed(np.asarray(ids))
+                end = stream.moved_end
+            known = self._ends[request] = len(ids), end
+        return known[1]
+
+
+def num_tokens(gaps: Gaps) -> int:
+    """Tokens in gaps."""
+    return sum(end - start for start, end in gaps)
+
+
+def _before(plan: ReusePlan, end: int) -> Gaps:
+    """The gaps of a plan before a position."""
+    return tuple((start, min(last, end)) for start, last in plan.gaps.tolist() if start < end)
+
+
+def _would(plan: ReusePlan, known: int, end: int, num_prompt: int) -> Would:
+    """What a plan brings besides an exact match, if what it covers up to a position is reused."""
+    gaps = _before(plan, end)
+    moved = sum(
+        max(0, min(int(one["end"]), end) - max(int(one["start"]), known))
+        for one in plan.segments
+        if one["class"] == APPROXIMATE
+    )
+    first = gaps[0][0] if gaps else end
+    reused = end - num_tokens(gaps)
+    return Would(
+        exact=reused - moved,
+        moved=moved,
+        after_gaps=reused - first,
+        computed=num_prompt - reused,
+        cleared=True,
+    )
+
+
+def pool_of(kvcache: Any, config: object) -> KVPool:  # noqa: ANN401 - one of SGLang's many
+    """SGLang's K and V as a pool with a slot a block.
+
+    Raises:
+        LayoutError: K and V are kept in another way than a row of each for a slot.
+        UnsupportedRopeError: The model's keys cannot be rotated.
+    """
+    name = type(kvcache).__name__
+    if name != "MHATokenToKVPool" or kvcache.kv_cache_layout != "nhd" or kvcache.start_layer:
+        msg = f"how {name} keeps K and V is not known"
+        raise LayoutError(msg)
+    if kvcache.is_quantized_kv_cache or kvcache.store_dtype != kvcache.dtype:
+        msg = f"KV of {kvcache.dtype} is quantised"
+        raise LayoutError(msg)
+    tensors = tuple(
+        [one.unsqueeze(1) for one in each] for each in (kvcache.k_buffer, kvcache.v_buffer)
+    )
+    layout = KVLayout.from_tensors(
+        tensors,
+        axes="blocks tokens heads dim",
+        block_size=1,
+        num_kv_heads=kvcache.head_num,
+        head_dim=kvcache.head_dim,
+        v_head_dim=kvcache.v_head_dim,
+    )
+    return KVPool.wrap(tensors, layout, RopeSpec.from_config(config))

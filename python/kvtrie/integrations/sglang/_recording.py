@@ -1,0 +1,113 @@
+"""Finished requests for the log of ``kvtrie.record``: setting ``record``.
+
+A request is handed over when it ends, if it was admitted and its tokens are token ids. Its tokens
+are copied, and read once more for their kinds; digests and the disk are the business of a thread.
+"""
+
+from __future__ import annotations
+
+import atexit
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from kvtrie.integrations.sglang._version import installed
+from kvtrie.record import Finished, RecordCounts, Recorder
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+    from kvtrie.integrations.sglang._moving import Built
+    from kvtrie.record import RecordOptions, Would
+    from kvtrie.tags import Tagger
+
+_ENDS: Final = {
+    "FINISH_MATCHED_TOKEN": "stopped",
+    "FINISH_MATCHED_STR": "stopped",
+    "FINISH_LENGTH": "length",
+    "FINISH_ABORT": "aborted",
+}
+
+
+class RequestLog:
+    """Hands finished requests to a recorder.
+
+    Args:
+        options: What to write, and where.
+        page_size: Tokens of a page, a block of the log.
+        model: The model's name.
+        tagger: The model's chat format; None: kinds of tokens are not recorded.
+    """
+
+    def __init__(
+        self, options: RecordOptions, page_size: int, model: str, tagger: Tagger | None
+    ) -> None:
+        engine = f"sglang {installed()}"
+        self._recorder = Recorder(options, block_size=page_size, engine=engine, model=model)
+        self._tagger = tagger
+        self._counted = RecordCounts()
+        atexit.register(self._recorder.close)
+
+    def ended(
+        self, request: Req, session: str | None, built: Built | None, would: Would | None
+    ) -> None:
+        """Hand a request over, if it is in the sample.
+
+        Raises:
+            OverflowError: It has an id beyond 32 bits.
+        """
+        if not self._recorder.wants(request.rid, session):
+            return
+        ids: Any = np.array(request.origin_input_ids + request.output_ids, dtype=np.int64)
+        if ids.size and int(ids.max()) >= 1 << 32:
+            msg = f"the token id {ids.max()} is beyond 32 bits"
+            raise OverflowError(msg)
+        # SGLang's clock of durations.
+        times, now = request.time_stats, time.perf_counter()
+        began = times.scheduler_recv_time
+        first = times.prefill_finished_time
+        self._recorder.put(
+            Finished(
+                tokens=ids.astype(np.uint32),
+                num_prompt=len(request.origin_input_ids),
+                request_id=request.rid,
+                session=session,
+                salt=_space(request),
+                adapter=request.lora_id,
+                arrived=time.time() - (now - began),
+                first_token=first - began if first else None,
+                took=now - began,
+                ended=_ENDS.get(type(request.finished_reason).__name__, "other"),
+                spans=() if self._tagger is None else self._tagger.spans(ids),
+                reused=_reused(request, built),
+                would=would,
+            )
+        )
+
+    def news(self) -> tuple[int, int]:
+        """Requests that were written, and that were dropped, since the last call."""
+        found, before = self._recorder.counts, self._counted
+        self._counted = found
+        dropped = found.dropped - before.dropped
+        return found.written - before.written, dropped.queue + dropped.disk + dropped.size
+
+
+def _space(request: Req) -> str | None:
+    """What separates requests besides the model and the adapter, which SGLang adds to the key."""
+    key, salt = request.extra_key, request.cache_salt
+    return salt if key is None else repr((key, salt))
+
+
+def _reused(request: Req, built: Built | None) -> list[tuple[int, int, str]]:
+    """What of a prompt was not computed."""
+    if built is None:
+        return [(0, request.cached_tokens, "exact")] if request.cached_tokens else []
+    found: list[tuple[int, int, str]] = []
+    at = 0
+    for start, end in (*built.gaps, (built.end, built.end)):
+        border = min(max(at, built.exact_until), start)
+        parts = (at, border, "exact"), (border, start, "moved")
+        found += [one for one in parts if one[0] < one[1]]
+        at = end
+    return found
