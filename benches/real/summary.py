@@ -225,7 +225,8 @@ def render(document: Figures) -> str:
         (
             f"`make fidelity`, set *{document['set']}*: `{document['model']}`, KV in "
             f"{document['dtype']}, {document['machine']}. Passages of documentation "
-            "(`constraints/texts.txt`), conversations and wordings that nothing was tuned on; "
+            "(`constraints/texts.txt`), drawn from the same packages as those of the tuning set; "
+            "conversations and wordings that nothing was tuned on; "
             "blocks of 16 tokens, runs of at least 16."
         ),
     ]

@@ -399,7 +399,9 @@ class KvtrieCache(BasePrefixCache):
             return None
         space = self._namespaces.of(key.extra_key, key.cache_salt)
         try:
-            return TokenSequence(np.asarray(token_ids, dtype=np.int64)[:count], space)
+            # An array without a copy of what is left out; tests of SGLang give lists.
+            given = token_ids if isinstance(token_ids, list) else memoryview(token_ids)
+            return TokenSequence(given[:count], space)
         except ValueError:
             # Pad values of images are hashes of 64 bits.
             self._count("uncacheable")
@@ -525,13 +527,14 @@ class KvtrieCache(BasePrefixCache):
             Their blocks, and ranges of tokens whose pages were cached already; the slots given for
             these are still the caller's.
         """
-        count = (len(values) - known) // self.page_size
+        length = values.shape[0]
+        count = (length - known) // self.page_size
         # A page that is cached has a block, and no other has: there are as many as pages.
         offered = self._free[self._num_free - count : self._num_free].copy()
         at = torch.from_numpy(offered.astype(np.int64)).to(self.device)
         self._slots.index_copy_(0, at, values[known:].view(count, *self._slots.shape[1:]))
         done = self._index.insert(
-            seq, offered, num_computed=len(values), start=known, source=source, session=session
+            seq, offered, num_computed=length, start=known, source=source, session=session
         )
         self._num_free -= count
         self._take_back(done.freed)
