@@ -137,6 +137,52 @@ def given(job: Job) -> dict[str, Any]:
     return {"cached": cached} | client.balance()
 
 
+def aborts(job: Job) -> dict[str, Any]:
+    """An edited prompt is aborted after each number of steps, and in the end it is not."""
+    rng = Random(job.seed)
+    client = Client(job)
+    head, reasoning, rest = words(rng, 64), words(rng, 70), words(rng, 300)
+    client.send([*head, *reasoning, *rest], session="talk")
+    found = []
+    for steps in range(10):
+        edited = [*head, *rest, *words(rng, 300)]
+        request = client.server.add(
+            f"aborted {steps}", edited, 8, custom={"kvtrie": {"session": "talk"}}
+        )
+        for _ in range(steps):
+            client.server.step()
+        client.server.abort(request.rid)
+        for _ in range(3):
+            client.server.step()
+        found.append(request.cached_tokens)
+    last, _ = client.send([*head, *rest, *words(rng, 300)], session="talk")
+    return {"aborted": found, "last": last["cached"]} | client.balance()
+
+
+def failing_copies(job: Job) -> dict[str, Any]:
+    """Every second copy raises, when its slots are allocated."""
+    client = Client(job)
+    moving, raised = client.server.cache._moving, {"copy": 0}
+    copy = moving.copy
+
+    def failing(moves: Any) -> None:
+        raised["copy"] += 1
+        if raised["copy"] % 2:
+            msg = "copy fails for the test"
+            raise RuntimeError(msg)
+        copy(moves)
+
+    moving.copy = failing
+    rng = Random(job.seed)
+    head, rest = words(rng, 64), words(rng, 200)
+    cached = []
+    for salt in "abcd":
+        client.send([*head, *words(rng, 50), *rest], salt=salt, session="talk")
+        done, _ = client.send([*head, *rest, *words(rng, 30)], salt=salt, session="talk")
+        cached.append(done["cached"])
+    return {"cached": cached, "raised": raised} | client.balance()
+
+
 def many_edits(job: Job) -> dict[str, Any]:
     """Conversations side by side in a pool too small for them, cut in the middle every turn."""
     rng = Random(job.seed)
@@ -159,7 +205,14 @@ def many_edits(job: Job) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    jobs = {"one": one_edit, "several": several_cuts, "given": given, "many": many_edits}
+    jobs = {
+        "one": one_edit,
+        "several": several_cuts,
+        "given": given,
+        "aborts": aborts,
+        "copies": failing_copies,
+        "many": many_edits,
+    }
     done = jobs[sys.argv[1]](Job(**json.loads(sys.argv[2])))
     sys.stdout.write(json.dumps(done) + "\n")
     sys.stdout.flush()

@@ -129,6 +129,24 @@ def test_calls_of_the_index_that_fail(model: str, name: str) -> None:
     assert (found["lost"], found["protected"]) == (0, 0)
 
 
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_an_abort_after_any_number_of_steps(model: str, page_size: int) -> None:
+    """Before its copies, between its chunks, and after its first token."""
+    found = edited("aborts", Job(model, page_size=page_size, settings=GAPS))
+    balanced(found)
+    assert found["aborted"][0] == 0
+    assert set(found["aborted"][1:]) == {found["last"]}
+    assert found["last"] > 300
+
+
+def test_copies_that_fail_give_their_slots_back(model: str) -> None:
+    found = edited("copies", Job(model, settings=GAPS))
+    assert found["raised"] == {"copy": 4}
+    assert found["counts"] == {"_loaded": 2}
+    assert (found["lost"], found["protected"]) == (0, 0)
+    assert found["cached"] == [64, 264, 64, 264]
+
+
 def test_shadow_mode_counts_and_moves_nothing(model: str, tmp_path: Path) -> None:
     job = Job(model, settings=GAPS)
     moved = edited("several", job)
