@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -17,8 +16,7 @@ if TYPE_CHECKING:
 
     from tests.vllm.engine import Engine
 
-# The scheduler's tests do the same for 1,000.
-NUM_REQUESTS = int(os.environ.get("KVTRIE_VLLM_REPORTS", "60"))
+NUM_REQUESTS = 1000
 
 
 def exported() -> Counter[tuple[str, str]]:

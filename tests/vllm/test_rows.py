@@ -143,10 +143,11 @@ def test_what_does_not_fit_takes_more_steps(
     compare(one, compute(vllm, history, prompt, by_rows=False))
 
 
+@pytest.mark.parametrize("fronts", [{"recompute_first": 8}, {"recompute_share": 0.2}], ids=str)
 def test_tokens_recomputed_inside_moved_runs_share_the_step(
-    engine: Callable[..., Engine],
+    engine: Callable[..., Engine], fronts: dict[str, Any]
 ) -> None:
-    policy = {"scope": "namespace", "recompute_first": 8}
+    policy = {"scope": "namespace", **fronts}
     vllm = engine(
         connector={"gate": "unchecked", "policy": policy},
         gaps=True,
