@@ -17,7 +17,7 @@ from transformers import AutoConfig
 
 import kvtrie
 from kvtrie import gates
-from kvtrie.integrations.sglang import _settings, _support, _version
+from kvtrie.integrations.sglang import _gaps, _settings, _support, _version
 from kvtrie.models.fingerprint import checkpoint_digest
 
 if TYPE_CHECKING:
@@ -32,12 +32,26 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(models.llama(tmp_path_factory.mktemp("models") / "llama"))
 
 
-def served(model: str, *, backend: str = "triton", dtype: Any = torch.float32, **given: Any) -> Any:
+@pytest.fixture(autouse=True)
+def hooked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if SGLang's plug-ins were loaded, with hooks."""
+    monkeypatch.setattr(_gaps, "is_installed", lambda _: True)
+
+
+def served(
+    model: str,
+    *,
+    backend: str = "triton",
+    dtype: Any = torch.float32,
+    generates: bool = True,
+    **given: Any,
+) -> Any:
     """What SGLang gives a factory for a model, with a pool of its own kind."""
     made = context(model_path=model, **given)
     pool = MHATokenToKVPool(80, 4, dtype, HEADS, DIM, LAYERS, "cpu", enable_memory_saver=False)
     made.params.token_to_kv_pool_allocator.get_kvcache = lambda: pool
-    made.model_config = SimpleNamespace(hf_text_config=AutoConfig.from_pretrained(model))
+    config = AutoConfig.from_pretrained(model)
+    made.model_config = SimpleNamespace(hf_text_config=config, is_generation=generates)
     made.tp_worker = SimpleNamespace(
         model_runner=SimpleNamespace(prefill_attention_backend_str=backend)
     )
@@ -184,6 +198,50 @@ def test_kv_that_cannot_be_moved_is_reused_exactly(
         assert (found, said) == (None, "exact reuse only (its KV cannot be moved)")
         assert why in caplog.text
         caplog.clear()
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"is_embedding": True}, "the model generates nothing"),
+        ({"generates": False}, "the model generates nothing"),
+        ({"dllm_algorithm": "LowConfidence"}, "--dllm-algorithm"),
+        ({"enable_pdmux": True}, "--enable-pdmux"),
+        ({"enable_return_routed_experts": True}, "--enable-return-routed-experts"),
+        ({"enable_return_indexer_topk": True}, "--enable-return-indexer-topk"),
+    ],
+    ids=lambda one: str(one)[:30],
+)
+def test_servers_that_read_slots_in_other_ways_move_nothing(
+    given: dict[str, Any],
+    why: str,
+    model: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    found, said = moving({"gate": "unchecked", "gaps": True}, served(model, **given), monkeypatch)
+    assert (found, said) == (None, "exact reuse only (its KV is not moved)")
+    assert why in caplog.text
+
+
+def test_a_server_that_could_not_be_hooked_does_not_start(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    with pytest.raises(_version.SGLangUnsupportedError, match="could not be hooked"):
+        moving({"gate": "unchecked", "gaps": True}, served(model), monkeypatch)
+
+
+@pytest.mark.parametrize(("overlaps", "stream"), [(True, "forward"), (False, None)])
+def test_copies_are_on_the_stream_that_steps_run_on(
+    model: str, overlaps: bool, stream: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = served(model, disable_overlap_schedule=not overlaps)
+    made.tp_worker.model_runner.forward_stream = "forward"
+    device = SimpleNamespace(device=SimpleNamespace(type="cuda"))
+    monkeypatch.setattr(_support, "pool_of", lambda *_: device)
+    found, _ = moving({"gate": "unchecked"}, made, monkeypatch)
+    assert found._stream == stream
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ before the step that computes the rest. In that pass each gap is a row of the ba
 a request share its slots. That is sound on attention backends that write the K and V of all tokens
 of a layer before they read any, as a row then reads what the rows before it wrote.
 
-Two methods of SGLang are hooked for it (`install`), by its own registry, and only if the operator
+Three methods of SGLang are hooked for it (`install`), by its own registry, and only if the operator
 asks for it. The tokens of gaps take room in the budget of the step, and are reported as computed.
 
 The pass costs a forward pass over the tokens of the gaps. A request has at most the tokens of one
@@ -37,6 +37,11 @@ BACKENDS: Final = ("fa3", "torch_native", "triton")
 ``torch_native`` ran."""
 
 
+_STEP: Final = "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation"
+_ADMISSION: Final = "sglang.srt.managers.schedule_policy.PrefillAdder._commit_prefill_admission"
+_ALLOCATION: Final = "sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_extend"
+
+
 class GapRow(NamedTuple):
     """A gap of a request: the row of the batch that the request has, and the gap's tokens."""
 
@@ -45,14 +50,22 @@ class GapRow(NamedTuple):
     end: int
 
 
-def why_not(args: Any, backend: str) -> str | None:  # noqa: ANN401 - SGLang's ServerArgs
+def why_not(
+    args: Any,  # noqa: ANN401 - SGLang's ServerArgs
+    worker: TpModelWorker,
+    *,
+    is_shadow: bool,
+) -> str | None:
     """Why gaps are not computed in this server; None if they are.
 
     Args:
         args: How SGLang was started.
-        backend: What it prefills with.
+        worker: What runs its steps.
+        is_shadow: Whether they are only counted, for which nothing is hooked.
     """
+    backend = worker.model_runner.prefill_attention_backend_str
     reasons = {
+        "SGLang could not be hooked; its log says why": not (is_shadow or is_installed(worker)),
         f"the attention backend {backend} is not among {', '.join(BACKENDS)}": (
             backend not in BACKENDS
         ),
@@ -67,15 +80,23 @@ def install() -> None:
     """Hook what computes and accounts for gaps; SGLang applies it when its plugins are loaded."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: PLC0415
 
-    managers = "sglang.srt.managers"
-    HookRegistry.register(
-        f"{managers}.tp_worker.TpModelWorker.forward_batch_generation", _before, HookType.BEFORE
-    )
-    HookRegistry.register(
-        f"{managers}.schedule_policy.PrefillAdder._commit_prefill_admission",
-        _admitted,
-        HookType.AFTER,
-    )
+    HookRegistry.register(_STEP, _before, HookType.BEFORE)
+    HookRegistry.register(_ADMISSION, _admitted, HookType.AFTER)
+    HookRegistry.register(_ALLOCATION, _prepared, HookType.AFTER)
+
+
+def is_installed(worker: TpModelWorker) -> bool:
+    """Whether SGLang has applied the hooks, and a worker runs the hooked method.
+
+    SGLang logs what it cannot hook, and goes on.
+    """
+    from sglang.srt.managers.tp_worker import TpModelWorker as Hooked  # noqa: PLC0415
+    from sglang.srt.plugins.hook_registry import HookRegistry  # noqa: PLC0415
+
+    method = getattr(type(worker), "forward_batch_generation", None)
+    ours = method is Hooked.forward_batch_generation
+    applied = HookRegistry._patched  # noqa: SLF001 - there is no other way to ask
+    return ours and {_STEP, _ADMISSION, _ALLOCATION} <= applied
 
 
 def _admitted(_: None, adder: PrefillAdder, request: Req, *__: object, **___: object) -> None:
@@ -96,6 +117,14 @@ def _admitted(_: None, adder: PrefillAdder, request: Req, *__: object, **___: ob
         adder.log_device_hit_tokens -= count
 
 
+def _prepared(_: None, batch: ScheduleBatch) -> None:
+    """Take gaps out of the cached tokens that SGLang reports by tier."""
+    for request, start in zip(batch.reqs, batch.prefix_lens, strict=True):
+        built = _built(request)
+        if built is not None and start == built.end and not request.retracted_stain:
+            request.cached_tokens_device -= num_tokens(built.gaps)
+
+
 def _built(request: Req) -> Built | None:
     """What is known of a request's KV: nothing under another cache, or where all is exact."""
     built: Built | None = getattr(request.last_node, "built", None)
@@ -104,7 +133,9 @@ def _built(request: Req) -> Built | None:
 
 def _before(worker: TpModelWorker, batch: ScheduleBatch | None, *_: object, **__: object) -> None:
     """Compute the gaps of requests that are in a step for the first time."""
-    if batch is None or not batch.forward_mode.is_extend_without_speculative():
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode  # noqa: PLC0415
+
+    if batch is None or batch.forward_mode != ForwardMode.EXTEND:
         return
     waiting = [
         GapRow(at, start, end)
@@ -147,33 +178,33 @@ def _compute(worker: TpModelWorker, batch: ScheduleBatch, rows: Sequence[GapRow]
 
     runner = worker.model_runner
     device = runner.device
-    at = torch.tensor([row.at for row in rows])
-    ends = torch.tensor([row.end for row in rows])
+    at, ends = (torch.tensor([row[n] for row in rows]) for n in (0, 2))
     lengths = [row.end - row.start for row in rows]
     requests = [batch.reqs[row.at] for row in rows]
     texts = zip(requests, rows, strict=True)
     ids = np.concatenate([one.full_untruncated_fill_ids[row.start : row.end] for one, row in texts])
     # Where each token of the rows is: which request of the pool, and which position.
-    slots = batch.req_pool_indices.index_select(0, at.to(device))
-    spread = torch.repeat_interleave(slots, torch.tensor(lengths).to(device), output_size=len(ids))
+    slots = batch.req_pool_indices.index_select(0, _sent(at, device))
+    repeats = _sent(torch.tensor(lengths), device)
+    spread = torch.repeat_interleave(slots, repeats, output_size=len(ids))
     positions = np.concatenate([np.arange(row.start, row.end) for row in rows])
 
     part = copy(batch)
     part.forward_mode = ForwardMode.EXTEND
     part.reqs = requests
-    part.input_ids = torch.from_numpy(ids).to(device)
+    part.input_ids = _sent(torch.from_numpy(ids), device)
     part.prefill_input_ids_cpu = None
     part.req_pool_indices = slots
     part.req_pool_indices_cpu = batch.req_pool_indices_cpu[at]
     part.prefix_lens = [row.start for row in rows]
     part.extend_lens = lengths
     part.extend_num_tokens = len(ids)
-    part.seq_lens = ends.to(device)
+    part.seq_lens = _sent(ends, device)
     part.seq_lens_cpu = ends
     part.seq_lens_sum = int(ends.sum())
     part.orig_seq_lens = part.seq_lens.to(torch.int32)
     part.out_cache_loc = batch.req_to_token_pool.req_to_token[
-        spread, torch.from_numpy(positions).to(device)
+        spread, _sent(torch.from_numpy(positions), device)
     ].long()
     part.return_logprob = False
     part.top_logprobs_nums = part.token_ids_logprobs = None
@@ -192,3 +223,11 @@ def _compute(worker: TpModelWorker, batch: ScheduleBatch, rows: Sequence[GapRow]
             return_hidden_states_before_norm=False,
         )
     )
+
+
+def _sent(tensor: torch.Tensor, device: Any) -> torch.Tensor:  # noqa: ANN401 - SGLang's, a text
+    """A tensor on a device, without waiting for the step that runs there."""
+    from sglang.srt.utils.common import is_pin_memory_available  # noqa: PLC0415
+
+    pin = is_pin_memory_available(device)
+    return (tensor.pin_memory() if pin else tensor).to(device, non_blocking=pin)

@@ -220,15 +220,17 @@ class Moving:
     def _reach(self, plan: ReusePlan, num_tokens: int, size: int) -> int:
         """The whole pages of a prompt up to the last gap, or the first that is not computed."""
         end, left = num_tokens, self._max_in_gaps
-        for first, last in plan.gaps.tolist():
+        gaps: list[list[int]] = plan.gaps.tolist()
+        for first, last in gaps:
             left -= last - first
             if left < 0 or last == num_tokens:
                 end = first
                 break
         end = end // size * size
         # A gap at the end is left to the step that computes the rest.
-        while (gaps := _before(plan, end)) and gaps[-1][1] == end:
-            end = gaps[-1][0] // size * size
+        for first, last in reversed(gaps):
+            if first < end <= last:
+                end = first // size * size
         return end
 
     def copy(self, moves: NDArray[np.void]) -> None:

@@ -105,8 +105,13 @@ def _moving_of(context: TreeCacheBuildContext, tagger: Tagger | None) -> tuple[M
     except (LayoutError, UnsupportedRopeError) as error:
         _LOG.warning("kvtrie: exact reuse only: %s", error)
         return None, "exact reuse only (its KV cannot be moved)"
+    why_not = _why_not_moved(context)
+    if why_not is not None:
+        _LOG.warning("kvtrie: exact reuse only: %s", why_not)
+        return None, "exact reuse only (its KV is not moved)"
     stream = None
-    if pool.device.type != "cpu":
+    # Without overlap scheduling, steps run on the stream of the scheduler, which calls the cache.
+    if pool.device.type != "cpu" and not context.server_args.disable_overlap_schedule:
         stream = context.tp_worker.model_runner.forward_stream
     _LOG.info("kvtrie: %s", decision.reason)
     moving = Moving(
@@ -116,13 +121,34 @@ def _moving_of(context: TreeCacheBuildContext, tagger: Tagger | None) -> tuple[M
         stream,
         settings.default,
         is_checked=settings.gate != _served.UNCHECKED,
-        max_in_gaps=_max_in_gaps(context) if settings.gaps else 0,
+        max_in_gaps=_max_in_gaps(context, settings) if settings.gaps else 0,
         is_shadow=settings.shadow,
     )
     who = "" if settings.default == "approximate" else ", for requests that opt in"
     what = "exact reuse only, and a count of" if settings.shadow else "approximate"
     gaps = "after gaps too" if settings.gaps else "up to the first gap"
     return moving, f"{what} reuse {gaps} (gate: {settings.gate}){who}"
+
+
+def _why_not_moved(context: TreeCacheBuildContext) -> str | None:
+    """Why nothing is moved in this server, whatever the gate says; None if it is."""
+    args = context.server_args
+    reasons = {
+        "the model generates nothing (embeddings, rewards)": (
+            args.is_embedding or not context.model_config.is_generation
+        ),
+        "--dllm-algorithm: a block of a diffusion model attends to what follows": (
+            args.dllm_algorithm is not None
+        ),
+        "--enable-pdmux runs prefill by another way": args.enable_pdmux,
+        "--enable-return-routed-experts reads what is stored for each slot": (
+            args.enable_return_routed_experts
+        ),
+        "--enable-return-indexer-topk reads what is stored for each slot": (
+            args.enable_return_indexer_topk
+        ),
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)
 
 
 def _recording_of(context: TreeCacheBuildContext, tagger: Tagger | None) -> RequestLog | None:
@@ -141,14 +167,14 @@ def _recording_of(context: TreeCacheBuildContext, tagger: Tagger | None) -> Requ
     return RequestLog(options, context.params.page_size, context.server_args.model_path, tagger)
 
 
-def _max_in_gaps(context: TreeCacheBuildContext) -> int:
+def _max_in_gaps(context: TreeCacheBuildContext, settings: SGLangSettings) -> int:
     """How many tokens of a prompt are computed in gaps: a chunk.
 
     Raises:
         SGLangUnsupportedError: Gaps are not computed in this server.
     """
     args = context.server_args
-    why = _gaps.why_not(args, context.tp_worker.model_runner.prefill_attention_backend_str)
+    why = _gaps.why_not(args, context.tp_worker, is_shadow=settings.shadow)
     if why is not None:
         refuse(f'{VARIABLE}: "gaps": true is not supported: {why}')
     chunk: int | None = args.chunked_prefill_size

@@ -598,7 +598,7 @@ class KvtrieCache(BasePrefixCache):
             return
         stopped = isinstance(req.finished_reason, FINISH_MATCHED_TOKEN | FINISH_MATCHED_STR)
         dead = reasoning.dead(np.asarray(req.full_untruncated_fill_ids), complete=stopped)
-        if dead and self._moving is None:
+        if dead and (self._moving is None or self._moving.is_shadow):
             # The next prompt has what follows after other tokens, and nothing is moved.
             dead = [(dead[0][0], len(seq))]
         ranges = [(start, min(end, len(seq))) for start, end in dead if start < len(seq)]
