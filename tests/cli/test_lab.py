@@ -73,6 +73,10 @@ def test_built_in_conversations(folder: Path) -> None:
     assert done.stdout.startswith("chat format: qwen3; reasoning dropped at: next user message\n")
     for name in ("chat", "reasoning", "agent", "pruned", "retrieval", "date", "date last"):
         assert re.search(rf"^{name} +default ", done.stdout, re.MULTILINE)
+    # Of each difference, what the index says of it.
+    reasons = re.findall(r"^  why     (\w+)$", done.stdout, re.MULTILINE)
+    assert len(reasons) == done.stdout.count("differs at token") > 3
+    assert "diverged" in reasons
     saved = (
         r"^reasoning: with preserve=True, \d+ tokens less .* prompts are [1-9]\d* tokens longer$"
     )
@@ -144,7 +148,14 @@ def test_another_template_and_arguments(folder: Path, talk: Path, tmp_path: Path
         (["{folder}", "--set", "x=y"], "kvtrie: --set x: 'y' is not JSON; text is written as"),
         (["{folder}", "--chat-template", "none"], "kvtrie: none: No such file or directory"),
         (["{folder}", "--chat-template", "blank"], "kvtrie: blank: the chat template is empty\n"),
-        (["{folder}", "--chat-template", "bad.jinja"], "kvtrie: bad.jinja: the template does not"),
+        (
+            ["{folder}", "--chat-template", "bad.jinja"],
+            "kvtrie: bad.jinja: the template does not render 'chat': line 2 of the template: no\n",
+        ),
+        (
+            ["{folder}", "--chat-template", "syntax.jinja"],
+            "kvtrie: syntax.jinja: the template does not render 'chat': line 3 of the template: ",
+        ),
         (["{folder}", "bad.jsonl"], "kvtrie: bad.jsonl, line 1: not JSON"),
     ],
 )
@@ -152,7 +163,8 @@ def test_bad_input_is_one_sentence(
     args: list[str], said: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "bad.jinja").write_text("{{ raise_exception('no') }}", encoding="utf-8")
+    (tmp_path / "bad.jinja").write_text("\n{{ raise_exception('no') }}", encoding="utf-8")
+    (tmp_path / "syntax.jinja").write_text("\n\n{% if %}", encoding="utf-8")
     (tmp_path / "bad.jsonl").write_text("{", encoding="utf-8")
     (tmp_path / "blank").write_text("\n", encoding="utf-8")
     before = set(tmp_path.iterdir())

@@ -151,9 +151,12 @@ def test_a_template_that_refuses_a_conversation_is_quoted() -> None:
     template = "{%- if tools -%}{{ raise_exception('no tools here') }}{%- endif -%}" + CHATML
     report = lab.study(tokenizer_of("qwen3", template), list(lab.BUILT_IN.values()))
     errors = {row.chat: row.error for row in report.rows if not row.switch}
-    assert errors["agent"] == "the template does not render 'agent': no tools here"
+    assert (
+        errors["agent"]
+        == "the template does not render 'agent': line 1 of the template: no tools here"
+    )
     assert not errors["chat"]
-    with pytest.raises(lab.TemplateError, match="'agent': no tools here"):
+    with pytest.raises(lab.TemplateError, match="'agent': line 1 of the template: no tools here"):
         lab.study(tokenizer_of("qwen3", template), [lab.BUILT_IN["agent"]])
 
 

@@ -18,16 +18,17 @@ def fail(reason: object, code: int = BAD_INPUT) -> NoReturn:
     raise typer.Exit(code)
 
 
-def need(what: str, *modules: str) -> None:
-    """End the command if a module of the extra ``transformers`` is missing.
+def need(what: str, *modules: str, extras: str = "cli") -> None:
+    """End the command if a module of an extra is missing.
 
     Args:
         what: What needs the modules, for the message.
         modules: Names of modules; none is imported.
+        extras: What to install.
 
     Raises:
         typer.Exit: A module is missing.
     """
     for name in modules:
         if find_spec(name) is None:
-            fail(f"{what} needs {name}: pip install 'kvtrie[cli,transformers]'")
+            fail(f"{what} needs {name}: pip install 'kvtrie[{extras}]'")

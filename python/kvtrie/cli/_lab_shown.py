@@ -105,6 +105,7 @@ def _show_divergence(out: Console, row: Row, turn: LookedUp) -> None:
     out.print(
         Text(f"\n{row.chat}, turn {at}: differs at token {where.position} of {turn.prompt}{kind}")
     )
+    out.print(Text(f"  why     {where.reason}", style="dim"))
     for name, text, style in (("cached", where.cached, "red"), ("prompt", where.prompt, "green")):
         line = Text(f"  {name}  ").append(repr(where.before[-60:]), style="dim")
         out.print(line.append(" | ", style="bold").append(repr(text[:90]), style=style))

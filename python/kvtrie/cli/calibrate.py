@@ -136,7 +136,7 @@ def calibrate(
         partial = None if out is None else stack.enter_context(_opened(out))
         kept = _Kept(partial)
         stack.enter_context(_process.add_to_interrupt(kept.note))
-        need("calibrate", "torch", "transformers", "jinja2")
+        need("calibrate", "torch", "transformers", "jinja2", extras="cli,transformers")
         from kvtrie.cli import _measuring  # noqa: PLC0415 - with rich
 
         with _measuring.measuring(sys.stderr, thresholds) as shown:

@@ -29,7 +29,7 @@ def check_vllm(
 ) -> None:
     """Check vLLM's configuration for kvtrie: version, connector, settings and gate file.
 
-    Run it in vLLM's environment. vLLM itself reads these settings after it has loaded the weights.
+    Run it in vLLM's environment. Whether a gate is of the served model is seen when vLLM starts.
     What depends on the model is checked by vLLM alone. Exit code 2 means that something is refused.
     """
     try:

@@ -66,7 +66,7 @@ def demo(
         checked_model_dir(model or model_path())
     except FileNotFoundError as error:
         fail(error)
-    need("the demo", "torch", "transformers", "jinja2")
+    need("the demo", "torch", "transformers", "jinja2", extras="cli,transformers")
     # Torch takes seconds to import: bad input is reported before, and --help does not need it.
     from kvtrie.cli import _progress, _replay, _report  # noqa: PLC0415 - slow: torch
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import traceback
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -162,6 +163,9 @@ class Template:
             else:
                 return str(text)
         said = str(reason).strip() or repr(reason)
+        line = _line_of(reason)
+        if line is not None:
+            said = f"line {line} of the template: {said}"
         msg = f"the template does not render {chat.name!r}: {said}"
         raise TemplateError(msg) from reason
 
@@ -234,3 +238,14 @@ def _common(one: str, other: str) -> int:
         if a != b:
             return at
     return min(len(one), len(other))
+
+
+def _line_of(error: Exception | None) -> int | None:
+    """The line of the template that an error names, or was raised at."""
+    line = getattr(error, "lineno", None)
+    if line is None and error is not None:
+        frames = traceback.extract_tb(error.__traceback__)
+        # As jinja2 calls a template that has no file.
+        lines = [one.lineno for one in frames if one.filename in {"<template>", "<unknown>"}]
+        line = lines[-1] if lines else None
+    return line
