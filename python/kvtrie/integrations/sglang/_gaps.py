@@ -7,7 +7,7 @@ a request share its slots. That is sound on attention backends that write the K 
 of a layer before they read any, as a row then reads what the rows before it wrote.
 
 Three methods of SGLang are hooked for it (`install`), by its own registry, and only if the operator
-asks for it. The tokens of gaps take room in the budget of the step, and are reported as computed.
+asks for it. The tokens of gaps leave less room to requests after it, and are reported as computed.
 
 The pass costs a forward pass over the tokens of the gaps. A request has at most the tokens of one
 chunk in gaps (``--chunked-prefill-size``); what comes after more than that is not reused.
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 BACKENDS: Final = ("fa3", "torch_native", "triton")
 """Attention backends that write K and V of a layer before they read: read in SGLang 0.5.23. Only
 ``torch_native`` ran."""
-
 
 _STEP: Final = "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation"
 _ADMISSION: Final = "sglang.srt.managers.schedule_policy.PrefillAdder._commit_prefill_admission"

@@ -134,10 +134,10 @@ class Moving:
 
     Args:
         decision: The gate's; approximate.
-        tagger: The model's chat format; None: no message is told apart.
+        tagger: The model's chat format; None: messages are not identified.
         pool: SGLang's K and V, a slot a block.
-        stream: SGLang's forward stream, on which a step may still write what is copied; None on a
-            CPU.
+        stream: SGLang's forward stream, on which a step may still write what is copied; None where
+            steps run on the caller's stream: on a CPU, and without overlap scheduling.
         default: What a request gets that does not ask: ``"approximate"`` or ``"exact"``.
         is_checked: Whether a gate file was read; it covers no LoRA adapter.
         max_in_gaps: How many tokens of a prompt are computed in gaps, for what comes after; 0: what
@@ -214,6 +214,8 @@ class Moving:
         found = _before(plan, end)
         if num_tokens(found) > self._max_in_gaps or ask.decision.of(plan) is not ask.decision:
             return None
+        if _first_approximate(plan) >= end:
+            return None  # what would be copied has been computed in the meantime
         # What ends in a gap would be computed twice.
         return None if found and found[-1][1] == end else found
 
@@ -263,6 +265,12 @@ def num_tokens(gaps: Gaps) -> int:
 def _before(plan: ReusePlan, end: int) -> Gaps:
     """The gaps of a plan before a position."""
     return tuple((start, min(last, end)) for start, last in plan.gaps.tolist() if start < end)
+
+
+def _first_approximate(plan: ReusePlan) -> float:
+    """The first token with approximate KV; infinity without any."""
+    starts = (int(one["start"]) for one in plan.segments if one["class"] == APPROXIMATE)
+    return min(starts, default=float("inf"))
 
 
 def _would(plan: ReusePlan, known: int, end: int, num_prompt: int) -> Would:

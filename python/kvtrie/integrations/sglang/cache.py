@@ -228,7 +228,7 @@ class KvtrieCache(BasePrefixCache):
         """The pages belong to the request until it ends."""
         return False
 
-    @_guarded(lambda _: None)
+    @_guarded(_none)
     def touch_prefix(self, key: RadixKey) -> None:
         seq = self._sequence(key)
         if seq is not None:
@@ -251,7 +251,7 @@ class KvtrieCache(BasePrefixCache):
         self._stored(handle.blocks, known, params.key)
         return InsertResult(prefix_len=known, total_len=len(seq), last_device_node=handle)
 
-    @_guarded(lambda _: None)
+    @_guarded(_none)
     def checkpoint(self, req: Req, *, up_to: int, **_: object) -> None:
         """Take what the request has computed up to a position, as SGLang's base class says."""
         token_ids = req.full_untruncated_fill_ids[:up_to]
@@ -389,7 +389,7 @@ class KvtrieCache(BasePrefixCache):
     def pretty_print(self) -> None:
         _LOG.info("kvtrie: %s", self._index.stats())
 
-    # --- the index -----------------------------------------------------------------------------
+    # --- matches -----------------------------------------------------------------------------
 
     def _sequence(self, key: RadixKey) -> TokenSequence | None:
         """The whole pages of a key; None if there are none, or an id is beyond 32 bits."""
@@ -583,12 +583,12 @@ class KvtrieCache(BasePrefixCache):
         self._withheld.difference_update(back)
         self._free_pages(np.array(back, dtype=np.int32))
 
-    @_guarded(lambda _: None)
+    @_guarded(_none)
     def _stored(self, blocks: NDArray[np.int32], known: int, key: RadixKey) -> None:
         """Publish the exact pages of a key after those that are known."""
         self._events.stored(blocks, known // self.page_size, key)
 
-    @_guarded(lambda _: None)
+    @_guarded(_none)
     def _mark_dead(
         self, reasoning: Reasoning, seq: TokenSequence, blocks: NDArray[np.int32], req: Req
     ) -> None:
@@ -609,7 +609,7 @@ class KvtrieCache(BasePrefixCache):
             # The request holds its pages until its lock is given back.
             self._take_back(self._index.discard(blocks[-(-start // size) : end // size]))
 
-    @_guarded(lambda _: None)
+    @_guarded(_none)
     def _removed(self, blocks: NDArray[np.int32]) -> None:
         self._events.removed(blocks)
 
