@@ -3,6 +3,7 @@
 use std::fmt;
 
 use crate::error::{Result, invalid};
+use crate::groups::Group;
 use crate::ids::BlockId;
 use crate::moved::Windows;
 
@@ -26,6 +27,8 @@ pub struct Config {
     pub max_candidates: usize,
     /// Name of the engine's pool, 1 to 64 bytes: a snapshot is restored only with the pool of the same name.
     pub pool_id: Vec<u8>,
+    /// Groups of layers besides group 0, whose layers attend to all tokens: group 1 and those after it.
+    pub groups: Vec<Group>,
 }
 
 /// Prints every field except the seed.
@@ -39,6 +42,7 @@ impl fmt::Debug for Config {
             .field("min_run", &self.min_run)
             .field("max_candidates", &self.max_candidates)
             .field("pool_id", &self.pool_id)
+            .field("groups", &self.groups)
             .finish_non_exhaustive()
     }
 }
@@ -57,6 +61,7 @@ impl Config {
             min_run: 16,
             max_candidates: 64,
             pool_id: vec![0; 16],
+            groups: Vec::new(),
         }
     }
 
@@ -105,6 +110,7 @@ impl Config {
                 "max_candidates is 0; it must be at least 1"
             ));
         }
+        Group::check_all(&self.groups, self.block_size, "RadixIndex::new")?;
         check_pool_id(&self.pool_id, "RadixIndex::new")
     }
 }

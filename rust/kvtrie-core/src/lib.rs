@@ -53,6 +53,21 @@
 //! --release -p kvtrie-benches --bin pauses` prints the longest of 10⁵ single inserts and evictions.
 //! `docs/benchmarks.md` has the times of all calls.
 //!
+//! # Groups
+//!
+//! An index may have [groups](Config::groups) of layers besides group 0: sliding windows and recurrent states (rules G1 to
+//! G9). A prompt then continues at the deepest end of exact blocks at which every group has what it needs. The calls
+//! above cost what the table says, and for each such group: O(log ids) per block that leaves; O(edges · log ids + blocks)
+//! of its window per hit; O(log ids) per id that a plan pins or releases. A lookup and a plan also take O(edges · log ids +
+//! ids), for each group, of the path between the end of group 0's match and the place where the prompt continues.
+//!
+//! | call | cost |
+//! |---|---|
+//! | [`insert_groups`](RadixIndex::insert_groups) | an insert, O(log ids) per id given and per id on an edge that is cut, and a use of the windows before its end, states and stops: O(edges · log ids + blocks), each block once |
+//! | [`evict_group`](RadixIndex::evict_group) | O(log ids) per id, and per id of the group that was used or pinned since its last eviction |
+//! | [`take_freed_group`](RadixIndex::take_freed_group), [`discard_group`](RadixIndex::discard_group), [`advance`](RadixIndex::advance) | O(log ids) per id |
+//! | [`group_stats`](RadixIndex::group_stats), [`num_evictable_group`](RadixIndex::num_evictable_group) | O(1) |
+//!
 //! # Memory
 //!
 //! A cached block takes 4 · `block_size` bytes for its tokens, 4 for its id, 11¼ in the table of ids (in pages of 1,024
@@ -83,7 +98,7 @@
 //! # Structure
 //!
 //! Each folder owns its fields and counters: `storage`, `pins`, `eviction`, `moved` and `tagging` are the components of
-//! an index; `index` has the calls, one algorithm per file; `plan`, `inspection` and `snapshot` read.
+//! an index; `groups` has what layers without full attention keep; `index` has the calls, one algorithm per file; `plan`, `inspection` and `snapshot` read.
 //!
 //! # Hashes
 //!
@@ -112,6 +127,7 @@ mod error;
 mod eviction;
 pub mod failpoints;
 mod grade;
+mod groups;
 mod hash;
 mod ids;
 mod index;
@@ -133,16 +149,18 @@ pub use allocator::BlockAllocator;
 pub use config::Config;
 pub use effort::Effort;
 pub use error::{Error, ErrorKind, Result};
+pub use groups::{Group, GroupKind};
 pub use ids::BlockId;
 pub use index::{
-    Imported, InsertOptions, Inserted, LookupOptions, Match, RadixIndex, Removed, Source,
+    GroupInserted, GroupOffers, GroupOptions, GroupStats, Imported, InsertOptions, Inserted,
+    LookupOptions, Match, RadixIndex, Removed, Source,
 };
 pub use inspection::explain::{
-    Context, ExplainOptions, Explanation, NamespaceDifference, Reason, WouldSave,
+    Context, ExplainOptions, Explanation, GroupCut, NamespaceDifference, Reason, WouldSave,
 };
 pub use inspection::stats::Stats;
 pub use namespace::{Namespace, Salt};
-pub use plan::{Class, Move, MovedRun, PlanOptions, ReusePlan, Segment};
+pub use plan::{Class, GroupPart, Move, MovedRun, PlanOptions, ReusePlan, Segment};
 pub use policy::{Repair, ReusePolicy, Scope};
 pub use session::SessionId;
 pub use snapshot::{RestoreLimits, RestoredPool};

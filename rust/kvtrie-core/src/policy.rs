@@ -22,7 +22,7 @@ pub enum Repair {
     Fronts,
     /// The engine: tokens after which the text is continued otherwise than where the KV was computed.
     Ngrams,
-    /// The engine: half of them at fronts, half where a layer's output changes most.
+    /// The engine: a quarter of them at fronts, the others where a layer's output changes most.
     Probe,
     /// The engine: tokens that the last message attends to, or that [`Probe`](Self::Probe) scores: the better of both
     /// ranks.

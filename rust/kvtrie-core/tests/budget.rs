@@ -196,3 +196,21 @@ fn a_search_that_takes_too_long_gives_up_without_having_planned() {
     assert!(within((0..10_000).map(|at| 1 << 30 | at).collect(), brief));
     assert!(!within((0..40_000).map(|at| 1 << 30 | at).collect(), brief));
 }
+
+#[test]
+fn a_long_run_found_at_once_is_compared_within_a_brief_effort() {
+    let mut fan = Fan::new(1);
+    let text: Vec<u32> = fan.unused.take(40_000).collect();
+    fan.cache(text.clone());
+    let mut seq = sequence([&[0], &text[..], &[0]].concat());
+    let brief = Effort {
+        nodes: 256,
+        bytes: 1 << 20,
+    };
+    let options = PlanOptions::default();
+    let plan = fan
+        .index
+        .plan_within(&mut seq, &approximate(), options, brief);
+    let plan = plan.unwrap().expect("one run, compared as memory");
+    assert_eq!(plan.num_tokens(Class::Approximate), 40_000);
+}

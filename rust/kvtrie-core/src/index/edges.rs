@@ -35,6 +35,9 @@ impl RadixIndex {
     pub(super) fn split(&mut self, tail: NodeIndex, at: Depth) -> NodeIndex {
         self.eviction.dead_mut().unqueue(&mut self.forest, tail);
         let front = self.forest.split(tail, at);
+        if !self.groups.is_empty() {
+            self.groups.split(front, tail, at);
+        }
         if self.eviction.any_dead() {
             self.eviction.dead_mut().requeue(&mut self.forest, front);
             self.eviction.dead_mut().requeue(&mut self.forest, tail);

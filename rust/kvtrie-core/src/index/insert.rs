@@ -7,6 +7,7 @@ use crate::error::{Error, Result, invalid};
 use crate::grade::Grade;
 use crate::ids::{BlockId, Depth, NodeIndex, depth};
 use crate::index::RadixIndex;
+use crate::index::groups::{GroupInserted, GroupOptions};
 use crate::pins::Leaving;
 use crate::plan::ReusePlan;
 use crate::policy::ReusePolicy;
@@ -200,26 +201,74 @@ impl RadixIndex {
     /// assert_eq!((again.blocks, again.duplicates), (vec![BlockId(6)], vec![BlockId(4)]));
     /// # Ok::<(), kvtrie_core::Error>(())
     /// ```
-    #[expect(
-        clippy::needless_pass_by_value,
-        reason = "options are made for one call"
-    )]
     pub fn insert(
         &mut self,
         seq: &mut TokenSequence,
         ids: &[BlockId],
         options: InsertOptions<'_>,
     ) -> Result<Inserted> {
+        let (done, _) = self.insert_groups(seq, ids, options, GroupOptions::default())?;
+        Ok(done)
+    }
+
+    /// As [`insert`](Self::insert), with ids of further groups for the same tokens (rule G3). The results of the groups
+    /// have the order of their offers.
+    ///
+    /// # Errors
+    /// As [`insert`](Self::insert); and [`InvalidArgument`](crate::ErrorKind::InvalidArgument) for a group that the
+    /// index does not have or that is given twice, a position or a stop that is beyond the sequence, not a multiple of
+    /// the block size or not after the one before, and an id outside the group's pool;
+    /// [`BlockInUse`](crate::ErrorKind::BlockInUse) for an id that is at another place of its group, or twice in a call.
+    ///
+    /// # Examples
+    /// ```
+    /// # use std::sync::Arc;
+    /// # use kvtrie_core::*;
+    /// # let ns = Arc::new(Namespace::new("m", "bfloat16", "default", None, Salt::Shared)?);
+    /// let groups = vec![Group::window("swa", 3, 8, 2), Group::state("gdn", 4, 2)];
+    /// let mut index = RadixIndex::new(Config { num_blocks: 8, block_size: 2, groups, ..Config::seeded(0) })?;
+    /// let mut seq = TokenSequence::new(ns, (0..9).collect(), vec![])?;
+    /// let ids = [BlockId(6), BlockId(0), BlockId(3), BlockId(1)];
+    /// let offers = [
+    ///     GroupOffers { group: 1, offers: &[(2, BlockId(5)), (4, BlockId(7))] },
+    ///     GroupOffers { group: 2, offers: &[(6, BlockId(2))] },
+    /// ];
+    /// let options = InsertOptions::new(8, Source::Computed);
+    /// let groups = GroupOptions { offers: &offers, stops: &[] };
+    /// let (_, groups) = index.insert_groups(&mut seq, &ids, options, groups)?;
+    /// assert_eq!(groups[1].blocks, [Some(BlockId(2))]);
+    /// let plan = index.plan(&mut seq, &ReusePolicy::EXACT_ONLY, PlanOptions::default())?;
+    /// assert_eq!(plan.blocks(), &ids[..3]);
+    /// let parts: Vec<_> = plan.groups().iter().map(|part| (part.start, &part.blocks[..])).collect();
+    /// assert_eq!(parts, [(4, &[BlockId(7)][..]), (6, &[BlockId(2)])]);
+    /// index.release(&plan)?;
+    /// # Ok::<(), kvtrie_core::Error>(())
+    /// ```
+    #[expect(
+        clippy::needless_pass_by_value,
+        reason = "options are made for one call"
+    )]
+    pub fn insert_groups(
+        &mut self,
+        seq: &mut TokenSequence,
+        ids: &[BlockId],
+        options: InsertOptions<'_>,
+        groups: GroupOptions<'_>,
+    ) -> Result<(Inserted, Vec<GroupInserted>)> {
         let block_size = self.block_size();
         let first = options.start / block_size;
         let need = (options.num_computed / block_size).saturating_sub(first);
         let lease = self.check_insert(seq, ids, &options, need)?;
+        self.check_groups(seq, groups)?;
         crate::failpoints::before("RadixIndex::insert")?;
         let (path, work) = Path::of(
             &self.forest,
             seq,
             depth((first + ids.len()).min(seq.len() / block_size)),
         );
+        if !groups.offers.is_empty() {
+            self.check_group_places(seq, path.as_ref().map(|path| path.at), groups.offers)?;
+        }
         let mut existing = Vec::new();
         if let Some(path) = &path {
             self.forest.path_ids(path.at, depth(first), &mut existing);
@@ -248,6 +297,8 @@ impl RadixIndex {
         let mut taken = 0;
         let exact_before = path.as_ref().map_or(0, |path| path.exact);
         let full = depth(options.num_computed / block_size);
+        let mut reached = None;
+        let exact_until = self.groups_exact_until(&options, lease);
         if !over && whole_before {
             let (end, exact) = if need == 0 {
                 let end = depth(first).min(full);
@@ -272,6 +323,7 @@ impl RadixIndex {
                 reached
             };
             done.num_exact = exact as usize * block_size;
+            reached = end.map(|end| (end, exact));
             crate::failpoints::within("insert: blocks were taken");
             if let Some(end) = end {
                 self.eviction.touch(&mut self.forest, end, time);
@@ -299,7 +351,12 @@ impl RadixIndex {
         let _ = self
             .tagging
             .add(&mut self.forest, seq, options.spans, Effort::ANY);
-        Ok(done)
+        let mut taken = Vec::new();
+        if !self.groups.is_empty() {
+            let limit = depth(exact_until.min(options.num_computed) / block_size);
+            taken = self.take_groups(reached, limit, lease, time, groups);
+        }
+        Ok((done, taken))
     }
 
     fn check_insert(

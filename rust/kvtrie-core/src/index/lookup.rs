@@ -76,7 +76,9 @@ impl RadixIndex {
 
     /// As [`lookup`](Self::lookup), for callers that hold a lock. Returns `None`, without a touch, if it takes more
     /// than `effort`; the next call continues where this one ended. If reviving the dead blocks of the path alone
-    /// exceeds `effort`, every call returns `None`. O(effort + ids written).
+    /// exceeds `effort`, every call returns `None`. With groups besides group 0 it also returns `None` if finding where all
+    /// of them can continue, from the end of group 0's match on, or touching what they need exceeds `effort`: each call
+    /// starts with that again. O(effort + ids written).
     ///
     /// # Errors
     /// As [`lookup`](Self::lookup).
@@ -108,6 +110,18 @@ impl RadixIndex {
         let Some(found) = self.exact_prefix(seq, options.keep_last, effort) else {
             return Ok(None);
         };
+        let mut found = found;
+        if !self.groups.is_empty() {
+            let Some(end) = self.within_groups(found, effort) else {
+                return Ok(None);
+            };
+            // The use of an entry takes a quarter of a step or less.
+            let is_bounded = options.touch && effort != Effort::ANY;
+            if is_bounded && self.groups.num_needed(end.depth) / 4 > effort.nodes {
+                return Ok(None);
+            }
+            found = end;
+        }
         // Reading an id takes a quarter of a step or less.
         let is_deep = u64::from(found.depth) / 4 > effort.nodes;
         if is_deep && self.known_edges(seq) / 4 > effort.nodes {
@@ -123,6 +137,9 @@ impl RadixIndex {
             let time = self.next_time();
             crate::failpoints::within("lookup: a time without a use");
             self.eviction.touch(&mut self.forest, found, time);
+            if !self.groups.is_empty() {
+                self.groups.touch(&self.forest, found, time);
+            }
         }
         out.clear();
         if found.depth > 0 {

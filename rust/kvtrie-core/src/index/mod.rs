@@ -2,6 +2,7 @@
 
 mod dead;
 mod edges;
+mod groups;
 mod insert;
 mod lookup;
 mod plan;
@@ -18,6 +19,7 @@ use crate::config::Config;
 use crate::effort::Work;
 use crate::error::{Result, invalid};
 use crate::eviction::Eviction;
+use crate::groups::{Group, Groups};
 use crate::ids::BlockId;
 use crate::moved::{Moved, Windows};
 use crate::namespace::{Namespace, Salt};
@@ -26,6 +28,7 @@ use crate::storage::forest::Forest;
 use crate::storage::gone::Gone;
 use crate::tagging::Tagging;
 
+pub use groups::{GroupInserted, GroupOffers, GroupOptions, GroupStats};
 pub use insert::{Imported, InsertOptions, Inserted, Source};
 pub use lookup::{LookupOptions, Match};
 pub use spans::Removed;
@@ -41,6 +44,7 @@ pub struct RadixIndex {
     moved: Moved,
     tagging: Tagging,
     gone: Gone,
+    groups: Groups,
     clock: u64,
     work: Work,
     unknown_discards: u64,
@@ -55,6 +59,7 @@ pub(crate) struct PartsMut<'a> {
     pub(crate) moved: &'a mut Moved,
     pub(crate) tagging: &'a mut Tagging,
     pub(crate) gone: &'a mut Gone,
+    pub(crate) groups: &'a mut Groups,
     pub(crate) clock: &'a mut u64,
     pub(crate) work: &'a mut Work,
     pub(crate) unknown_discards: &'a mut u64,
@@ -88,6 +93,7 @@ impl RadixIndex {
             moved: Moved::new(windows),
             tagging: Tagging::default(),
             gone: Gone::new(config.seed),
+            groups: Groups::new(&config.groups, config.seed),
             clock: 0,
             work: Work::default(),
             unknown_discards: 0,
@@ -105,6 +111,7 @@ impl RadixIndex {
             moved: &mut self.moved,
             tagging: &mut self.tagging,
             gone: &mut self.gone,
+            groups: &mut self.groups,
             clock: &mut self.clock,
             work: &mut self.work,
             unknown_discards: &mut self.unknown_discards,
@@ -141,6 +148,15 @@ impl RadixIndex {
 
     pub(crate) fn gone(&self) -> &Gone {
         &self.gone
+    }
+
+    /// The groups of the configuration, for a restore, which replaces the index's own as well.
+    pub(crate) fn groups_config_mut(&mut self) -> &mut Vec<Group> {
+        &mut self.config.groups
+    }
+
+    pub(crate) fn groups(&self) -> &Groups {
+        &self.groups
     }
 
     pub(crate) fn clock(&self) -> u64 {

@@ -7,8 +7,11 @@ use crate::grade::Grade;
 use crate::ids::NO_NODE;
 use crate::index::RadixIndex;
 use crate::pins::Lease;
-use crate::plan::{Cached, CachedPath, Draft, InScope, Origin, PlanOptions, Repaired, ReusePlan};
+use crate::plan::{
+    Cached, CachedPath, Class, Draft, InScope, Origin, PlanOptions, Repaired, ReusePlan, Segment,
+};
 use crate::policy::ReusePolicy;
+use crate::storage::forest::Position;
 use crate::storage::node::Node;
 use crate::storage::slab::Handle;
 use crate::tokens::TokenSequence;
@@ -44,6 +47,7 @@ impl RadixIndex {
         options: PlanOptions,
     ) -> Result<ReusePlan> {
         policy.check(self.config.min_run, "RadixIndex::plan")?;
+        self.refuse_moved(policy, "RadixIndex::plan")?;
         options.check(seq.len(), "RadixIndex::plan")?;
         crate::failpoints::before("RadixIndex::plan")?;
         Ok(self.plan_checked(seq, policy, options))
@@ -120,6 +124,7 @@ impl RadixIndex {
         options: PlanOptions,
     ) -> Result<ReusePlan> {
         policy.check(self.config.min_run, "RadixIndex::plan_from")?;
+        self.refuse_groups("a plan from one path", "RadixIndex::plan_from")?;
         options.check(seq.len(), "RadixIndex::plan_from")?;
         if seq.namespace() != path.namespace() {
             return Err(invalid!(
@@ -136,7 +141,9 @@ impl RadixIndex {
 
     /// As [`plan`](Self::plan). Returns `None`, and touches nothing, if following the prompt's own path or searching
     /// for moved runs takes more than `effort`. The next call continues where the match ended; a search starts again.
-    /// O(effort), plus one step for each of [`known_edges`](Self::known_edges).
+    /// With groups besides group 0, it also returns `None` if finding where all of them can continue, from the end of
+    /// group 0's match on, or pinning what they need takes more than `effort`; that starts again as well. O(effort), plus
+    /// one step for each of [`known_edges`](Self::known_edges).
     ///
     /// # Errors
     /// As [`plan`](Self::plan).
@@ -148,6 +155,7 @@ impl RadixIndex {
         effort: Effort,
     ) -> Result<Option<ReusePlan>> {
         policy.check(self.config.min_run, "RadixIndex::plan_within")?;
+        self.refuse_moved(policy, "RadixIndex::plan_within")?;
         options.check(seq.len(), "RadixIndex::plan_within")?;
         crate::failpoints::before("RadixIndex::plan_within")?;
         if effort != Effort::ANY && self.is_broken_path(seq, options, effort) {
@@ -209,6 +217,10 @@ impl RadixIndex {
         self.eviction
             .touch_sources(&mut self.forest, &draft.sources, time);
         let lease = self.lease(seq, options.pin, &draft);
+        let mut groups = Vec::new();
+        if !self.groups.is_empty() {
+            groups = self.hold_groups(draft.in_place, lease.index, time);
+        }
         let origin = Origin {
             policy: policy.clone(),
             grade,
@@ -221,6 +233,7 @@ impl RadixIndex {
             moved_end: options.moved_end,
             edges: self.known_edges(seq),
             repair: Repaired::by(policy, &draft, self.block_size()),
+            groups,
         };
         let plan = ReusePlan::new(origin, seq.snapshot(), draft);
         crate::failpoints::within("a lease whose plan is lost");
@@ -318,8 +331,9 @@ impl RadixIndex {
     pub fn release_steps(&self, plan: &ReusePlan) -> u64 {
         let lease = self.pins.leases().get(plan.lease());
         let entries = lease.map_or(0, Lease::num_entries) as u64;
+        let held = lease.map_or(0, |_| self.groups.num_held(plan.lease().index));
         // A step up to the next edge takes about a quarter of a visit.
-        entries + plan.num_edges() / 4 + self.bound_steps(0)
+        entries + held + plan.num_edges() / 4 + self.bound_steps(0)
     }
 
     /// Whether the plan was released.
@@ -355,6 +369,9 @@ impl RadixIndex {
     fn end_lease(&mut self, lease: u32) {
         self.pins
             .end_lease(&mut self.forest, &mut self.eviction, lease);
+        if !self.groups.is_empty() {
+            self.groups.unpin(lease, |_, _| true);
+        }
         self.bound_holes();
     }
 
@@ -373,6 +390,64 @@ impl RadixIndex {
             return Some(Draft::computed(seq.len()));
         }
         let end = path.map_or(end, |path| path.common(&self.forest, end));
+        if self.groups.is_empty() {
+            return self.draft_after(end, seq, path, (policy, asked), options, effort);
+        }
+        self.draft_with_groups(end, seq, path, (policy, asked), options, effort)
+    }
+
+    /// Drafts a plan of an index with further groups, given the end of group 0's match: one with moved runs (G9), or the
+    /// exact one of what is in place in all groups (G2).
+    #[inline(never)]
+    fn draft_with_groups(
+        &mut self,
+        end: Position,
+        seq: &mut TokenSequence,
+        path: Option<&CachedPath>,
+        (policy, asked): (&ReusePolicy, &Grade),
+        options: PlanOptions,
+        effort: Effort,
+    ) -> Option<Draft> {
+        // What groups need is pinned, at a step each.
+        let is_brief = |index: &Self, end: Position| {
+            !options.pin || index.groups.num_needed(end.depth) <= effort.nodes
+        };
+        let mut tried = None;
+        if self.may_rebuild(policy) {
+            if !is_brief(self, end) {
+                return None;
+            }
+            let policy = Self::without_copies(policy, true);
+            let draft = self.draft_after(end, seq, path, (&policy, asked), options, effort)?;
+            let is_approximate = |segment: &Segment| segment.class == Class::Approximate;
+            if draft.segments.iter().any(is_approximate) {
+                return Some(draft);
+            }
+            tried = Some(draft);
+        }
+        let end = self.within_groups(end, effort)?;
+        if !is_brief(self, end) {
+            return None;
+        }
+        let policy = Self::without_copies(policy, false);
+        let exact = self.draft_after(end, seq, path, (&policy, asked), options, effort)?;
+        Some(match tried {
+            Some(tried) => exact.instead_of(&tried),
+            None => exact,
+        })
+    }
+
+    /// Drafts a plan whose exact blocks in place end at `end`.
+    #[inline]
+    fn draft_after(
+        &mut self,
+        end: Position,
+        seq: &mut TokenSequence,
+        path: Option<&CachedPath>,
+        (policy, asked): (&ReusePolicy, &Grade),
+        options: PlanOptions,
+        effort: Effort,
+    ) -> Option<Draft> {
         if policy.approximate {
             self.moved.apply(&mut self.forest);
         }

@@ -203,6 +203,9 @@ impl RadixIndex {
         let end = edge.end() - count;
         let (start, parent) = (edge.depth, edge.parent);
         self.moved.remove(&mut self.forest, leaf, end, end + count);
+        if !self.groups.is_empty() {
+            self.groups.leave(leaf, end, end + count);
+        }
         self.forest
             .vacate_end(leaf, end, |id| out.push(BlockId(id)));
         if end == start {
@@ -263,6 +266,9 @@ impl RadixIndex {
             let node = self.forest.node(at);
             let (start, end) = (node.depth, node.end());
             self.moved.remove(&mut self.forest, at, start, end);
+            if !self.groups.is_empty() {
+                self.groups.leave(at, start, end);
+            }
         }
         let mut open = vec![root];
         while let Some(at) = open.pop() {
@@ -335,6 +341,9 @@ impl RadixIndex {
         report: impl FnMut(u32, bool),
     ) {
         self.moved.remove(&mut self.forest, node, from, to);
+        if !self.groups.is_empty() {
+            self.groups.leave(node, from, to);
+        }
         let is_pinned = |id| self.pins.keeps(id);
         self.forest.vacate(node, from, to, is_pinned, report);
     }

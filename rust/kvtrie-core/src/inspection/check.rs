@@ -159,6 +159,10 @@ impl Checker<'_> {
         )?;
         let checked = self.index.moved().check(self.forest);
         must(checked.is_ok(), || checked.err().unwrap_or_default())?;
+        let leases = self.pins.leases();
+        let is_lease = |lease| leases.iter().any(|(live, _)| live == lease);
+        let checked = self.index.groups().check(self.forest, is_lease);
+        must(checked.is_ok(), || checked.err().unwrap_or_default())?;
         self.check_order()
     }
 

@@ -3,14 +3,15 @@
 use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
+use crate::groups::IdState;
 use crate::index::RadixIndex;
 use crate::storage::blocks::BlockState;
 use crate::storage::forest::Forest;
 
 impl RadixIndex {
     /// A digest of the logical state: every entry with its tokens, block, label, grade, tags, sessions, mark and last
-    /// use; pins; condemned and waiting blocks (these in order); the clock and the kinds. It does not depend on seeds
-    /// or on the order of splits.
+    /// use; pins; condemned and waiting blocks (these in order); the clock and the kinds; and the same of ids of further
+    /// groups. It does not depend on seeds or on the order of splits.
     #[must_use]
     pub fn digest(&self) -> u64 {
         let forest = self.forest();
@@ -38,7 +39,35 @@ impl RadixIndex {
             sum.wrapping_add(digest_tree(forest, tree.root, namespace.finish(), &marks))
         });
         entries.hash(&mut all);
+        if !self.groups().is_empty() {
+            self.digest_groups(&mut all);
+        }
         all.finish()
+    }
+
+    /// Adds every group's ids: at the block of group 0 at their place, waiting or condemned, with their pins and last
+    /// uses.
+    fn digest_groups(&self, all: &mut DefaultHasher) {
+        let (forest, groups) = (self.forest(), self.groups());
+        let pins = groups.pin_counts();
+        for (number, column) in groups.columns().iter().enumerate() {
+            let mut ids: Vec<_> = column.ids().collect();
+            ids.sort_unstable_by_key(|&(id, _)| id);
+            for (id, state) in ids {
+                let pins = pins.get(&(number, id)).copied().unwrap_or(0);
+                (id, pins).hash(all);
+                match state {
+                    IdState::Indexed(node, place) => {
+                        let last_use = column.entry(node, place).map(|entry| entry.last_use);
+                        let block = forest.node(node).id(place, forest.block_size());
+                        (block, last_use).hash(all);
+                    }
+                    IdState::Condemned(_) => "condemned".hash(all),
+                    IdState::Waiting => "waiting".hash(all),
+                }
+            }
+            "end".hash(all);
+        }
     }
 }
 

@@ -118,6 +118,15 @@ pub struct WouldSave {
     pub out_of_scope: usize,
 }
 
+/// A group besides group 0 that lets the prompt continue before the end of its exact match only.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GroupCut {
+    /// The name of the group that cut last.
+    pub group: String,
+    /// Tokens after which every group can continue.
+    pub num_tokens: usize,
+}
+
 /// Why an exact match ended where it did. `to_string` gives it in English.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Explanation {
@@ -143,8 +152,10 @@ pub struct Explanation {
     /// Fields in which the policy that the KV was built under is laxer. Empty unless the reason is
     /// [`Reason::LaxerPolicy`].
     pub laxer_in: Vec<&'static str>,
-    /// What a plan would find.
+    /// What a plan would find; if the index has a group with states, in place alone.
     pub would_save: WouldSave,
+    /// The group that keeps the prompt from using all of the match, if there is one.
+    pub cut_by: Option<GroupCut>,
 }
 
 /// The cached block at the place of the prompt's first unmatched block, and how many tokens the two share.
@@ -203,6 +214,7 @@ impl RadixIndex {
         let would_save = self.would_save(seq, &options.policy, plan);
         let at = self.exact_prefix(seq, 0, Effort::ANY);
         let at = at.filter(|at| at.node != NO_NODE);
+        let cut_by = at.and_then(|at| self.cut_of(at));
         let block_size = self.forest().block_size();
         let reached = at.map_or(0, |at| at.depth);
         let num_exact = reached as usize * block_size;
@@ -261,6 +273,17 @@ impl RadixIndex {
             other_namespace,
             laxer_in,
             would_save,
+            cut_by,
+        })
+    }
+
+    fn cut_of(&self, at: Position) -> Option<GroupCut> {
+        let mut steps = Effort::ANY.steps();
+        let hit = self.groups().deepest(self.forest(), at, &mut steps)?;
+        let group = self.config().groups.get(hit.cut_by?.checked_sub(1)?)?;
+        Some(GroupCut {
+            group: group.name.clone(),
+            num_tokens: hit.end.depth as usize * self.block_size(),
         })
     }
 
@@ -500,6 +523,13 @@ impl fmt::Display for Explanation {
             Reason::OtherNamespace => {
                 write!(f, "It goes on in another namespace of the same salt.")?;
             }
+        }
+        if let Some(cut) = &self.cut_by {
+            write!(
+                f,
+                " Group {:?} lets the prompt continue after {} tokens, not after {}.",
+                cut.group, cut.num_tokens, self.num_exact
+            )?;
         }
         if let Some(other) = &self.other_namespace {
             write!(

@@ -103,5 +103,6 @@ impl RadixIndex {
             + self.eviction().heap_bytes()
             + self.moved().windows().map_or(0, Windows::heap_bytes)
             + self.gone().heap_bytes()
+            + self.groups().heap_bytes()
     }
 }

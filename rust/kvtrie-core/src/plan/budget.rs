@@ -1,13 +1,24 @@
 //! Bounds the search for moved runs (rule P16 in `docs/design.md`).
 //!
-//! Work is counted in *looks*: a place looked up or tried, a child compared, or [`TOKENS_PER_LOOK`] tokens compared as
+//! Work is counted in *looks*: a place looked up or tried, a child compared, or `TOKENS_PER_LOOK` tokens compared as
 //! memory. A look waits for a few cache lines, 0.03 to 0.1 µs. Looks are counted, not timed, so that the same calls on
 //! two indexes of the same seed make the same plans. A search may exceed the bound by the looks of the last window and
 //! place. Runs that are found pay for the search: `benches/python/reuse.py` prints what prompts drop,
 //! `benches/python/fan.py` the cost of windows that lead to no run.
 
+use crate::effort::Effort;
+
 /// Tokens in a cache line.
-pub(super) const TOKENS_PER_LOOK: usize = 16;
+const TOKENS_PER_LOOK: usize = 16;
+
+/// Bytes of a cache line.
+const BYTES_PER_LOOK: u64 = 64;
+
+/// Looks in about the time of a walk to a node that is in no CPU cache.
+const LOOKS_PER_NODE: u64 = 4;
+
+/// Bytes compared in about the time of one window lookup.
+const BYTES_PER_WINDOW: u64 = 64;
 
 /// Looks to find where the prompt sorts among the children of an edge.
 pub(super) const CHOICE: u64 = 24;
@@ -43,6 +54,8 @@ pub(super) struct Budget {
     candidates: u64,
     first: u64,
     looks: u64,
+    /// Looks that compared tokens as memory, a cache line each.
+    compared: u64,
     covered: u64,
 }
 
@@ -58,11 +71,19 @@ impl Budget {
                 .saturating_add(each(tokens) / TOKENS_PER_FIRST)
                 .min(each(MOST_FIRST)),
             looks: 0,
+            compared: 0,
             covered: 0,
         }
     }
 
     pub(super) fn spend(&mut self, looks: u64) {
+        self.looks += looks;
+    }
+
+    /// Spends the looks that comparing this many tokens as memory takes.
+    pub(super) fn compare(&mut self, tokens: usize) {
+        let looks = (tokens / TOKENS_PER_LOOK) as u64;
+        self.compared += looks;
         self.looks += looks;
     }
 
@@ -72,6 +93,14 @@ impl Budget {
 
     pub(super) fn looks(&self) -> u64 {
         self.looks
+    }
+
+    /// Whether the looks, and the windows looked up, take more than `effort`.
+    pub(super) fn exceeds(&self, effort: Effort, windows: u64) -> bool {
+        let waits = self.looks - self.compared;
+        let compared = self.compared.saturating_mul(BYTES_PER_LOOK);
+        waits > effort.nodes.saturating_mul(LOOKS_PER_NODE)
+            || compared.saturating_add(windows.saturating_mul(BYTES_PER_WINDOW)) > effort.bytes
     }
 
     /// Looks beyond those allowed at `at`, if a run of `found` tokens from there is known; `None` if one is left.

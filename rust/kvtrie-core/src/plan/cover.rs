@@ -22,12 +22,6 @@ use crate::plan::usable::{Kinship, Usable};
 use crate::storage::forest::Position;
 use crate::storage::payload::Label;
 
-/// Looks in about the time of a walk to a node that is in no CPU cache.
-const LOOKS_PER_NODE: u64 = 4;
-
-/// Bytes compared in about the time of one window lookup, which `effort` counts per token.
-const BYTES_PER_TOKEN: u64 = 64;
-
 #[derive(Clone, Debug)]
 pub(super) struct Run {
     pub(super) start: usize,
@@ -176,8 +170,6 @@ impl<'a> Cover<'a> {
     /// The chosen runs in order. Between them are gaps where nothing was found. Returns `None` if the search takes more
     /// than `effort`.
     pub(super) fn runs(&mut self, from: usize, effort: Effort) -> Option<Vec<Run>> {
-        let most_looks = effort.nodes.saturating_mul(LOOKS_PER_NODE);
-        let most_tokens = effort.bytes / BYTES_PER_TOKEN;
         let len = self.follower.prompt.tokens.len();
         let mut runs = Vec::new();
         let mut at = from;
@@ -187,7 +179,7 @@ impl<'a> Cover<'a> {
         while at < len {
             self.settle(at);
             if let Some(mut search) = self.search.take() {
-                if self.budget.looks() > most_looks || search.num_screened() > most_tokens {
+                if self.budget.exceeds(effort, search.num_screened()) {
                     return None;
                 }
                 self.find_moved(&mut search, at);
@@ -438,6 +430,7 @@ impl<'a> Cover<'a> {
         );
         self.skipped += done.skipped;
         self.budget.spend(done.looks);
+        self.budget.compare(done.compared);
         let end = done.end;
         if path.is_empty() || end < covered {
             self.spend_on_scope();

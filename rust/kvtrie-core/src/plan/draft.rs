@@ -88,13 +88,18 @@ impl Draft {
         }
         let draft = draft?;
         let exact = drafting(usable.exact_only()).draft(end, ids, effort)?;
-        Some(Self {
-            // The share might differ if all places had been tried, so the dropped ones still count.
-            candidates_dropped: draft.candidates_dropped.max(exact.candidates_dropped),
-            looks: draft.looks,
-            is_without_scope: draft.is_without_scope,
-            ..exact
-        })
+        Some(exact.instead_of(&draft))
+    }
+
+    /// The draft that takes the place of one whose approximate tokens are not used.
+    pub(crate) fn instead_of(self, other: &Self) -> Self {
+        Self {
+            // The other one might be used if all places had been tried, so the dropped ones still count.
+            candidates_dropped: other.candidates_dropped.max(self.candidates_dropped),
+            looks: other.looks,
+            is_without_scope: other.is_without_scope,
+            ..self
+        }
     }
 }
 

@@ -18,6 +18,7 @@ mod draft;
 mod moves;
 mod path;
 mod reach;
+mod rebuild;
 mod recompute;
 mod scope;
 mod search;
@@ -31,6 +32,7 @@ use std::sync::Arc;
 
 use crate::error::{Result, invalid};
 use crate::grade::Grade;
+use crate::groups::GroupKind;
 use crate::ids::BlockId;
 use crate::pins::Lease;
 use crate::policy::{Repair, ReusePolicy};
@@ -106,6 +108,18 @@ pub(crate) struct Copied {
     ids: Range<usize>,
 }
 
+/// What a plan continues with in one group besides group 0.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GroupPart {
+    /// What the group keeps.
+    pub kind: GroupKind,
+    /// Position of the first block's first token; of a state, the number of tokens before it.
+    pub start: usize,
+    /// The blocks from there to the end of what is in place, or the slot of the state. Empty if nothing is in place, or
+    /// if a window has to be rebuilt as a whole ([`ReusePlan::rebuild`]).
+    pub blocks: Vec<BlockId>,
+}
+
 /// Options of a plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PlanOptions {
@@ -168,6 +182,7 @@ pub struct ReusePlan {
     /// The grade of the policy when the plan was made, with the kinds that were known then.
     grade: Grade,
     repair: Repaired,
+    groups: Vec<GroupPart>,
 }
 
 #[derive(Clone, Debug)]
@@ -183,6 +198,7 @@ pub(crate) struct Origin {
     pub(crate) moved_end: Option<usize>,
     pub(crate) edges: u64,
     pub(crate) repair: Repaired,
+    pub(crate) groups: Vec<GroupPart>,
 }
 
 /// Whether the tokens that a policy has computed within moved runs are chosen (P20).
@@ -219,6 +235,7 @@ impl ReusePlan {
             policy: origin.policy,
             grade: origin.grade,
             repair: origin.repair,
+            groups: origin.groups,
         }
     }
 
@@ -236,6 +253,18 @@ impl ReusePlan {
     #[must_use]
     pub fn blocks(&self) -> &[BlockId] {
         &self.ids[..self.num_blocks_in_place]
+    }
+
+    /// What the plan continues with in each group besides group 0, in their order.
+    #[must_use]
+    pub fn groups(&self) -> &[GroupPart] {
+        &self.groups
+    }
+
+    /// What the plan continues with in a group besides group 0, from 1; `None` if the index has no such group.
+    #[must_use]
+    pub fn group(&self, group: usize) -> Option<&GroupPart> {
+        self.groups.get(group.checked_sub(1)?)
     }
 
     /// Number of blocks that the caller must provide for the rest of the prompt.
@@ -334,12 +363,17 @@ impl ReusePlan {
         inside.map(|segment| segment.hops).max().unwrap_or(0)
     }
 
-    /// Position of the first approximate token, if there is one.
+    /// Position of the first approximate token, if there is one. Tokens that are computed after a window that was
+    /// rebuilt are approximate.
     #[must_use]
     pub fn first_approximate(&self) -> Option<usize> {
         let mut segments = self.segments.iter();
         let first = segments.find(|segment| segment.class == Class::Approximate);
-        first.map(|segment| segment.start)
+        let first = first.map(|segment| segment.start);
+        if self.groups.is_empty() {
+            return first;
+        }
+        first.into_iter().chain(self.first_after_rebuilt()).min()
     }
 
     pub(crate) fn index(&self) -> u64 {

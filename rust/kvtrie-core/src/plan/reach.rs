@@ -3,7 +3,7 @@
 use smallvec::SmallVec;
 
 use crate::ids::{Depth, NodeIndex};
-use crate::plan::budget::{CHOICE, TOKENS_PER_LOOK};
+use crate::plan::budget::CHOICE;
 use crate::plan::path::CachedPath;
 use crate::plan::scope::InScope;
 use crate::plan::usable::{Kinship, Usable};
@@ -29,8 +29,10 @@ pub(super) struct Followed {
     pub(super) end: usize,
     /// Number of children that might continue further and were not compared.
     pub(super) skipped: u64,
-    /// Number of children compared, plus tokens compared divided by [`TOKENS_PER_LOOK`].
+    /// Number of children compared.
     pub(super) looks: u64,
+    /// Number of tokens compared.
+    pub(super) compared: usize,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -125,7 +127,7 @@ impl<'a> Follower<'a> {
             };
             let Some(child) = child else {
                 done.end = at;
-                done.looks += ((at - begin) / TOKENS_PER_LOOK) as u64;
+                done.compared = at - begin;
                 return done;
             };
             node = child;

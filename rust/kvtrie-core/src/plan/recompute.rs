@@ -96,6 +96,7 @@ impl ReusePlan {
             policy: self.policy.clone(),
             grade: self.grade,
             repair: Repaired::Done,
+            groups: self.groups.clone(),
         })
     }
 

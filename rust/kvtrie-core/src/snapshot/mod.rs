@@ -8,7 +8,7 @@
 //!
 //! The checksum detects damage. It is not a signature: whoever can write the file decides what blocks are said to hold.
 //!
-//! # Format, version 3
+//! # Format, versions 3 and 4
 //!
 //! Little-endian numbers. A header of 24 bytes: `KVTRIE\x1a\n`, the version (4), a checksum of all other bytes (CRC-32,
 //! 4), the total length (8). Then sections, each once and in this order; a section is its name (4), its length (8) and
@@ -24,6 +24,9 @@
 //! | `QUAR` | quarantined blocks, ascending |
 //! | `WIND` | windows whose order matters, oldest first, for each table of windows |
 //! | `GONE` | recent departures, oldest first |
+//! | `GRPS` | in version 4 alone: the groups besides group 0; of each its ids, with the block of group 0 at their place and their last use, and those that wait |
+//!
+//! An index without such groups is written as version 3.
 //!
 //! A reader refuses unknown sections, so a writer that adds anything must increase the version.
 //!
@@ -37,6 +40,7 @@
 mod bytes;
 mod checks;
 mod edges;
+mod groups;
 mod sections;
 #[cfg(test)]
 mod tests;
@@ -49,10 +53,13 @@ use crate::ids::BlockId;
 use crate::index::RadixIndex;
 
 use bytes::{Reader, Writer};
-use sections::SECTIONS;
+use groups::GROUPS;
+use sections::{SECTIONS, Section};
 
 const MAGIC: [u8; 8] = *b"KVTRIE\x1a\n";
 const VERSION: u32 = 3;
+/// The version with the section `GRPS`, of an index with groups besides group 0.
+const VERSION_WITH_GROUPS: u32 = 4;
 const CHECKSUM: std::ops::Range<usize> = 12..16;
 const HEADER: usize = 24;
 const WHOLE: &str = "header";
@@ -105,10 +112,15 @@ impl RadixIndex {
     pub fn snapshot(&self) -> Vec<u8> {
         let mut out = Writer::default();
         out.raw(&MAGIC);
-        out.u32(VERSION);
+        let has_groups = !self.groups().is_empty();
+        out.u32(if has_groups {
+            VERSION_WITH_GROUPS
+        } else {
+            VERSION
+        });
         out.u32(0);
         out.u64(0);
-        for section in &SECTIONS {
+        for section in sections(has_groups) {
             out.raw(section.name.as_bytes());
             let length = out.end();
             out.u64(0);
@@ -145,7 +157,7 @@ impl RadixIndex {
     ) -> Result<Self> {
         let (RestoredPool::Kept(pool_id) | RestoredPool::Lost(pool_id)) = pool;
         check_pool_id(pool_id, "RadixIndex::restore_within")?;
-        let (config, contents) = read(bytes, limits)?;
+        let (has_groups, config, contents) = read(bytes, limits)?;
         if let RestoredPool::Kept(id) = pool
             && config.pool_id != id
         {
@@ -156,7 +168,7 @@ impl RadixIndex {
             )));
         }
         let mut index = sections::begin(config)?;
-        for (section, mut content) in SECTIONS[1..].iter().zip(contents) {
+        for (section, mut content) in sections(has_groups).skip(1).zip(contents) {
             (section.read)(&mut index, &mut content)?;
             content.finish()?;
         }
@@ -182,21 +194,24 @@ impl RadixIndex {
         let limits = RestoreLimits {
             num_blocks: BlockId::MAX_BLOCKS,
         };
-        let (config, _) =
+        let (_, config, _) =
             read(bytes, limits).map_err(|error| error.in_call("RadixIndex::pool_of_snapshot"))?;
         Ok(config.pool_id)
     }
 }
 
-fn read(bytes: &[u8], limits: RestoreLimits) -> Result<(Config, Vec<Reader<'_>>)> {
+/// Reads the header and the configuration. Returns whether there are groups besides group 0, and the sections after the
+/// first.
+fn read(bytes: &[u8], limits: RestoreLimits) -> Result<(bool, Config, Vec<Reader<'_>>)> {
     let mut header = Reader::new(bytes, WHOLE);
     let magic = header.raw(MAGIC.len().min(bytes.len()))?;
     if magic != MAGIC {
         return Err(Error::snapshot("these bytes are no snapshot of an index"));
     }
     let version = header.u32()?;
-    header.must(version == VERSION, || {
-        format!("version {version}; this build reads version {VERSION}")
+    let has_groups = version == VERSION_WITH_GROUPS;
+    header.must(has_groups || version == VERSION, || {
+        format!("version {version}; this build reads versions {VERSION} and {VERSION_WITH_GROUPS}")
     })?;
     let (sum, length) = (header.u32()?, header.u64()?);
     header.must(length == bytes.len() as u64, || {
@@ -205,8 +220,8 @@ fn read(bytes: &[u8], limits: RestoreLimits) -> Result<(Config, Vec<Reader<'_>>)
     header.must(sum == checksum(bytes), || "the checksum does not fit")?;
 
     let mut rest = Reader::new(&bytes[HEADER..], WHOLE);
-    let mut contents = Vec::with_capacity(SECTIONS.len());
-    for section in &SECTIONS {
+    let mut contents = Vec::with_capacity(SECTIONS.len() + 1);
+    for section in sections(has_groups) {
         let name = rest.raw(section.name.len())?;
         rest.must(name == section.name.as_bytes(), || {
             format!("section {} is missing", section.name)
@@ -217,7 +232,15 @@ fn read(bytes: &[u8], limits: RestoreLimits) -> Result<(Config, Vec<Reader<'_>>)
     rest.finish()?;
 
     let mut config = contents.remove(0);
-    Ok((sections::read_config(&mut config, limits)?, contents))
+    let config = sections::read_config(&mut config, limits)?;
+    Ok((has_groups, config, contents))
+}
+
+/// The sections of an index, in order.
+fn sections(has_groups: bool) -> impl Iterator<Item = &'static Section> {
+    static ALL: [Section; 8] = SECTIONS;
+    static LAST: Section = GROUPS;
+    ALL.iter().chain(has_groups.then_some(&LAST))
 }
 
 struct Hex<'a>(&'a [u8]);

@@ -103,6 +103,7 @@ pub(super) fn read_config(from: &mut Reader<'_>, limits: RestoreLimits) -> Resul
             let len = from.count(1)?;
             from.raw(len)?.to_vec()
         },
+        groups: Vec::new(),
     };
     check_pool_id(&config.pool_id, "RadixIndex::restore_within")
         .map_err(|error| from.wrong(format_args!("CONF: {}", error.message())))?;

@@ -341,6 +341,7 @@ impl Pair {
             // No place is dropped.
             max_candidates: 1 << 20,
             pool_id: vec![0; 16],
+            groups: Vec::new(),
         };
         let namespace = |salt: &str| {
             Arc::new(

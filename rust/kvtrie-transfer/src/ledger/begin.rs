@@ -174,6 +174,12 @@ impl SequenceLedger {
                 plan.blocks().len()
             ));
         }
+        if !plan.groups().is_empty() {
+            return Err(invalid!(
+                CALL,
+                "the plan is of an index with groups besides group 0; a ledger is for group 0 alone"
+            ));
+        }
         if plan.block_size() != self.block_size {
             return Err(invalid!(
                 CALL,

@@ -153,6 +153,7 @@ impl Request {
     }
 
     fn check_index(&self, index: &RadixIndex, block_size: usize, call: &'static str) -> Result<()> {
+        index.refuse_groups("a ledger", call)?;
         check_block_size(index, block_size, call)?;
         for plan in self.plans() {
             if !plan.is_of(index) {

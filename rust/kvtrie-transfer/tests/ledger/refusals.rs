@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use kvtrie_core::{BlockId, Class, Config, Error, ErrorKind, RadixIndex, ReusePlan, Source};
+use kvtrie_core::{BlockId, Class, Config, Error, ErrorKind, Group, RadixIndex, ReusePlan, Source};
 use kvtrie_transfer::{Begin, SequenceLedger, Step, StepError};
 
 use super::rules::{SIZE, begin_imported, begun, ids, index, planned, put, sequence, span};
@@ -94,6 +94,47 @@ fn ids_that_come_twice() {
         ledger.add_blocks(id, &unique).unwrap();
         assert_eq!(ledger.blocks(id).unwrap().len(), 2 + unique.len());
     }
+}
+
+/// A ledger commits group 0 alone, so the window of what it said was cached would be missing.
+#[test]
+fn an_index_with_groups_and_its_plans() {
+    let mut index = RadixIndex::new(Config {
+        num_blocks: 16,
+        block_size: SIZE,
+        groups: vec![Group::window("swa", 5, 4, SIZE)],
+        ..Config::seeded(0)
+    })
+    .unwrap();
+    put(&mut index, 0..8, 9..11, Source::Computed);
+    let before = index.digest();
+    let (mut ledger, mut other, id) = begun(8);
+    for done in [
+        ledger.commit(id, &mut other, &mut index),
+        ledger.finish(id, &mut other, &mut index),
+    ] {
+        assert_invalid(
+            done,
+            "the index has group \"swa\" besides group 0; a ledger",
+        );
+    }
+    assert_eq!(index.digest(), before);
+    assert!(other.is_owned() && !ledger.is_empty());
+    let mut ledger = SequenceLedger::new(SIZE).unwrap();
+    let mut seq = sequence(0..12);
+    let plan = planned(&mut index, &mut seq, true);
+    for in_place in [None, Some(Arc::clone(&plan))] {
+        let begin = match in_place {
+            None => Begin::planned(Arc::clone(&plan)),
+            Some(_) => Begin {
+                in_place,
+                ..Begin::default()
+            },
+        };
+        let done = ledger.begin(&mut seq, &ids(0..3), begin);
+        assert_invalid(done, "the plan is of an index with groups besides group 0");
+    }
+    assert!(ledger.is_empty() && !seq.is_owned());
 }
 
 #[test]
