@@ -1,0 +1,429 @@
+//! The blocks of all lanes: the tree, the fingerprints, and what each lane holds, changed together.
+
+use crate::events::{EventBlock, Tier};
+use crate::fingerprints::Fingerprints;
+use crate::holdings::{Copies, Held, Holdings, Parked};
+use crate::keys::{Digest, Keys, plus};
+use crate::lanes::{Lane, Lanes};
+use crate::tree::{EdgeIndex, Gone, NONE, Slot, Tree};
+
+/// What comes before a block.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Above {
+    /// Nothing; this is the root of its namespace.
+    Root(Digest),
+    Block(Slot),
+}
+
+/// Why a block was not stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum NotStored {
+    /// The lane has reached `max_blocks`.
+    Full,
+    /// The hash names another block already.
+    Conflict,
+    /// The lane holds this block under another hash, which alone counts.
+    Alias(Slot),
+}
+
+#[derive(Debug, Default)]
+struct LaneState {
+    holdings: Holdings,
+    is_approximate: bool,
+}
+
+/// A sweep through all edges, after which the lanes that it forgets are free.
+#[derive(Debug)]
+struct Sweep {
+    lanes: Vec<Lane>,
+    next: EdgeIndex,
+    end: EdgeIndex,
+}
+
+#[derive(Debug)]
+pub(crate) struct Blocks {
+    pub(crate) tree: Tree,
+    pub(crate) fingerprints: Option<Fingerprints>,
+    lanes: Vec<LaneState>,
+    /// Number of blocks of the tree that each lane has added.
+    charged: Vec<u32>,
+    /// Lanes of live workers: all, and those with exact blocks.
+    live: Lanes,
+    exact: Lanes,
+    free: Vec<Lane>,
+    dead: Vec<Lane>,
+    sweep: Option<Sweep>,
+    most: usize,
+}
+
+/// Takes what leaves the tree from the other tables.
+struct Leaving<'a> {
+    fingerprints: &'a mut Option<Fingerprints>,
+    charged: &'a mut [u32],
+}
+
+impl Gone for Leaving<'_> {
+    fn slot(&mut self, slot: Slot) {
+        if let Some(fingerprints) = self.fingerprints {
+            fingerprints.remove(slot);
+        }
+    }
+
+    fn blocks(&mut self, owner: Lane, count: u32) {
+        if let Some(charged) = self.charged.get_mut(owner as usize) {
+            *charged -= count;
+        }
+    }
+}
+
+impl Blocks {
+    pub(crate) fn new(moved_runs: bool, max_blocks: usize) -> Self {
+        Self {
+            tree: Tree::default(),
+            fingerprints: moved_runs.then(Fingerprints::default),
+            lanes: Vec::new(),
+            charged: Vec::new(),
+            live: Lanes::default(),
+            exact: Lanes::default(),
+            free: Vec::new(),
+            dead: Vec::new(),
+            sweep: None,
+            most: max_blocks,
+        }
+    }
+
+    pub(crate) fn num_lanes(&self) -> usize {
+        self.lanes.len()
+    }
+
+    pub(crate) fn live(&self) -> &Lanes {
+        &self.live
+    }
+
+    pub(crate) fn exact(&self) -> &Lanes {
+        &self.exact
+    }
+
+    pub(crate) fn num_dead(&self) -> usize {
+        self.dead.len() + self.sweep.as_ref().map_or(0, |sweep| sweep.lanes.len())
+    }
+
+    pub(crate) fn holdings(&self, lane: Lane) -> &Holdings {
+        &self.lanes[lane as usize].holdings
+    }
+
+    pub(crate) fn charged(&self, lane: Lane) -> u32 {
+        self.charged[lane as usize]
+    }
+
+    pub(crate) fn open(&mut self, is_approximate: bool) -> Lane {
+        let lane = self.free.pop().unwrap_or_else(|| {
+            self.lanes.push(LaneState::default());
+            self.charged.push(0);
+            u32::try_from(self.lanes.len() - 1).unwrap_or(NONE)
+        });
+        self.lanes[lane as usize].is_approximate = is_approximate;
+        self.live.add(lane);
+        if !is_approximate {
+            self.exact.add(lane);
+        }
+        lane
+    }
+
+    /// Whether a lane has held nothing yet, or holds and owes nothing any more.
+    pub(crate) fn is_unused(&self, lane: Lane) -> bool {
+        let holdings = self.holdings(lane);
+        holdings.len() == 0 && holdings.num_parked() == 0 && self.charged(lane) == 0
+    }
+
+    /// Ends a lane. What it holds is no longer found; its memory comes back in later calls.
+    pub(crate) fn close(&mut self, lane: Lane) {
+        self.live.remove(lane);
+        self.exact.remove(lane);
+        self.dead.push(lane);
+    }
+
+    /// Visits so many edges, if lanes have ended.
+    pub(crate) fn reclaim(&mut self, edges: usize) {
+        for _ in 0..edges {
+            let sweep = match &mut self.sweep {
+                Some(sweep) => sweep,
+                None if self.dead.is_empty() => return,
+                None => {
+                    let lanes = std::mem::take(&mut self.dead);
+                    let end = self.tree.begin_sweep();
+                    self.sweep.insert(Sweep {
+                        lanes,
+                        next: 0,
+                        end,
+                    })
+                }
+            };
+            let mut leaving = Leaving {
+                fingerprints: &mut self.fingerprints,
+                charged: &mut self.charged,
+            };
+            if sweep.next < sweep.end {
+                self.tree.sweep(sweep.next, &self.live, &mut leaving);
+                sweep.next += 1;
+            } else if let Some(edge) = self.tree.next_cut() {
+                self.tree.sweep(edge, &self.live, &mut leaving);
+            } else if let Some(sweep) = self.sweep.take() {
+                for lane in sweep.lanes {
+                    self.lanes[lane as usize] = LaneState::default();
+                    self.charged[lane as usize] = 0;
+                    self.free.push(lane);
+                }
+            }
+        }
+    }
+
+    /// Stores copies of a block after another one, and returns its slot.
+    pub(crate) fn store(
+        &mut self,
+        keys: &Keys,
+        lane: Lane,
+        above: Above,
+        block: &EventBlock,
+        mut copies: Copies,
+    ) -> Result<Slot, NotStored> {
+        let state = &mut self.lanes[lane as usize];
+        let (before, parent) = match above {
+            Above::Root(digest) => (digest, NONE),
+            Above::Block(slot) => (self.tree.digest(slot), slot),
+        };
+        let digest = keys.child(before, block.contents, state.is_approximate);
+        if let Some(held) = state.holdings.get(block.hash) {
+            if self.tree.digest(held.slot) != digest {
+                return Err(NotStored::Conflict);
+            }
+            let (slot, all) = (held.slot, held.copies.plus(copies));
+            state.holdings.set(block.hash, Held { slot, copies: all });
+            if all.fastest() != held.copies.fastest() {
+                self.tree
+                    .set_tier(slot, lane, all.fastest().unwrap_or_default());
+            }
+            return Ok(slot);
+        }
+        if let Some(parked) = state.holdings.parked(block.hash) {
+            // What waits is for the block above, as far as that is known.
+            let is_below = match above {
+                Above::Root(_) => false,
+                Above::Block(slot) => {
+                    let waits_for = state.holdings.get(parked.parent);
+                    waits_for.is_none_or(|held| held.slot == slot)
+                }
+            };
+            if !is_below || parked.contents != block.contents {
+                return Err(NotStored::Conflict);
+            }
+        }
+        if state.holdings.len() >= self.most {
+            return Err(NotStored::Full);
+        }
+        let slot = if let Some(slot) = self.tree.child(parent, digest) {
+            let (edge, at) = self.tree.at(slot);
+            if self.tree.edge(edge).is_held(lane, at) {
+                return Err(NotStored::Alias(slot));
+            }
+            self.tree.hold(edge, lane, at, at + 1);
+            slot
+        } else {
+            let charged = &mut self.charged[lane as usize];
+            if *charged as usize >= self.most {
+                return Err(NotStored::Full);
+            }
+            let apart = match above {
+                Above::Root(root) => Keys::apart(root),
+                Above::Block(slot) => self.tree.apart(slot),
+            };
+            let slot = self.tree.grow(parent, digest, lane, apart);
+            let slot = slot.ok_or(NotStored::Full)?;
+            *charged += 1;
+            if let Some(fingerprints) = &mut self.fingerprints {
+                let fingerprint = plus(block.fingerprint, apart);
+                fingerprints.add(slot, fingerprint, lane, &self.tree);
+            }
+            slot
+        };
+        if let Some(parked) = state.holdings.unpark(block.hash) {
+            copies = copies.plus(parked.copies);
+        }
+        state.holdings.add(block.hash, Held { slot, copies });
+        let tier = copies.fastest().unwrap_or_default();
+        if tier != Tier::Device {
+            self.tree.set_tier(slot, lane, tier);
+        }
+        Ok(slot)
+    }
+
+    /// Whether an event's block, of which the block before is not known, has the tokens of the one in a lane's slot.
+    pub(crate) fn is_at(&self, keys: &Keys, lane: Lane, block: &EventBlock, slot: Slot) -> bool {
+        let before = self.tree.before(slot);
+        before != NONE && {
+            let is_approximate = self.lanes[lane as usize].is_approximate;
+            let digest = keys.child(self.tree.digest(before), block.contents, is_approximate);
+            digest == self.tree.digest(slot)
+        }
+    }
+
+    /// Stores another copy of a block that the lane has; false if it has none.
+    pub(crate) fn repeat(&mut self, lane: Lane, hash: u64, tier: Tier) -> bool {
+        let holdings = &mut self.lanes[lane as usize].holdings;
+        let Some(held) = holdings.get(hash) else {
+            return false;
+        };
+        let (slot, mut copies) = (held.slot, held.copies);
+        copies.add(tier);
+        holdings.set(hash, Held { slot, copies });
+        if copies.fastest() != held.copies.fastest() {
+            self.tree.set_tier(slot, lane, tier);
+        }
+        true
+    }
+
+    /// Stores what waited for a block, in this lane, and what waited for that. Returns the number of blocks attached.
+    pub(crate) fn attach(&mut self, keys: &Keys, lane: Lane, hash: u64, slot: Slot) -> usize {
+        if self.holdings(lane).num_parked() == 0 {
+            return 0;
+        }
+        let (mut known, mut attached) = (vec![(hash, slot)], 0);
+        while let Some((parent, slot)) = known.pop() {
+            while let Some(hash) = self.holdings(lane).next_waiting(parent) {
+                let Some(parked) = self.lanes[lane as usize].holdings.unpark(hash) else {
+                    break;
+                };
+                let block = EventBlock {
+                    hash,
+                    contents: parked.contents,
+                    fingerprint: parked.fingerprint,
+                };
+                let stored = self.store(keys, lane, Above::Block(slot), &block, parked.copies);
+                if let Ok(slot) = stored {
+                    known.push((hash, slot));
+                    attached += 1;
+                }
+            }
+        }
+        attached
+    }
+
+    /// Keeps a block until its parent arrives, if there is room and its hash names no other that waits.
+    pub(crate) fn park(
+        &mut self,
+        lane: Lane,
+        parent: u64,
+        block: &EventBlock,
+        tier: Tier,
+        max_parked: usize,
+    ) -> Result<(), NotStored> {
+        let holdings = &mut self.lanes[lane as usize].holdings;
+        if let Some(parked) = holdings.parked_mut(block.hash) {
+            if (parked.parent, parked.contents) != (parent, block.contents) {
+                return Err(NotStored::Conflict);
+            }
+            parked.copies.add(tier);
+            return Ok(());
+        }
+        // The canary of the fuzz target `events`: there is always room.
+        if holdings.num_parked() >= max_parked && !cfg!(feature = "canary") {
+            return Err(NotStored::Full);
+        }
+        let parked = Parked {
+            parent,
+            contents: block.contents,
+            fingerprint: block.fingerprint,
+            copies: Copies::of(tier),
+        };
+        holdings.park(block.hash, parked);
+        Ok(())
+    }
+
+    /// Removes one copy; false if the lane has none in that tier.
+    pub(crate) fn remove(&mut self, lane: Lane, hash: u64, tier: Tier) -> bool {
+        let holdings = &mut self.lanes[lane as usize].holdings;
+        let Some(held) = holdings.get(hash) else {
+            let Some(parked) = holdings.parked_mut(hash) else {
+                return false;
+            };
+            let had = parked.copies.take(tier);
+            if parked.copies.fastest().is_none() {
+                holdings.unpark(hash);
+            }
+            return had;
+        };
+        let mut copies = held.copies;
+        if !copies.take(tier) {
+            return false;
+        }
+        let slot = held.slot;
+        holdings.set(hash, Held { slot, copies });
+        match copies.fastest() {
+            None => {
+                let mut leaving = Leaving {
+                    fingerprints: &mut self.fingerprints,
+                    charged: &mut self.charged,
+                };
+                self.tree.release(slot, lane, &mut leaving);
+            }
+            fastest if fastest == held.copies.fastest() => (),
+            Some(tier) => self.tree.set_tier(slot, lane, tier),
+        }
+        true
+    }
+
+    pub(crate) fn heap_bytes(&self) -> usize {
+        let lanes = self.lanes.iter().map(|lane| lane.holdings.heap_bytes());
+        let fingerprints = self.fingerprints.as_ref();
+        self.tree.heap_bytes()
+            + fingerprints.map_or(0, Fingerprints::heap_bytes)
+            + lanes.sum::<usize>()
+            + self.lanes.capacity() * size_of::<LaneState>()
+    }
+
+    pub(crate) fn check(&self) -> Result<(), String> {
+        let num_lanes = u32::try_from(self.lanes.len()).unwrap_or(NONE);
+        self.tree.check(&self.live, num_lanes)?;
+        if let Some(fingerprints) = &self.fingerprints {
+            fingerprints.check(&self.tree)?;
+        }
+        let mut held = vec![0_usize; self.lanes.len()];
+        let mut charged = vec![0; self.lanes.len()];
+        for (_, edge) in self.tree.edges() {
+            for lane in edge.full().iter() {
+                held[lane as usize] += edge.len() as usize;
+            }
+            for part in edge.parts() {
+                let runs = part.runs.as_slice().iter();
+                held[part.key as usize] += runs.map(|run| (run.1 - run.0) as usize).sum::<usize>();
+            }
+            if let Some(charged) = charged.get_mut(edge.owner() as usize) {
+                *charged += edge.len();
+            }
+        }
+        for lane in self.live.iter() {
+            let holdings = self.holdings(lane);
+            let mut count = 0;
+            holdings.check()?;
+            for (hash, held) in holdings.iter() {
+                let (edge, at) = self.tree.at(held.slot);
+                if holdings.get(hash) != Some(held) || held.copies.fastest().is_none() {
+                    return Err(format!("lane {lane}: a hash is not found"));
+                }
+                if !self.tree.edge(edge).is_held(lane, at) {
+                    return Err(format!("lane {lane}: a block of its hashes is not held"));
+                }
+                count += 1;
+            }
+            if count != held[lane as usize] || charged[lane as usize] != self.charged(lane) {
+                return Err(format!(
+                    "lane {lane}: {count} hashes for {} blocks; {} added, {} counted",
+                    held[lane as usize],
+                    charged[lane as usize],
+                    self.charged(lane)
+                ));
+            }
+        }
+        Ok(())
+    }
+}

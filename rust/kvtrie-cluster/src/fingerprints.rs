@@ -1,0 +1,172 @@
+//! Finds blocks by the fingerprints of their tokens, whatever is before them.
+//!
+//! 32 bits of each fingerprint are kept: a run of several blocks that are all mistaken is rare enough for a hint. A
+//! search asks for every window of a prompt, and most are no block's: a screen of 8 to 16 bits a block, which stays in a
+//! nearer cache than the table, says so of most. It lets 2 to 5 in a hundred of the others pass when it is new, and up to 16
+//! when almost as many blocks have left as are there: their bits stay until it is renewed.
+
+use crate::keys::plus;
+use crate::lanes::Lane;
+use crate::table::{Cell, Table};
+use crate::tree::{NONE, Slot, Tree};
+
+/// The most blocks of equal tokens that one lane may add: a text that repeats itself, or a flood.
+const MOST_ALIKE: usize = 4;
+
+#[derive(Clone, Copy, Debug)]
+struct Print {
+    tag: u32,
+    slot: Slot,
+}
+
+impl Cell for Print {
+    const EMPTY: Self = Self { tag: 0, slot: NONE };
+
+    fn is_empty(&self) -> bool {
+        self.slot == NONE
+    }
+
+    fn key(&self) -> u64 {
+        u64::from(self.tag) << 32
+    }
+}
+
+/// Two bits for every tag that was added. Those of removed tags stay until as many are removed as there are.
+#[derive(Debug, Default)]
+struct Screen {
+    /// A power of two of words, or none.
+    bits: Vec<u64>,
+    stale: usize,
+}
+
+impl Screen {
+    const BITS_PER_TAG: usize = 8;
+    /// Fewer removed tags are not worth a pass.
+    const FEWEST_STALE: usize = 64;
+
+    /// The word of a tag, and its two bits there.
+    fn place(&self, tag: u32) -> (usize, u64) {
+        let bits = 1 << (tag % 64) | 1 << (tag / 64 % 64);
+        (tag.rotate_right(12) as usize & (self.bits.len() - 1), bits)
+    }
+
+    fn may_have(&self, tag: u32) -> bool {
+        if self.bits.is_empty() {
+            return false;
+        }
+        let (word, bits) = self.place(tag);
+        self.bits[word] & bits == bits
+    }
+
+    fn add(&mut self, tag: u32, table: &Table<Print>) {
+        if table.len() * Self::BITS_PER_TAG > self.bits.len() * 64 {
+            self.renew(table);
+            return;
+        }
+        let (word, bits) = self.place(tag);
+        self.bits[word] |= bits;
+    }
+
+    fn remove(&mut self, table: &Table<Print>) {
+        self.stale += 1;
+        if self.stale > table.len() + Self::FEWEST_STALE {
+            self.renew(table);
+        }
+    }
+
+    fn renew(&mut self, table: &Table<Print>) {
+        let words = (table.len() * Self::BITS_PER_TAG).div_ceil(64);
+        self.bits = vec![0; words.next_power_of_two()];
+        self.stale = 0;
+        for print in table.iter() {
+            let (word, bits) = self.place(print.tag);
+            self.bits[word] |= bits;
+        }
+    }
+}
+
+#[derive(Debug, Default)]
+pub(crate) struct Fingerprints {
+    screen: Screen,
+    table: Table<Print>,
+    /// The tag of each slot in the table; some slots are not there.
+    tags: Vec<u32>,
+}
+
+/// The 32 bits that are kept.
+#[expect(clippy::cast_possible_truncation, reason = "a part is wanted")]
+fn tag(fingerprint: u64) -> u32 {
+    (fingerprint >> 29) as u32
+}
+
+impl Fingerprints {
+    pub(crate) fn add(&mut self, slot: Slot, fingerprint: u64, owner: Lane, tree: &Tree) {
+        let at = slot as usize;
+        if self.tags.len() <= at {
+            crate::tree::make_room(&mut self.tags);
+            self.tags.resize(at + 1, 0);
+        }
+        let is_owners = |other: &Slot| tree.edge(tree.edge_of(*other)).owner() == owner;
+        if self.find(fingerprint).filter(is_owners).count() >= MOST_ALIKE {
+            return;
+        }
+        let tag = tag(fingerprint);
+        self.tags[at] = tag;
+        self.table.insert(Print { tag, slot });
+        self.screen.add(tag, &self.table);
+    }
+
+    pub(crate) fn remove(&mut self, slot: Slot) {
+        if let Some(&tag) = self.tags.get(slot as usize) {
+            let print = Print { tag, slot };
+            if self.table.remove(print.key(), |other| other.slot == slot) {
+                self.screen.remove(&self.table);
+            }
+        }
+    }
+
+    /// The positions of windows that may be those of blocks: all that are, and up to 16 in a hundred of the others.
+    pub(crate) fn possible(&self, windows: &[u64], apart: u64) -> Vec<usize> {
+        let mut found = Vec::new();
+        for (at, &window) in windows.iter().enumerate() {
+            if self.screen.may_have(tag(plus(window, apart))) {
+                found.push(at);
+            }
+        }
+        found
+    }
+
+    /// The blocks with this fingerprint.
+    pub(crate) fn find(&self, fingerprint: u64) -> impl Iterator<Item = Slot> {
+        let tag = tag(fingerprint);
+        let found = self
+            .screen
+            .may_have(tag)
+            .then(|| self.table.all(u64::from(tag) << 32));
+        found.into_iter().flatten().map(|print| print.slot)
+    }
+
+    pub(crate) fn heap_bytes(&self) -> usize {
+        self.tags.capacity() * size_of::<u32>()
+            + self.table.heap_bytes()
+            + self.screen.bits.capacity() * size_of::<u64>()
+    }
+
+    pub(crate) fn check(&self, tree: &Tree) -> Result<(), String> {
+        self.table.check()?;
+        for print in self.table.iter() {
+            let (edge, at) = tree.at(print.slot);
+            let is_there = tree.edge(edge).len() > at && tree.edge(edge).slot(at) == print.slot;
+            if !is_there || self.tags[print.slot as usize] != print.tag {
+                return Err(format!("the fingerprint of {} outlived it", print.slot));
+            }
+            if !self.screen.may_have(print.tag) {
+                return Err(format!(
+                    "the screen hides the fingerprint of {}",
+                    print.slot
+                ));
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,68 @@
+//! An index of many workers: which of them holds how much of a prompt, from the KV events that their engines publish.
+//! The crate is pure Rust, without Python, I/O or unsafe code of its own.
+//!
+//! The rules C1 to C10 in `docs/design.md` are its contract.
+//!
+//! # The model
+//!
+//! - A **worker** is one engine, or one data-parallel rank of it. It has a name that is never used twice
+//!   ([`WorkerId`]), and a namespace.
+//! - A **block** is `block_size` tokens after one whole prefix in one namespace. It is named by a keyed digest of 128
+//!   bits; the index keeps no token, no salt and no key of an image.
+//! - A worker **holds** a block while it has more copies stored than removed, in any [`Tier`]. Workers name blocks by
+//!   hashes of their own, which mean nothing to other workers.
+//! - A search returns for each worker how many tokens it holds from position 0 (*exact*), and how many of the rest it
+//!   holds elsewhere in runs of at least `min_run` tokens (*moved*). The second is a hint: fingerprints are compared,
+//!   not tokens, and engines decide what they reuse.
+//!
+//! # Calls and costs
+//!
+//! *Lives* are the workers, those of the last clears and deaths that are not reclaimed yet, and one more for each
+//! worker with approximate blocks.
+//!
+//! | call | cost |
+//! |---|---|
+//! | [`EventReader::read`] | O(bytes), without a lock |
+//! | [`apply`](KvIndexer::apply) | per block O(1), and O(log) of the holes and workers of its edge; where an edge is cut, its shorter part is visited once |
+//! | [`prompt`](KvIndexer::prompt) | O(tokens), without a lock through [`EventReader::prompt`] |
+//! | [`find`](KvIndexer::find) | O(edges of the path · (lives/64 + log blocks of the edge) + lives), and O(log) for each worker where it leaves |
+//! | `find` with moved runs | + O(tokens), and O(runs found · edges · workers that hold them); each worker adds at most four blocks of equal tokens |
+//! | [`clear_worker`](KvIndexer::clear_worker), [`remove_worker`](KvIndexer::remove_worker) | O(workers); each event applied later visits four edges to give the memory back |
+//! | [`stats`](KvIndexer::stats), [`reclaim`](KvIndexer::reclaim) | O(edges) |
+//! | [`check`](KvIndexer::check) | O(blocks + entries) |
+//!
+//! `cargo run --release -p kvtrie-benches --bin cluster` prints times and bytes per entry.
+//!
+//! # Structure
+//!
+//! `keys` has the digests, `events` reads bytes. `tree` has the unique blocks in edges and who holds them; `holdings`
+//! the blocks of one worker by its engine's hashes; `fingerprints` finds blocks by their tokens alone. `blocks`
+//! changes the three together, `scores` asks them, `indexer` has the calls and the workers.
+//!
+//! # Threads
+//!
+//! Calls that change the index take `&mut KvIndexer`: a caller with threads puts a lock around it, reads batches and
+//! prepares prompts outside of it.
+#![forbid(unsafe_code)]
+
+mod blocks;
+mod config;
+mod error;
+mod events;
+mod fingerprints;
+mod holdings;
+mod indexer;
+mod keys;
+mod lanes;
+mod runs;
+mod scores;
+mod table;
+mod tree;
+
+pub use config::IndexerConfig;
+pub use error::{EventError, EventRefusal};
+pub use events::{EventBatch, EventReader, Refused, Tier};
+pub use indexer::{
+    Applied, FindOptions, IndexerStats, KvIndexer, OverlapScores, Prompt, Stream, WorkerId,
+    WorkerStats,
+};

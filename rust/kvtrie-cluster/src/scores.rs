@@ -1,0 +1,229 @@
+//! Asks the tree: the exact prefix of every lane in one walk, and runs of the prompt that are elsewhere.
+
+use smallvec::SmallVec;
+
+use crate::events::Tier;
+use crate::fingerprints::Fingerprints;
+use crate::keys::{Digest, plus};
+use crate::lanes::{Lane, Lanes, bits};
+use crate::tree::{Edge, EdgeIndex, NONE, Slot, Tree};
+
+/// What each lane holds of a prompt from its first block on.
+#[derive(Debug)]
+pub(crate) struct Front {
+    /// Number of blocks.
+    pub(crate) blocks: Vec<u32>,
+    /// The slowest tier among the fastest copies of these blocks.
+    pub(crate) tiers: Vec<Tier>,
+}
+
+/// Number of blocks at the front of an edge that are those of the prompt. The first is.
+fn common(tree: &Tree, edge: &Edge, digests: &[Digest]) -> u32 {
+    let most = u32::try_from(digests.len()).map_or(edge.len(), |len| len.min(edge.len()));
+    let is = |at: u32| tree.digest(edge.slot(at)) == digests[at as usize];
+    // A digest covers everything before it, so one comparison is enough where the edge is the prompt's.
+    if is(most - 1) {
+        return most;
+    }
+    let (mut equal, mut differs) = (1, most - 1);
+    while equal < differs {
+        let middle = equal.midpoint(differs);
+        if is(middle) {
+            equal = middle + 1;
+        } else {
+            differs = middle;
+        }
+    }
+    equal
+}
+
+/// Walks down the path of the prompt once. Each lane leaves at its first hole.
+pub(crate) fn front(tree: &Tree, asked: &Lanes, num_lanes: usize, digests: &[Digest]) -> Front {
+    let mut front = Front {
+        blocks: vec![0; num_lanes],
+        tiers: vec![Tier::Device; num_lanes],
+    };
+    let mut alive: SmallVec<[u64; 8]> = SmallVec::from_slice(asked.words());
+    let mut at = 0;
+    while at < digests.len() && alive.iter().any(|&word| word != 0) {
+        let Some(edge) = tree.head(digests[at]) else {
+            break;
+        };
+        let edge = tree.edge(edge);
+        let found = common(tree, edge, &digests[at..]);
+        let before = u32::try_from(at).unwrap_or(NONE);
+        for (number, word) in (0..).zip(&mut alive) {
+            let full = edge.full().word(number as usize);
+            for lane in bits(number, *word & !full) {
+                let held = edge.at_front(lane).min(found);
+                front.blocks[lane as usize] = before + held;
+            }
+            *word &= full;
+        }
+        for (lane, tier, first) in edge.slow_before(found) {
+            // A lane that left earlier has fewer blocks than there are before this edge.
+            let is_alive = alive
+                .get((lane / u64::BITS) as usize)
+                .is_some_and(|word| word >> (lane % u64::BITS) & 1 == 1);
+            let held = if is_alive {
+                found
+            } else {
+                front.blocks[lane as usize].saturating_sub(before)
+            };
+            if first < held {
+                let slowest = &mut front.tiers[lane as usize];
+                *slowest = tier.max(*slowest);
+            }
+        }
+        at += found as usize;
+        if found < edge.len() {
+            break;
+        }
+    }
+    let end = u32::try_from(at).unwrap_or(NONE);
+    for (number, &word) in (0..).zip(&alive) {
+        for lane in bits(number, word) {
+            front.blocks[lane as usize] = end;
+        }
+    }
+    front
+}
+
+/// Consecutive blocks of one edge that are the prompt's tokens from `token` on.
+#[derive(Clone, Copy, Debug)]
+struct Stretch {
+    edge: EdgeIndex,
+    start: u32,
+    end: u32,
+    token: usize,
+}
+
+/// Blocks with the same tokens, each with the number of its chain of stretches.
+type Found = SmallVec<[(Slot, u32); 2]>;
+
+/// Tokens of the prompt that a lane holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Piece {
+    pub(crate) lane: Lane,
+    pub(crate) start: usize,
+    pub(crate) end: usize,
+}
+
+/// The runs of at least `run_blocks` whole blocks that lanes hold anywhere in the namespace.
+pub(crate) fn runs(
+    tree: &Tree,
+    fingerprints: &Fingerprints,
+    live: &Lanes,
+    windows: &[u64],
+    apart: u64,
+    block_size: usize,
+    run_blocks: usize,
+) -> Vec<Piece> {
+    let mut chains: Vec<SmallVec<[Stretch; 1]>> = Vec::new();
+    // By position modulo the block size: where blocks were found last, and these, each with its chain.
+    let mut recent: Vec<(usize, Found)> = vec![(usize::MAX, Found::new()); block_size];
+    for token in fingerprints.possible(windows, apart) {
+        let window = windows[token];
+        let (last, cell) = &mut recent[token % block_size];
+        if last.wrapping_add(block_size) != token {
+            cell.clear();
+        }
+        let mut found = Found::new();
+        for slot in fingerprints.find(plus(window, apart)) {
+            let (edge, at) = tree.at(slot);
+            let before = tree.before(slot);
+            // Of two blocks after the same one, the first continues its chain.
+            let ends_here = |chain: u32| {
+                let last = chains[chain as usize].last();
+                last.is_some_and(|last| {
+                    last.token + (last.end - last.start) as usize * block_size == token
+                })
+            };
+            let chain = cell
+                .iter()
+                .find(|one| one.0 == before && before != NONE && ends_here(one.1));
+            let new = Stretch {
+                edge,
+                start: at,
+                end: at + 1,
+                token,
+            };
+            let chain = if let Some(&(_, chain)) = chain {
+                let stretches = &mut chains[chain as usize];
+                match stretches.last_mut() {
+                    Some(last) if last.edge == edge && last.end == at => last.end += 1,
+                    _ => stretches.push(new),
+                }
+                chain
+            } else {
+                chains.push(SmallVec::from_elem(new, 1));
+                u32::try_from(chains.len() - 1).unwrap_or(NONE)
+            };
+            found.push((slot, chain));
+        }
+        (*last, *cell) = (token, found);
+    }
+    let mut held = HeldRuns {
+        open: Vec::new(),
+        pieces: Vec::new(),
+        least: run_blocks * block_size,
+    };
+    for chain in &chains {
+        let blocks: u32 = chain
+            .iter()
+            .map(|stretch| stretch.end - stretch.start)
+            .sum();
+        if (blocks as usize) < run_blocks {
+            continue;
+        }
+        for stretch in chain {
+            let edge = tree.edge(stretch.edge);
+            let tokens = |at: u32| stretch.token + (at - stretch.start) as usize * block_size;
+            for lane in edge.full().iter().filter(|&lane| live.has(lane)) {
+                held.add(lane, stretch.token, tokens(stretch.end));
+            }
+            for part in edge.parts().iter().filter(|part| live.has(part.key)) {
+                for &(start, end) in part.runs.as_slice() {
+                    let (start, end) = (start.max(stretch.start), end.min(stretch.end));
+                    if start < end {
+                        held.add(part.key, tokens(start), tokens(end));
+                    }
+                }
+            }
+        }
+        held.end();
+    }
+    held.pieces
+}
+
+/// Joins what a lane holds of one chain, across edges.
+struct HeldRuns {
+    open: Vec<Piece>,
+    pieces: Vec<Piece>,
+    least: usize,
+}
+
+impl HeldRuns {
+    fn add(&mut self, lane: Lane, start: usize, end: usize) {
+        match self.open.binary_search_by_key(&lane, |piece| piece.lane) {
+            Ok(at) if self.open[at].end == start => self.open[at].end = end,
+            Ok(at) => {
+                let ended = std::mem::replace(&mut self.open[at], Piece { lane, start, end });
+                self.keep(ended);
+            }
+            Err(at) => self.open.insert(at, Piece { lane, start, end }),
+        }
+    }
+
+    fn keep(&mut self, piece: Piece) {
+        if piece.end - piece.start >= self.least {
+            self.pieces.push(piece);
+        }
+    }
+
+    fn end(&mut self) {
+        for piece in std::mem::take(&mut self.open) {
+            self.keep(piece);
+        }
+    }
+}

@@ -1,0 +1,692 @@
+//! The tree of unique blocks: edges of consecutive blocks, and which lanes hold which of them.
+//!
+//! A block has a *slot*, which it keeps as long as it is in the tree. An edge has its slots in runs, because blocks
+//! that are stored together get consecutive slots. All lanes that hold a whole edge are one set of bits; a lane that
+//! holds a part has a list of runs. So the cost of a search and the memory grow with edges, holes and W/64.
+
+use hashbrown::HashTable;
+use smallvec::SmallVec;
+
+use crate::events::Tier;
+use crate::keys::{Digest, low};
+use crate::lanes::{Lane, Lanes};
+use crate::runs::Runs;
+
+pub(crate) type Slot = u32;
+pub(crate) type EdgeIndex = u32;
+
+/// No slot, no edge.
+pub(crate) const NONE: u32 = u32::MAX;
+
+/// The most slots of a tree: other tables use the bit above, and the last number.
+const MAX_SLOTS: u32 = (1 << 31) - 1;
+
+/// The most runs of slots of an edge that grows, because a block is sought in them.
+const MAX_RUNS: usize = 32;
+
+/// Consecutive slots of consecutive blocks.
+#[derive(Clone, Copy, Debug)]
+struct SlotRun {
+    /// Number of blocks of the edge before it.
+    start: u32,
+    slot: Slot,
+}
+
+/// The runs of one lane in an edge, by `key`.
+#[derive(Clone, Debug)]
+pub(crate) struct Part {
+    pub(crate) key: u32,
+    pub(crate) runs: Runs,
+}
+
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Edge {
+    /// The last block of the edge above.
+    parent: Slot,
+    /// Number of blocks before the first.
+    depth: u32,
+    len: u32,
+    children: u32,
+    /// Who is charged for its blocks.
+    owner: Lane,
+    /// What tells fingerprints of its namespace from those of others.
+    apart: u64,
+    slots: SmallVec<[SlotRun; 1]>,
+    full: Lanes,
+    /// Lanes that hold a part, ascending.
+    parts: Vec<Part>,
+    /// Blocks whose fastest copy is not in a device, by lane and tier, ascending. Most edges have none.
+    slow: Vec<Part>,
+}
+
+impl Edge {
+    pub(crate) fn len(&self) -> u32 {
+        self.len
+    }
+
+    pub(crate) fn full(&self) -> &Lanes {
+        &self.full
+    }
+
+    pub(crate) fn parts(&self) -> &[Part] {
+        &self.parts
+    }
+
+    pub(crate) fn owner(&self) -> Lane {
+        self.owner
+    }
+
+    pub(crate) fn slot(&self, at: u32) -> Slot {
+        let run = self.slots[self.slots.partition_point(|run| run.start <= at) - 1];
+        run.slot + (at - run.start)
+    }
+
+    /// Number of blocks that `lane` holds from the start, if it does not hold all.
+    pub(crate) fn at_front(&self, lane: Lane) -> u32 {
+        find(&self.parts, lane).map_or(0, |at| self.parts[at].runs.at_front())
+    }
+
+    pub(crate) fn is_held(&self, lane: Lane, at: u32) -> bool {
+        self.full.has(lane)
+            || find(&self.parts, lane).is_ok_and(|part| self.parts[part].runs.has(at))
+    }
+
+    /// The lanes and tiers that have a block of their slower tiers before `end`, with the first such block.
+    pub(crate) fn slow_before(&self, end: u32) -> impl Iterator<Item = (Lane, Tier, u32)> {
+        self.slow.iter().filter_map(move |part| {
+            let first = part.runs.as_slice().first()?.0;
+            (first < end).then(|| (part.key >> 2, Tier::ALL[(part.key & 3) as usize], first))
+        })
+    }
+
+    fn heap_bytes(&self) -> usize {
+        let parts = [&self.parts, &self.slow].map(|parts| {
+            let inside: usize = parts.iter().map(|part| part.runs.heap_bytes()).sum();
+            parts.capacity() * size_of::<Part>() + inside
+        });
+        let slots = if self.slots.spilled() {
+            self.slots.capacity() * size_of::<SlotRun>()
+        } else {
+            0
+        };
+        parts[0] + parts[1] + slots + self.full.heap_bytes()
+    }
+}
+
+fn find(parts: &[Part], key: u32) -> Result<usize, usize> {
+    // Few parts are searched faster from the front, and most edges have few.
+    parts.binary_search_by_key(&key, |part| part.key)
+}
+
+fn add(parts: &mut Vec<Part>, key: u32, start: u32, end: u32) -> usize {
+    match find(parts, key) {
+        Ok(at) => {
+            parts[at].runs.add(start, end);
+            at
+        }
+        Err(at) => {
+            let runs = Runs::of(start, end);
+            parts.insert(at, Part { key, runs });
+            at
+        }
+    }
+}
+
+fn remove(parts: &mut Vec<Part>, key: u32, start: u32, end: u32) {
+    if let Ok(at) = find(parts, key) {
+        parts[at].runs.remove(start, end);
+        if parts[at].runs.is_empty() {
+            parts.remove(at);
+        }
+    }
+}
+
+fn split(parts: &mut Vec<Part>, at: u32) -> Vec<Part> {
+    let mut after = Vec::new();
+    parts.retain_mut(|part| {
+        let (before, rest) = part.runs.split(at);
+        if !rest.is_empty() {
+            after.push(Part {
+                key: part.key,
+                runs: rest,
+            });
+        }
+        part.runs = before;
+        !part.runs.is_empty()
+    });
+    after
+}
+
+/// Makes room for more in steps of an eighth. A list that doubles would be half empty at worst.
+pub(crate) fn make_room<T>(list: &mut Vec<T>) {
+    if list.len() == list.capacity() {
+        list.reserve_exact(list.len() / 8 + 64);
+    }
+}
+
+/// What left the tree, to be taken from other tables.
+pub(crate) trait Gone {
+    fn slot(&mut self, slot: Slot);
+    fn blocks(&mut self, owner: Lane, count: u32);
+}
+
+#[derive(Debug, Default)]
+pub(crate) struct Tree {
+    edges: Vec<Edge>,
+    free_edges: Vec<EdgeIndex>,
+    /// By the digest of the first block.
+    heads: HashTable<EdgeIndex>,
+    digests: Vec<Digest>,
+    /// The edge of each slot.
+    owners: Vec<EdgeIndex>,
+    /// Runs of free slots.
+    free_slots: Vec<(Slot, u32)>,
+    num_blocks: u32,
+    /// Edges made by cuts during a sweep, which may have the lanes that it forgets.
+    cut: Vec<EdgeIndex>,
+    is_swept: bool,
+}
+
+impl Tree {
+    pub(crate) fn edge(&self, edge: EdgeIndex) -> &Edge {
+        &self.edges[edge as usize]
+    }
+
+    fn edge_mut(&mut self, edge: EdgeIndex) -> &mut Edge {
+        &mut self.edges[edge as usize]
+    }
+
+    pub(crate) fn digest(&self, slot: Slot) -> Digest {
+        self.digests[slot as usize]
+    }
+
+    pub(crate) fn edge_of(&self, slot: Slot) -> EdgeIndex {
+        self.owners[slot as usize]
+    }
+
+    /// The edge of a block, and the number of its blocks before it.
+    pub(crate) fn at(&self, slot: Slot) -> (EdgeIndex, u32) {
+        let index = self.edge_of(slot);
+        let edge = self.edge(index);
+        let mut end = edge.len;
+        // Edges change at their ends most of the time.
+        for run in edge.slots.iter().rev() {
+            if (run.slot..run.slot + (end - run.start)).contains(&slot) {
+                return (index, run.start + (slot - run.slot));
+            }
+            end = run.start;
+        }
+        debug_assert!(false, "slot {slot} is not in its edge");
+        (index, 0)
+    }
+
+    pub(crate) fn apart(&self, slot: Slot) -> u64 {
+        self.edge(self.edge_of(slot)).apart
+    }
+
+    /// The block before this one on its path.
+    pub(crate) fn before(&self, slot: Slot) -> Slot {
+        let (edge, at) = self.at(slot);
+        let edge = self.edge(edge);
+        if at == 0 {
+            edge.parent
+        } else {
+            edge.slot(at - 1)
+        }
+    }
+
+    pub(crate) fn num_blocks(&self) -> u32 {
+        self.num_blocks
+    }
+
+    pub(crate) fn num_edges(&self) -> usize {
+        self.edges.len() - self.free_edges.len()
+    }
+
+    pub(crate) fn edges(&self) -> impl Iterator<Item = (EdgeIndex, &Edge)> {
+        (0..).zip(&self.edges).filter(|(_, edge)| edge.len > 0)
+    }
+
+    /// The edge that begins with this block.
+    pub(crate) fn head(&self, digest: Digest) -> Option<EdgeIndex> {
+        let is = |&edge: &EdgeIndex| self.digest(self.edge(edge).slots[0].slot) == digest;
+        self.heads.find(low(digest), is).copied()
+    }
+
+    /// The child of `parent` (or a first block) with this digest.
+    pub(crate) fn child(&self, parent: Slot, digest: Digest) -> Option<Slot> {
+        if parent != NONE {
+            let (edge, at) = self.at(parent);
+            let edge = self.edge(edge);
+            if at + 1 < edge.len {
+                let next = edge.slot(at + 1);
+                return (self.digest(next) == digest).then_some(next);
+            }
+        }
+        self.head(digest).map(|edge| self.edge(edge).slots[0].slot)
+    }
+
+    /// Adds a block that is not there, held by `lane`. Returns none if no slot is left.
+    pub(crate) fn grow(
+        &mut self,
+        parent: Slot,
+        digest: Digest,
+        lane: Lane,
+        apart: u64,
+    ) -> Option<Slot> {
+        let slot = self.take_slot()?;
+        if parent != NONE {
+            let (edge, at) = self.at(parent);
+            if at + 1 < self.edge(edge).len {
+                self.split(edge, at + 1);
+            } else if self.grows(edge, lane) {
+                let edge_of = self.edge_mut(edge);
+                let at = edge_of.len;
+                let continues = edge_of
+                    .slots
+                    .last()
+                    .is_some_and(|run| run.slot + (at - run.start) == slot);
+                if !continues {
+                    edge_of.slots.push(SlotRun { start: at, slot });
+                }
+                edge_of.len += 1;
+                self.put(slot, digest, edge);
+                return Some(slot);
+            }
+        }
+        let depth = if parent == NONE {
+            0
+        } else {
+            let (above, at) = self.at(parent);
+            let above = self.edge_mut(above);
+            above.children += 1;
+            above.depth + at + 1
+        };
+        let mut full = Lanes::default();
+        full.add(lane);
+        let edge = self.new_edge(Edge {
+            parent,
+            depth,
+            len: 1,
+            owner: lane,
+            apart,
+            slots: SmallVec::from_elem(SlotRun { start: 0, slot }, 1),
+            full,
+            ..Edge::default()
+        });
+        self.put(slot, digest, edge);
+        self.add_head(edge);
+        Some(slot)
+    }
+
+    /// Whether a block of `lane` may be appended to an edge: `lane` alone holds the edge and has made it.
+    fn grows(&self, edge: EdgeIndex, lane: Lane) -> bool {
+        let edge = self.edge(edge);
+        edge.children == 0
+            && edge.slots.len() < MAX_RUNS
+            && edge.owner == lane
+            && edge.parts.is_empty()
+            && edge.full.is_only(lane)
+    }
+
+    fn put(&mut self, slot: Slot, digest: Digest, edge: EdgeIndex) {
+        self.digests[slot as usize] = digest;
+        self.owners[slot as usize] = edge;
+        self.num_blocks += 1;
+    }
+
+    fn take_slot(&mut self) -> Option<Slot> {
+        if let Some((slot, count)) = self.free_slots.last_mut() {
+            let taken = *slot;
+            *slot += 1;
+            *count -= 1;
+            if *count == 0 {
+                self.free_slots.pop();
+            }
+            return Some(taken);
+        }
+        let slot = u32::try_from(self.digests.len()).ok()?;
+        if slot >= MAX_SLOTS {
+            return None;
+        }
+        make_room(&mut self.digests);
+        self.digests.push(0);
+        make_room(&mut self.owners);
+        self.owners.push(NONE);
+        Some(slot)
+    }
+
+    fn new_edge(&mut self, edge: Edge) -> EdgeIndex {
+        if let Some(index) = self.free_edges.pop() {
+            self.edges[index as usize] = edge;
+            return index;
+        }
+        // There are no more edges than slots.
+        let index = u32::try_from(self.edges.len()).unwrap_or(NONE);
+        self.edges.push(edge);
+        index
+    }
+
+    fn add_head(&mut self, edge: EdgeIndex) {
+        let digest = self.digest(self.edge(edge).slots[0].slot);
+        let (edges, digests) = (&self.edges, &self.digests);
+        let hash = |&edge: &EdgeIndex| low(digests[edges[edge as usize].slots[0].slot as usize]);
+        self.heads.insert_unique(low(digest), edge, hash);
+    }
+
+    fn remove_head(&mut self, edge: EdgeIndex) {
+        let digest = self.digest(self.edge(edge).slots[0].slot);
+        if let Ok(entry) = self.heads.find_entry(low(digest), |&other| other == edge) {
+            entry.remove();
+        }
+    }
+
+    fn rename_head(&mut self, edge: EdgeIndex, new: EdgeIndex) {
+        let digest = self.digest(self.edge(edge).slots[0].slot);
+        if let Some(head) = self.heads.find_mut(low(digest), |&other| other == edge) {
+            *head = new;
+        }
+    }
+
+    /// Cuts an edge before its block `at`. The shorter part is the one that moves.
+    fn split(&mut self, edge: EdgeIndex, at: u32) {
+        let index = self.new_edge(Edge::default());
+        if self.is_swept {
+            self.cut.push(index);
+        }
+        if at <= self.edge(edge).len - at {
+            // The lower part keeps the index.
+            self.rename_head(edge, index);
+            let whole = std::mem::take(self.edge_mut(edge));
+            let (upper, lower) = Self::cut(whole, at);
+            *self.edge_mut(index) = upper;
+            *self.edge_mut(edge) = lower;
+            self.relabel(index);
+            self.add_head(edge);
+        } else {
+            let whole = std::mem::take(self.edge_mut(edge));
+            let (upper, lower) = Self::cut(whole, at);
+            *self.edge_mut(edge) = upper;
+            *self.edge_mut(index) = lower;
+            self.relabel(index);
+            self.add_head(index);
+        }
+    }
+
+    fn cut(mut upper: Edge, at: u32) -> (Edge, Edge) {
+        let whole = upper.len;
+        let mut below = SmallVec::new();
+        let first = upper.slots.partition_point(|run| run.start < at);
+        for run in &upper.slots[first..] {
+            below.push(SlotRun {
+                start: run.start - at,
+                slot: run.slot,
+            });
+        }
+        let slot = upper.slot(at);
+        if below.first().is_none_or(|run: &SlotRun| run.start > 0) {
+            below.insert(0, SlotRun { start: 0, slot });
+        }
+        let mut lower = Edge {
+            parent: upper.slot(at - 1),
+            depth: upper.depth + at,
+            len: whole - at,
+            children: upper.children,
+            owner: upper.owner,
+            apart: upper.apart,
+            slots: below,
+            full: upper.full.clone(),
+            parts: split(&mut upper.parts, at),
+            slow: split(&mut upper.slow, at),
+        };
+        upper.slots.truncate(first);
+        upper.len = at;
+        upper.children = 1;
+        settle(&mut upper);
+        settle(&mut lower);
+        (upper, lower)
+    }
+
+    fn relabel(&mut self, index: EdgeIndex) {
+        let edge = &self.edges[index as usize];
+        for (at, run) in edge.slots.iter().enumerate() {
+            let end = edge.slots.get(at + 1).map_or(edge.len, |next| next.start);
+            let first = run.slot as usize;
+            self.owners[first..first + (end - run.start) as usize].fill(index);
+        }
+    }
+
+    /// Says that a lane holds blocks of an edge.
+    pub(crate) fn hold(&mut self, edge: EdgeIndex, lane: Lane, start: u32, end: u32) {
+        let edge = self.edge_mut(edge);
+        if edge.full.has(lane) {
+            return;
+        }
+        if start == 0 && end == edge.len {
+            remove(&mut edge.parts, lane, start, end);
+            edge.full.add(lane);
+            return;
+        }
+        let at = add(&mut edge.parts, lane, start, end);
+        if edge.parts[at].runs.is_all(edge.len) {
+            edge.parts.remove(at);
+            edge.full.add(lane);
+        }
+    }
+
+    /// Says in which tier a lane's fastest copy of a block is.
+    pub(crate) fn set_tier(&mut self, slot: Slot, lane: Lane, tier: Tier) {
+        let (edge, at) = self.at(slot);
+        let edge = self.edge_mut(edge);
+        for other in &Tier::ALL[1..] {
+            if !edge.slow.is_empty() && *other != tier {
+                remove(&mut edge.slow, lane << 2 | *other as u32, at, at + 1);
+            }
+        }
+        if tier != Tier::Device {
+            add(&mut edge.slow, lane << 2 | tier as u32, at, at + 1);
+        }
+    }
+
+    /// Says that a lane no longer holds a block. Blocks that nobody holds and that lead nowhere leave the tree.
+    pub(crate) fn release(&mut self, slot: Slot, lane: Lane, gone: &mut impl Gone) {
+        let (index, at) = self.at(slot);
+        let edge = self.edge_mut(index);
+        if edge.full.remove(lane) {
+            add(&mut edge.parts, lane, 0, edge.len);
+        }
+        remove(&mut edge.parts, lane, at, at + 1);
+        if !edge.slow.is_empty() {
+            for tier in &Tier::ALL[1..] {
+                remove(&mut edge.slow, lane << 2 | *tier as u32, at, at + 1);
+            }
+        }
+        self.prune(index, gone);
+    }
+
+    /// Forgets the lanes of an edge that are not in `live`.
+    pub(crate) fn sweep(&mut self, index: EdgeIndex, live: &Lanes, gone: &mut impl Gone) {
+        let edge = self.edge_mut(index);
+        if edge.len == 0 {
+            return;
+        }
+        edge.full.keep(live);
+        edge.parts.retain(|part| live.has(part.key));
+        edge.slow.retain(|part| live.has(part.key >> 2));
+        if !live.has(edge.owner) {
+            edge.owner = NONE;
+        }
+        self.prune(index, gone);
+    }
+
+    /// Begins a sweep and returns the number of places of edges that it visits.
+    pub(crate) fn begin_sweep(&mut self) -> EdgeIndex {
+        self.is_swept = true;
+        u32::try_from(self.edges.len()).unwrap_or(NONE)
+    }
+
+    /// An edge that was cut off during the sweep; none ends the sweep.
+    pub(crate) fn next_cut(&mut self) -> Option<EdgeIndex> {
+        let next = self.cut.pop();
+        self.is_swept = next.is_some();
+        next
+    }
+
+    /// Removes the blocks at the end of an edge without children that nobody holds, then those above it.
+    fn prune(&mut self, mut index: EdgeIndex, gone: &mut impl Gone) {
+        loop {
+            let edge = self.edge(index);
+            if edge.children > 0 || !edge.full.is_empty() {
+                return;
+            }
+            let end = edge.parts.iter().map(|part| part.runs.end()).max();
+            let end = end.unwrap_or_default();
+            if end == edge.len {
+                return;
+            }
+            if end == 0 {
+                self.remove_head(index);
+            }
+            let edge = self.edge_mut(index);
+            let (len, owner, parent) = (edge.len, edge.owner, edge.parent);
+            let first = edge.slots.partition_point(|run| run.start < end);
+            let mut freed: SmallVec<[(Slot, u32); 2]> = SmallVec::new();
+            if first > 0 {
+                let run = edge.slots[first - 1];
+                let stop = edge.slots.get(first).map_or(len, |next| next.start);
+                freed.push((run.slot + (end - run.start), stop - end));
+            }
+            for at in first..edge.slots.len() {
+                let stop = edge.slots.get(at + 1).map_or(len, |next| next.start);
+                freed.push((edge.slots[at].slot, stop - edge.slots[at].start));
+            }
+            edge.slots.truncate(first);
+            edge.len = end;
+            settle(edge);
+            gone.blocks(owner, len - end);
+            self.num_blocks -= len - end;
+            for (slot, count) in freed.into_iter().filter(|run| run.1 > 0) {
+                for one in slot..slot + count {
+                    gone.slot(one);
+                }
+                self.free_slots.push((slot, count));
+            }
+            if end > 0 {
+                return;
+            }
+            self.edges[index as usize] = Edge::default();
+            self.free_edges.push(index);
+            if parent == NONE {
+                return;
+            }
+            index = self.edge_of(parent);
+            self.edge_mut(index).children -= 1;
+        }
+    }
+
+    pub(crate) fn heap_bytes(&self) -> usize {
+        let edges: usize = self.edges.iter().map(Edge::heap_bytes).sum();
+        edges
+            + self.edges.capacity() * size_of::<Edge>()
+            + self.free_edges.capacity() * size_of::<EdgeIndex>()
+            + self.heads.allocation_size()
+            + self.digests.capacity() * size_of::<Digest>()
+            + self.owners.capacity() * size_of::<EdgeIndex>()
+            + self.free_slots.capacity() * size_of::<(Slot, u32)>()
+            + self.cut.capacity() * size_of::<EdgeIndex>()
+    }
+
+    pub(crate) fn check(&self, live: &Lanes, num_lanes: u32) -> Result<(), String> {
+        let mut children = vec![0; self.edges.len()];
+        let mut known = 0;
+        for (index, edge) in self.edges() {
+            let bad = |what: &str| Err(format!("edge {index}: {what}"));
+            known += edge.len;
+            if edge.slots.first().is_none_or(|run| run.start != 0) {
+                return bad("its first run starts late");
+            }
+            for at in 0..edge.len {
+                if self.at(edge.slot(at)) != (index, at) {
+                    return bad("a block is elsewhere");
+                }
+            }
+            if self.head(self.digest(edge.slot(0))) != Some(index) {
+                return bad("it has no head");
+            }
+            if edge.parent == NONE {
+                if edge.depth != 0 {
+                    return bad("it has no parent");
+                }
+            } else {
+                let (above, at) = self.at(edge.parent);
+                if at + 1 != self.edge(above).len {
+                    return bad("its parent is inside an edge");
+                }
+                if self.edge(above).depth + self.edge(above).len != edge.depth {
+                    return bad("its depth is not that after its parent");
+                }
+                children[above as usize] += 1;
+            }
+            let mut held_end = 0;
+            for (parts, shift) in [(&edge.parts, 0), (&edge.slow, 2)] {
+                if !parts.windows(2).all(|two| two[0].key < two[1].key) {
+                    return bad("its parts do not ascend");
+                }
+                for part in parts {
+                    part.runs.check(edge.len)?;
+                    if part.runs.is_empty() || part.key >> shift >= num_lanes {
+                        return bad("a part is empty, or of no lane");
+                    }
+                }
+            }
+            for part in &edge.parts {
+                if edge.full.has(part.key) || part.runs.is_all(edge.len) {
+                    return bad("a lane holds a part and all");
+                }
+                held_end = held_end.max(part.runs.end());
+            }
+            for part in edge.slow.iter().filter(|part| live.has(part.key >> 2)) {
+                let held = |at| edge.is_held(part.key >> 2, at);
+                if !part
+                    .runs
+                    .as_slice()
+                    .iter()
+                    .all(|&(start, end)| (start..end).all(held))
+                {
+                    return bad("a slow block is not held");
+                }
+            }
+            if edge.children == 0 && edge.full.is_empty() && held_end < edge.len {
+                return bad("nobody holds its end");
+            }
+        }
+        for (index, edge) in self.edges() {
+            if children[index as usize] != edge.children {
+                return Err(format!("edge {index} has another number of children"));
+            }
+        }
+        let free: u32 = self.free_slots.iter().map(|run| run.1).sum();
+        if known != self.num_blocks || (known + free) as usize != self.digests.len() {
+            return Err(format!(
+                "{known} blocks, {free} free, {} counted",
+                self.num_blocks
+            ));
+        }
+        if self.heads.len() != self.num_edges() {
+            return Err("heads and edges differ".to_owned());
+        }
+        Ok(())
+    }
+}
+
+/// Lanes whose part has become the whole edge hold all of it.
+fn settle(edge: &mut Edge) {
+    let (len, full) = (edge.len, &mut edge.full);
+    edge.parts.retain(|part| {
+        let is_all = part.runs.is_all(len);
+        if is_all {
+            full.add(part.key);
+        }
+        !is_all
+    });
+}

@@ -1,0 +1,310 @@
+//! Events of workers that lie or flood: memory is bounded, everything is counted, and the scores of others stay.
+
+#![expect(
+    clippy::unwrap_used,
+    clippy::cast_possible_truncation,
+    reason = "a test stops at what it does not expect"
+)]
+
+mod common;
+
+use std::sync::Arc;
+
+use common::{Event, batch, cleared, removed, stored};
+use kvtrie_cluster::{FindOptions, IndexerConfig, KvIndexer, OverlapScores, Stream, WorkerId};
+use kvtrie_core::{Namespace, Salt, TokenSequence};
+use proptest::prelude::*;
+
+const LIMIT: usize = 100;
+
+fn space() -> Arc<Namespace> {
+    Arc::new(Namespace::new("m", "auto", "default", None, Salt::Shared).unwrap())
+}
+
+/// An index with a worker that has 20 blocks of a text, and one that has nothing yet.
+fn two() -> (KvIndexer, WorkerId, WorkerId) {
+    let config = IndexerConfig {
+        max_blocks: LIMIT,
+        max_parked: 10,
+        ..IndexerConfig::new(common::SIZE)
+    };
+    let mut index = KvIndexer::new(config, &[3; 16]).unwrap();
+    let honest = index.add_worker(space()).unwrap();
+    let hostile = index.add_worker(space()).unwrap();
+    let hashes: Vec<u64> = (0..20).collect();
+    apply(&mut index, honest, &[stored(&hashes, None, &text(), "GPU")]);
+    (index, honest, hostile)
+}
+
+fn text() -> Vec<u32> {
+    (0..40).collect()
+}
+
+fn apply(index: &mut KvIndexer, worker: WorkerId, events: &[Event]) {
+    let read = index.reader().read(&batch(events, true, None)).unwrap();
+    index.apply(worker, Stream::Engine, &read).unwrap();
+}
+
+fn ask(index: &KvIndexer) -> OverlapScores {
+    let seq = TokenSequence::new(space(), text(), Vec::new()).unwrap();
+    let options = FindOptions {
+        keep_last: 0,
+        moved: true,
+    };
+    index.find(&index.prompt(&seq, true), options).unwrap()
+}
+
+#[test]
+fn a_flood_ends_at_the_limit_of_its_worker() {
+    let (mut index, honest, hostile) = two();
+    for round in 0..1_000_u64 {
+        let hash = 1_000 + round;
+        apply(
+            &mut index,
+            hostile,
+            &[stored(&[hash], None, &[round as u32, 7], "GPU")],
+        );
+    }
+    index.check().unwrap();
+    let stats = index.worker_stats(hostile).unwrap();
+    assert_eq!(
+        (stats.entries, stats.blocks, stats.over_limit),
+        (100, 100, 900)
+    );
+    assert_eq!(index.stats().blocks, 120);
+    let scores = ask(&index);
+    assert_eq!((scores.exact[0], scores.uncertain[0]), (40, false));
+    assert!(scores.uncertain[1], "blocks of it were left out");
+    assert_eq!(index.worker_stats(honest).unwrap().over_limit, 0);
+}
+
+/// Each round leaves one block at the end of a chain of holes.
+#[test]
+fn holes_count_towards_the_limit() {
+    let (mut index, _, hostile) = two();
+    for round in 0..50_u64 {
+        let hashes: Vec<u64> = (0..10).map(|at| round * 10 + at).collect();
+        let tokens: Vec<u32> = (0..20).map(|at| 1_000 + round as u32 * 20 + at).collect();
+        apply(
+            &mut index,
+            hostile,
+            &[stored(&hashes, None, &tokens, "GPU")],
+        );
+        apply(&mut index, hostile, &[removed(&hashes[..9], "GPU")]);
+        index.check().unwrap();
+    }
+    let stats = index.worker_stats(hostile).unwrap();
+    assert_eq!((stats.blocks, stats.entries), (100, 10));
+    assert!(stats.over_limit > 0);
+    apply(&mut index, hostile, &[cleared()]);
+    index.reclaim();
+    index.check().unwrap();
+    assert_eq!(index.worker_stats(hostile).unwrap().blocks, 0);
+    assert_eq!(index.stats().blocks, 20);
+}
+
+#[test]
+fn cycles_of_parents_wait_in_bounds() {
+    let (mut index, _, hostile) = two();
+    for hash in 0..500_u64 {
+        // Each block follows the next one, the last the first, and some themselves.
+        let parent = if hash % 7 == 0 {
+            hash
+        } else {
+            (hash + 1) % 500
+        };
+        apply(
+            &mut index,
+            hostile,
+            &[stored(&[hash], Some(parent), &[1, 2], "GPU")],
+        );
+    }
+    let stats = index.worker_stats(hostile).unwrap();
+    assert_eq!(
+        (stats.parked, stats.entries, stats.dropped_parked),
+        (10, 0, 490)
+    );
+    apply(&mut index, hostile, &[stored(&[10], None, &[1, 2], "GPU")]);
+    index.check().unwrap();
+    // 9 followed 10, 8 followed 9; 7 followed itself.
+    assert_eq!(index.worker_stats(hostile).unwrap().entries, 3);
+    assert_eq!(ask(&index).exact, [40, 0]);
+}
+
+/// The second was counted as a copy of the first, which then stayed after its only removal.
+#[test]
+fn a_hash_of_another_block_that_waits_is_a_conflict() {
+    let others = [
+        // Other tokens, another parent, or none; what follows in the event is not taken either.
+        stored(&[7, 8], Some(6), &[8, 9, 4, 5], "GPU"),
+        stored(&[7, 8], Some(5), &[0, 1, 4, 5], "GPU"),
+        stored(&[7, 8], None, &[0, 1, 4, 5], "GPU"),
+    ];
+    for other in others {
+        let (mut index, _, hostile) = two();
+        let first = stored(&[7], Some(6), &[0, 1], "GPU");
+        apply(&mut index, hostile, &[first.clone(), first, other]);
+        let stats = index.worker_stats(hostile).unwrap();
+        assert_eq!((stats.stored, stats.conflicts), (2, 2));
+        assert_eq!((stats.entries, stats.parked), (0, 1));
+        assert!(ask(&index).uncertain[1], "an event was left out");
+        let twice = removed(&[7, 7], "GPU");
+        apply(&mut index, hostile, &[twice]);
+        assert_eq!(index.worker_stats(hostile).unwrap().parked, 0);
+        index.check().unwrap();
+    }
+}
+
+/// With an unknown parent, any block of a known hash was a copy of the known one, and the rest of the event followed it.
+#[test]
+fn a_hash_of_another_block_that_is_held_is_a_conflict_after_an_unknown_parent() {
+    let (mut index, _, hostile) = two();
+    let first = stored(&[6, 7], None, &[0, 1, 2, 3], "GPU");
+    apply(&mut index, hostile, &[first]);
+    for (hash, tokens) in [(7, [8, 9, 4, 5]), (6, [0, 1, 4, 5])] {
+        let other = stored(&[hash, 8], Some(99), &tokens, "GPU");
+        apply(&mut index, hostile, &[other]);
+    }
+    let stats = index.worker_stats(hostile).unwrap();
+    assert_eq!((stats.stored, stats.conflicts, stats.entries), (2, 4, 2));
+    // The same block, after a parent that is not known by this hash.
+    let same = stored(&[7, 8], Some(99), &[2, 3, 4, 5], "GPU");
+    apply(&mut index, hostile, &[same]);
+    assert_eq!(ask(&index).exact, [40, 6]);
+    apply(&mut index, hostile, &[removed(&[7], "GPU")]);
+    assert_eq!(ask(&index).exact, [40, 6]);
+    apply(&mut index, hostile, &[removed(&[7], "GPU")]);
+    assert_eq!(ask(&index).exact, [40, 2]);
+    index.check().unwrap();
+}
+
+#[test]
+fn another_workers_hashes_are_only_ones_own() {
+    let (mut index, honest, hostile) = two();
+    let hashes: Vec<u64> = (0..20).collect();
+    apply(&mut index, hostile, &[removed(&hashes, "GPU"), cleared()]);
+    assert_eq!(ask(&index).exact, [40, 0]);
+    // Under the hashes of the other, and after its blocks.
+    apply(
+        &mut index,
+        hostile,
+        &[stored(&[0, 1], None, &[9, 9, 8, 8], "GPU")],
+    );
+    apply(
+        &mut index,
+        hostile,
+        &[stored(&[50], Some(19), &[40, 41], "GPU")],
+    );
+    apply(&mut index, hostile, &[stored(&[0], None, &[5, 5], "GPU")]);
+    let stats = index.worker_stats(hostile).unwrap();
+    assert_eq!((stats.conflicts, stats.parked), (1, 1));
+    // One block under many hashes is one block, and leaves with the first.
+    for hash in 100..200 {
+        apply(
+            &mut index,
+            hostile,
+            &[stored(&[hash], None, &text()[..2], "GPU")],
+        );
+    }
+    assert_eq!(index.worker_stats(hostile).unwrap().aliases, 99);
+    assert_eq!(ask(&index).exact, [40, 2]);
+    apply(&mut index, hostile, &[removed(&[100], "GPU")]);
+    assert_eq!(ask(&index).exact, [40, 0]);
+    index.remove_worker(hostile).unwrap();
+    index.reclaim();
+    index.check().unwrap();
+    assert_eq!(ask(&index).exact, [40]);
+    assert_eq!(index.worker_stats(honest).unwrap().entries, 20);
+}
+
+/// A text of one block again and again: each worker lists some of them.
+#[test]
+fn repeated_tokens_cost_each_worker_its_own_hints() {
+    let (mut index, _, hostile) = two();
+    for round in 0..90_u64 {
+        let tokens = [100 + round as u32, 0, text()[2], text()[3]];
+        apply(
+            &mut index,
+            hostile,
+            &[stored(&[round * 2, round * 2 + 1], None, &tokens, "GPU")],
+        );
+    }
+    index.check().unwrap();
+    let mut tokens = vec![9];
+    tokens.extend(text());
+    let seq = TokenSequence::new(space(), tokens, Vec::new()).unwrap();
+    let options = FindOptions {
+        keep_last: 0,
+        moved: true,
+    };
+    let scores = index.find(&index.prompt(&seq, true), options).unwrap();
+    assert_eq!(scores.moved, [40, 0]);
+}
+
+#[test]
+fn workers_are_bounded_and_named_once() {
+    let config = IndexerConfig {
+        max_workers: 2,
+        ..IndexerConfig::new(common::SIZE)
+    };
+    let mut index = KvIndexer::new(config, &[3; 16]).unwrap();
+    let first = index.add_worker(space()).unwrap();
+    let second = index.add_worker(space()).unwrap();
+    let error = index.add_worker(space()).unwrap_err();
+    assert!(error.message().contains("2 workers"), "{error}");
+    index.remove_worker(first).unwrap();
+    assert!(index.remove_worker(first).is_err());
+    let third = index.add_worker(space()).unwrap();
+    assert_eq!(index.workers().collect::<Vec<_>>(), [second, third]);
+    for bad in [0, IndexerConfig::MAX_BLOCK_SIZE + 1] {
+        let error = KvIndexer::new(IndexerConfig::new(bad), &[3; 16]).unwrap_err();
+        assert!(
+            error.message().contains(&format!("block_size is {bad}")),
+            "{error}"
+        );
+    }
+}
+
+/// Lives that end keep no memory: the lanes and blocks are those of the living.
+#[test]
+fn a_worker_that_restarts_often_costs_what_it_holds() {
+    let (mut index, _, hostile) = two();
+    let hashes: Vec<u64> = (0..20).collect();
+    let mut most = 0;
+    for _ in 0..500 {
+        apply(
+            &mut index,
+            hostile,
+            &[stored(&hashes, None, &text(), "GPU")],
+        );
+        assert_eq!(ask(&index).exact, [40, 40]);
+        index.clear_worker(hostile, None).unwrap();
+        assert_eq!(ask(&index).exact, [40, 0]);
+        most = most.max(index.stats().dead);
+    }
+    assert!(most <= 4, "{most} lives wait");
+    index.check().unwrap();
+}
+
+proptest! {
+    /// Whatever the bytes are, reading them ends, and what is read can be applied.
+    #[test]
+    fn any_bytes_are_read_or_refused(
+        flips in proptest::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..6),
+        cut in any::<prop::sample::Index>(),
+    ) {
+        let (mut index, _, hostile) = two();
+        let events = [stored(&[1, 2], Some(5), &[1, 2, 3, 4], "GPU"), removed(&[5], "CPU"), cleared()];
+        let mut raw = batch(&events, true, Some(0));
+        for (at, byte) in flips {
+            let at = at.index(raw.len());
+            raw[at] = byte;
+        }
+        raw.truncate(cut.index(raw.len() * 3).max(1));
+        if let Ok(read) = index.reader().read(&raw) {
+            index.apply(hostile, Stream::Engine, &read).unwrap();
+        }
+        index.check().unwrap();
+        prop_assert_eq!(ask(&index).exact[0], 40);
+    }
+}
