@@ -52,6 +52,21 @@ impl<'a> Bytes<'a> {
         let piece = raw[at..end].to_vec();
         raw.splice(at..at, piece);
     }
+
+    /// Changes one place of `raw`, which is `MessagePack`: cuts a piece out, doubles one, writes a length that is a lie,
+    /// or another byte.
+    pub fn disturb(&mut self, raw: &mut Vec<u8>) {
+        let at = self.place(raw.len());
+        match self.below(4) {
+            0 => self.cut(raw, at, 80),
+            1 => self.double(raw, at, 80),
+            2 => {
+                let marker = [0xdd, 0xc6, 0xdb, 0xce][self.below(4)];
+                raw.splice(at..at + 1, [marker, 0xff, 0xff, 0xff, 0xff]);
+            }
+            _ => raw[at] = self.byte(),
+        }
+    }
 }
 
 /// Random inputs of up to 39 bytes, the same in every run.

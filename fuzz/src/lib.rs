@@ -5,6 +5,7 @@
 
 pub mod bytes;
 pub mod engine;
+pub mod events;
 pub mod restore;
 pub mod transfer;
 

@@ -1,13 +1,14 @@
 //! Bytes that claim to be a snapshot.
 //!
-//! The harness uses them as they are, or as the content of sections, or as changes of a true snapshot; most get a
-//! length and a checksum that fit. The result is an error of one kind, or an index that passes its check.
+//! The harness uses them as they are, or as the content of a section of a true snapshot, or as changes of one; most get
+//! a length and a checksum that fit. The result is an error of one kind, or an index that passes its check.
 
 use std::sync::Arc;
 
 use kvtrie_core::{
-    BlockId, Config, ErrorKind, Imported, InsertOptions, Item, LookupOptions, Namespace,
-    PlanOptions, RadixIndex, RestoredPool, ReusePolicy, Salt, Scope, Source, Span, TokenSequence,
+    BlockId, Config, ErrorKind, Group, GroupOffers, GroupOptions, Imported, InsertOptions, Item,
+    LookupOptions, Namespace, PlanOptions, RadixIndex, RestoredPool, ReusePolicy, Salt, Scope,
+    Source, Span, TokenSequence,
 };
 
 use crate::bytes::Bytes;
@@ -15,10 +16,9 @@ use crate::bytes::Bytes;
 /// The pool that `Config::seeded` names, still there.
 const POOL: RestoredPool<'_> = RestoredPool::Kept(&[0; 16]);
 
-const MAGIC: &[u8; 8] = b"KVTRIE\x1a\n";
-const SECTIONS: [&[u8; 4]; 7] = [
-    b"CONF", b"COUN", b"KIND", b"TREE", b"WAIT", b"WIND", b"GONE",
-];
+const HEADER: usize = 24;
+/// The kinds of [`full`].
+const KINDS: usize = 4;
 
 /// The result of an input.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -66,16 +66,25 @@ fn use_up(index: &mut RadixIndex) {
     for space in namespaces() {
         for tokens in [vec![5; 24], vec![1, 2, 3, 4, 5, 6]] {
             let mut seq = sequence(&space, tokens, Vec::new());
-            let policy = ReusePolicy {
+            let moved = ReusePolicy {
                 approximate: true,
                 scope: Scope::Namespace,
                 ..ReusePolicy::EXACT_ONLY
             };
-            if let Ok(plan) = index.plan(&mut seq, &policy, PlanOptions::default()) {
-                index.check().expect("an invariant is broken");
-                index.release(&plan).expect("the plan lives");
+            // Next to states, no run is moved.
+            for policy in [moved, ReusePolicy::EXACT_ONLY] {
+                if let Ok(plan) = index.plan(&mut seq, &policy, PlanOptions::default()) {
+                    index.check().expect("an invariant is broken");
+                    index.release(&plan).expect("the plan lives");
+                }
             }
         }
+    }
+    for group in 1..=index.config().groups.len() {
+        let held = index.group_stats(group).expect("a group");
+        let all = index.evict_group(group, usize::MAX).expect("a group");
+        let expected = held.indexed + held.waiting;
+        assert_eq!(all.len() as u64, expected, "an id of a group was lost");
     }
     let held = index.stats();
     let all = index.evict(usize::MAX).len() as u64;
@@ -83,21 +92,34 @@ fn use_up(index: &mut RadixIndex) {
     index.check().expect("an invariant is broken");
 }
 
-/// A header, and sections of any content.
+/// A true snapshot with one section of any content.
 fn sections(bytes: &mut Bytes<'_>) -> Vec<u8> {
-    let mut blob = header();
-    for name in SECTIONS {
-        let length = bytes.below(256);
+    let whole = full(bytes.below(KINDS)).snapshot();
+    let (mut found, mut at) = (Vec::new(), HEADER);
+    while let Some(length) = whole.get(at + 4..at + 12) {
+        let length = u64::from_le_bytes(length.try_into().expect("eight bytes"));
+        let end = at + 12 + usize::try_from(length).expect("a length in memory");
+        found.push((&whole[at..at + 4], &whole[at + 12..end]));
+        at = end;
+    }
+    let changed = bytes.below(found.len());
+    let mut blob = whole[..HEADER].to_vec();
+    for (number, (name, content)) in found.into_iter().enumerate() {
+        let mut content = content.to_vec();
+        if number == changed {
+            let length = bytes.below(256);
+            content = (0..length).map(|_| bytes.byte()).collect();
+        }
         blob.extend(name);
-        blob.extend((length as u64).to_le_bytes());
-        blob.extend((0..length).map(|_| bytes.byte()));
+        blob.extend((content.len() as u64).to_le_bytes());
+        blob.extend(content);
     }
     sealed(blob)
 }
 
 /// A true snapshot with some of its bytes changed, cut out or doubled.
 fn changed(bytes: &mut Bytes<'_>) -> Vec<u8> {
-    let mut blob = full(bytes.below(3)).snapshot();
+    let mut blob = full(bytes.below(KINDS)).snapshot();
     let is_sealed = !bytes.one_in(8);
     while !bytes.is_empty() {
         let at = bytes.place(blob.len());
@@ -127,16 +149,9 @@ fn changed(bytes: &mut Bytes<'_>) -> Vec<u8> {
                 }
             }
         }
-        blob.resize(blob.len().max(24), 0);
+        blob.resize(blob.len().max(HEADER), 0);
     }
     if is_sealed { sealed(blob) } else { blob }
-}
-
-fn header() -> Vec<u8> {
-    let mut header = MAGIC.to_vec();
-    header.extend(1_u32.to_le_bytes());
-    header.extend([0; 12]);
-    header
 }
 
 /// The bytes with a matching length and checksum.
@@ -161,7 +176,7 @@ fn sequence(space: &Arc<Namespace>, tokens: Vec<u32>, items: Vec<Item>) -> Token
     TokenSequence::new(Arc::clone(space), tokens, items).expect("a valid sequence")
 }
 
-/// An index that uses every feature: with windows of all hashes, or of few, or without.
+/// An index that uses every feature: with windows of all hashes, or of few, or without, or without and with groups.
 fn full(kind: usize) -> RadixIndex {
     let mut index = RadixIndex::new(Config {
         num_blocks: 64,
@@ -170,9 +185,17 @@ fn full(kind: usize) -> RadixIndex {
         hash_bits: if kind == 1 { 4 } else { 64 },
         moved_runs: kind < 2,
         min_run: 8,
+        groups: if kind == 3 {
+            vec![Group::window("swa", 5, 16, 2), Group::state("gdn", 8, 2)]
+        } else {
+            Vec::new()
+        },
         ..Config::seeded(0)
     })
     .expect("a valid config");
+    if kind == 3 {
+        fill_groups(&mut index);
+    }
     let [shared, tenant] = namespaces();
     let items = [Item::new(3, 9, b"cat").expect("a valid item")];
     let mut branch = vec![5; 6];
@@ -236,6 +259,25 @@ fn full(kind: usize) -> RadixIndex {
     index
 }
 
+/// Inserts what [`full`] has first, with ids of groups.
+fn fill_groups(index: &mut RadixIndex) {
+    let [shared, _] = namespaces();
+    let items = vec![Item::new(3, 9, b"cat").expect("a valid item")];
+    let mut seq = sequence(&shared, vec![5; 24], items);
+    let ids: Vec<BlockId> = (0..12).map(BlockId).collect();
+    let window: Vec<(usize, BlockId)> = (0..12).map(|at| 2 * at).zip(ids.clone()).collect();
+    let state = [(8, BlockId(3)), (24, BlockId(5))];
+    let offers = [(1, &window[..]), (2, &state)];
+    let offers = offers.map(|(group, offers)| GroupOffers { group, offers });
+    let groups = GroupOptions {
+        offers: &offers,
+        stops: &[4],
+    };
+    let options = InsertOptions::new(24, Source::Computed);
+    let done = index.insert_groups(&mut seq, &ids, options, groups);
+    done.expect("valid ids");
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -243,8 +285,13 @@ mod tests {
 
     #[test]
     fn true_snapshots_are_restored() {
-        for kind in 0..3 {
+        for kind in 0..KINDS {
             let index = full(kind);
+            if kind == 3 {
+                let stats = [1, 2].map(|group| index.group_stats(group).expect("a group"));
+                assert!(stats.iter().all(|own| own.indexed > 0), "{stats:?}");
+                assert!(stats[0].waiting > 0, "{stats:?}");
+            }
             let stats = index.stats();
             assert!(
                 stats.holes > 0 && stats.approximate > 0 && stats.indexed > 10,

@@ -123,17 +123,7 @@ fn true_manifest(tokens: &[u32], table: &[BlockId], key: &TransferKey) -> Transf
 /// Bytes with some of them changed, cut out or doubled.
 fn changed(bytes: &mut Bytes<'_>, mut raw: Vec<u8>) -> Vec<u8> {
     while !bytes.is_empty() && !raw.is_empty() {
-        let at = bytes.place(raw.len());
-        match bytes.below(4) {
-            0 => bytes.cut(&mut raw, at, 80),
-            1 => bytes.double(&mut raw, at, 80),
-            2 => {
-                let marker = [0xdd, 0xc6, 0xdb, 0xce][bytes.below(4)];
-                let size = [marker, 0xff, 0xff, 0xff, 0xff];
-                raw.splice(at..at + 1, size);
-            }
-            _ => raw[at] = bytes.byte(),
-        }
+        bytes.disturb(&mut raw);
     }
     raw
 }

@@ -49,6 +49,13 @@ fn seeds_of_engine() {
 }
 
 #[test]
+fn seeds_of_events() {
+    check("events", |seed| {
+        kvtrie_fuzz::events::run(seed);
+    });
+}
+
+#[test]
 fn seeds_of_restore() {
     check("restore", |seed| {
         kvtrie_fuzz::restore::run(seed);
