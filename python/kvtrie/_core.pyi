@@ -16,12 +16,17 @@ __all__ = [
     "BlockInUseError",
     "BlockRun",
     "ComputedSource",
+    "EventError",
     "Explanation",
     "ExplanationContext",
+    "Group",
+    "GroupInsertResult",
+    "GroupStats",
     "Imported",
     "IndexStats",
     "InsertResult",
     "Item",
+    "KvIndexer",
     "KvTrieError",
     "LayoutError",
     "Match",
@@ -29,6 +34,8 @@ __all__ = [
     "Namespace",
     "NamespaceDifference",
     "OutOfBlocksError",
+    "OverlapScores",
+    "PromptDigests",
     "RadixIndex",
     "Removed",
     "ReusePlan",
@@ -237,6 +244,12 @@ class Explanation:
         Token ids around the position, of the prompt and of the cache.
         """
     @property
+    def cut_by(self, /) -> tuple[str, int] | None:
+        """
+        The group that keeps the prompt from using all of the match, with the tokens after which every
+        group can continue; None if none does.
+        """
+    @property
     def kinds(self, /) -> tuple[str, ...]:
         """
         Kinds of the cached token at the position.
@@ -297,7 +310,7 @@ class Explanation:
     @property
     def would_save(self, /) -> WouldSave:
         """
-        What a plan would reuse and compute.
+        What a plan would reuse and compute; in place alone if the index has a group with states.
         """
 
 @final
@@ -327,6 +340,164 @@ class ExplanationContext:
     def theirs(self, /) -> npt.NDArray[np.uint32]:
         """
         Cached token ids (uint32), up to the end of the cache or the point where it branches.
+        """
+
+@final
+class Group:
+    """
+    A group of layers that keeps other KV than those that attend to all tokens: a sliding window, or
+    a recurrent state. Its ids are those of a pool of its own.
+
+    `Group.window` and `Group.state` make one; `RadixIndex(groups=)` takes it. docs/groups.md has the
+    use.
+
+    Example:
+        >>> kvtrie.Group.window("swa", window=512, num_blocks=64)
+        Group.window('swa', window=512, num_blocks=64, block_size=16)
+    """
+    def __eq__(self, value: object, /) -> bool: ...
+    def __hash__(self, /) -> int: ...
+    def __ne__(self, value: object, /) -> bool: ...
+    @property
+    def block_size(self, /) -> int | None:
+        """
+        Tokens per block; None for a state.
+        """
+    @property
+    def kind(self, /) -> str:
+        """
+        `"window"` or `"state"`.
+        """
+    @property
+    def name(self, /) -> str:
+        """
+        The name of the group.
+        """
+    @property
+    def num_blocks(self, /) -> int:
+        """
+        Blocks, or slots of states, in the group's pool.
+        """
+    @property
+    def num_window_tokens(self, /) -> int | None:
+        """
+        Tokens that a token attends to, itself included; None for a state.
+        """
+    @staticmethod
+    def state(name: str, *, num_slots: SupportsIndex) -> Group:
+        """
+        Layers with one state of all tokens before a position, such as Mamba and gated delta nets.
+
+        Args:
+            name: The name of the group, 1 to 64 bytes.
+            num_slots: Slots in the group's own pool, 1 to 2**31; each has a state of all its layers.
+
+        Raises:
+            TypeError: An argument has the wrong type.
+            ValueError: `num_slots` is out of its range.
+
+        Example:
+            >>> kvtrie.Group.state("gdn", num_slots=8).kind
+            'state'
+        """
+    @staticmethod
+    def window(
+        name: str,
+        *,
+        window: SupportsIndex,
+        num_blocks: SupportsIndex,
+        block_size: SupportsIndex = 16,
+    ) -> Group:
+        """
+        Layers that attend to the last `window` tokens, the token itself included.
+
+        Args:
+            name: The name of the group, 1 to 64 bytes.
+            window: Tokens, at least 2.
+            num_blocks: Blocks in the group's own pool, 1 to 2**31, and enough for a window.
+            block_size: Tokens per block. It must be that of the index.
+
+        Raises:
+            TypeError: An argument has the wrong type.
+            ValueError: A number is negative. `RadixIndex` checks the limits.
+
+        Example:
+            >>> kvtrie.Group.window("swa", window=512, num_blocks=64).num_window_tokens
+            512
+        """
+
+@final
+class GroupInsertResult:
+    """
+    What happened to the ids that were offered for one group to `RadixIndex.insert`.
+
+    Example:
+        >>> index = kvtrie.RadixIndex(
+        ...     num_blocks=8, block_size=2, groups=[kvtrie.Group.state("gdn", num_slots=4)]
+        ... )
+        >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
+        >>> done = index.insert(
+        ...     seq, [6], num_computed=2, source=kvtrie.COMPUTED, groups={"gdn": [(2, 3)]}
+        ... )
+        >>> done.groups["gdn"]
+        GroupInsertResult(blocks=[3], duplicates=[], surplus=[])
+    """
+    @property
+    def blocks(self, /) -> list[int | None]:
+        """
+        For each offer, the id that is at its place now; None if the place is empty, or after the
+        blocks that the insert returns.
+        """
+    @property
+    def duplicates(self, /) -> npt.NDArray[np.int32]:
+        """
+        Ids that were not taken because their places have others, in call order (int32). They still
+        belong to the caller.
+        """
+    @property
+    def surplus(self, /) -> npt.NDArray[np.int32]:
+        """
+        Ids that were not taken because their places take none, or are after the blocks that the
+        insert returns, in call order (int32). They still belong to the caller.
+        """
+
+@final
+class GroupStats:
+    """
+    Counters of one group of layers, all of them int. `RadixIndex.group_stats` returns them.
+
+    Example:
+        >>> index = kvtrie.RadixIndex(num_blocks=8, groups=[kvtrie.Group.state("gdn", num_slots=4)])
+        >>> index.group_stats("gdn").indexed
+        0
+    """
+    def __eq__(self, value: object, /) -> bool: ...
+    def __hash__(self, /) -> int: ...
+    def __ne__(self, value: object, /) -> bool: ...
+    @property
+    def condemned(self, /) -> int:
+        """
+        Ids that left while plans pinned them, and are still pinned.
+        """
+    @property
+    def evictable(self, /) -> int:
+        """
+        Indexed ids that `evict(n, group=)` can remove now.
+        """
+    @property
+    def indexed(self, /) -> int:
+        """
+        Ids at places of group 0's blocks.
+        """
+    @property
+    def pinned(self, /) -> int:
+        """
+        Indexed ids that plans pin.
+        """
+    @property
+    def waiting(self, /) -> int:
+        """
+        Ids that `take_freed(group=)` returns.
         """
 
 @final
@@ -551,6 +722,11 @@ class InsertResult:
         belong to the caller from then on.
         """
     @property
+    def groups(self, /) -> dict[str, GroupInsertResult]:
+        """
+        What happened to the ids of each group in `groups`, by its name.
+        """
+    @property
     def num_exact(self, /) -> int:
         """
         Position in tokens up to which these blocks are exact.
@@ -628,6 +804,251 @@ class Item:
         """
 
 @final
+class KvIndexer:
+    """
+    Which of many workers holds how much of a prompt, from the KV events that their engines publish.
+
+    `kvtrie.cluster.subscribe` feeds it over ZMQ; `apply` takes the bytes of one batch. It keeps
+    digests under a key, and no prompt. All calls may be made from any thread.
+
+    Args:
+        block_size: Tokens per block, equal for all workers.
+        key: 16 to 64 secret bytes. Replicas with equal keys have equal digests.
+        moved_runs: Whether runs elsewhere in the cache are found, for some memory per block.
+        min_run: Tokens of the shortest run elsewhere that counts, rounded up to whole blocks; None
+            means two blocks.
+        max_workers: Most workers at a time.
+        max_blocks: Most blocks that one worker may add, and hold.
+        max_parked: Most blocks of a worker whose parent is not known yet.
+        max_batch_bytes: Largest batch of events.
+
+    Raises:
+        TypeError: `key` is not bytes, or a number not an int.
+        ValueError: A number is outside its limits, or the key does not have 16 to 64 bytes.
+
+    Example:
+        >>> index = kvtrie.KvIndexer(16, b"a secret of yours")
+        >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+        >>> worker = index.add_worker("decode-0", space)
+        >>> prompt = kvtrie.TokenSequence(range(100), space)
+        >>> index.find_matches(prompt).exact
+        array([0], dtype=uint32)
+    """
+    def __new__(
+        cls,
+        /,
+        block_size: SupportsIndex,
+        key: bytes,
+        *,
+        moved_runs: bool = True,
+        min_run: SupportsIndex | None = None,
+        max_workers: SupportsIndex = 1024,
+        max_blocks: SupportsIndex = 16777216,
+        max_parked: SupportsIndex = 8192,
+        max_batch_bytes: SupportsIndex = 67108864,
+    ) -> KvIndexer: ...
+    def add_worker(self, /, name: str, namespace: Namespace) -> int:
+        """
+        Add a worker: one engine, or one data-parallel rank of it.
+
+        Args:
+            name: Its name, which no live worker has.
+            namespace: The namespace of its requests without an adapter and a salt. Events that name
+                an adapter or a salt replace those of the namespace.
+
+        Returns:
+            Its number, for the other calls. No number is given twice.
+
+        Raises:
+            ValueError: The name is empty or taken, or there are `max_workers` already.
+
+        Example:
+            >>> index = kvtrie.KvIndexer(16, b"a secret of yours")
+            >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+            >>> index.add_worker("decode-0", space), index.add_worker("decode-1", space)
+            (0, 1)
+        """
+    def apply(
+        self, /, worker: SupportsIndex, payload: bytes, *, approximate: bool = False
+    ) -> dict[str, Any]:
+        """
+        Apply one batch of KV events, as vLLM and SGLang publish them.
+
+        The batch is read outside of the index's lock, and as a whole before any of it is applied.
+
+        Args:
+            worker: The number of the worker that published it.
+            payload: The last frame of the message.
+            approximate: Whether it is from kvtrie's own topic, on which blocks are approximate.
+
+        Returns:
+            Counts of the batch: `events`, `refused` (events that were left out), and whether one of
+            them `cleared` the worker.
+
+        Raises:
+            EventError: It cannot be read, or is of another block size or data-parallel rank. Nothing
+                is applied.
+            StaleHandleError: There is no such worker.
+
+        Example:
+            >>> index = kvtrie.KvIndexer(16, b"a secret of yours")
+            >>> worker = index.add_worker("a", kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
+            >>> index.apply(worker, bytes([0x92, 0x00, 0x90]))  # [0, []]: a time, and no event
+            {'events': 0, 'refused': 0, 'cleared': False}
+        """
+    @property
+    def block_size(self, /) -> int:
+        """
+        Tokens per block.
+        """
+    def check(self, /) -> None:
+        """
+        Check every invariant of the index, for tests.
+
+        Raises:
+            KvTrieError: One is broken.
+
+        Example:
+            >>> kvtrie.KvIndexer(16, b"a secret of yours").check()
+        """
+    def clear_worker(self, /, worker: SupportsIndex, *, approximate: bool | None = None) -> None:
+        """
+        Forget what a worker holds, for example because it has restarted.
+
+        Args:
+            worker: Its number.
+            approximate: True: only its approximate blocks; False: all others; None: both.
+
+        Raises:
+            StaleHandleError: There is no such worker.
+
+        Example:
+            >>> index = kvtrie.KvIndexer(16, b"a secret of yours")
+            >>> worker = index.add_worker("a", kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
+            >>> index.clear_worker(worker)
+        """
+    def digests(self, /, seq: TokenSequence, *, moved: bool = False) -> PromptDigests:
+        """
+        Compute the digests of a prompt, for several searches.
+
+        Args:
+            seq: The prompt. What follows its first item is not looked for.
+            moved: Whether its runs are looked for elsewhere, too.
+
+        Example:
+            >>> index = kvtrie.KvIndexer(16, b"a secret of yours")
+            >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+            >>> index.digests(kvtrie.TokenSequence(range(100), space))
+            <PromptDigests of 100 tokens>
+        """
+    def find_matches(
+        self,
+        /,
+        seq: TokenSequence | PromptDigests,
+        policy: ReusePolicy | None = None,
+        *,
+        keep_last: SupportsIndex = 0,
+    ) -> OverlapScores:
+        """
+        Find how much of a prompt each worker holds.
+
+        Args:
+            seq: The prompt, or its `PromptDigests`.
+            policy: With approximate reuse, runs elsewhere count as `moved`. The shortest run is the
+                index's, and no other limit of the policy is applied: workers apply them. None means
+                `kvtrie.EXACT_ONLY`.
+            keep_last: Tokens at the end that do not count: an engine computes the last one in any case.
+
+        Raises:
+            ValueError: `keep_last` is negative, the digests are of an index with another key or block
+                size, or were made without `moved` and the policy allows approximate reuse.
+
+        Example:
+            >>> index = kvtrie.KvIndexer(16, b"a secret of yours")
+            >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+            >>> worker = index.add_worker("a", space)
+            >>> index.find_matches(kvtrie.TokenSequence(range(100), space))
+            <OverlapScores of 1 workers, at most 0 exact tokens>
+        """
+    @property
+    def min_run(self, /) -> int:
+        """
+        Tokens of the shortest run elsewhere that counts.
+        """
+    @property
+    def moved_runs(self, /) -> bool:
+        """
+        Whether runs elsewhere in the cache can be found.
+        """
+    def remove_worker(self, /, worker: SupportsIndex) -> None:
+        """
+        Remove a worker. The next search does not know it, whatever it held.
+
+        Args:
+            worker: Its number.
+
+        Raises:
+            StaleHandleError: There is no such worker.
+
+        Example:
+            >>> index = kvtrie.KvIndexer(16, b"a secret of yours")
+            >>> worker = index.add_worker("a", kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
+            >>> index.remove_worker(worker)
+            >>> index.workers
+            ()
+        """
+    def set_uncertain(self, /, worker: SupportsIndex, uncertain: bool) -> None:
+        """
+        Say whether events of a worker may be missing.
+
+        Args:
+            worker: Its number.
+            uncertain: Whether its scores are marked so.
+
+        Raises:
+            StaleHandleError: There is no such worker.
+
+        Example:
+            >>> index = kvtrie.KvIndexer(16, b"a secret of yours")
+            >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+            >>> index.set_uncertain(index.add_worker("a", space), True)
+            >>> index.find_matches(kvtrie.TokenSequence(range(100), space)).uncertain
+            array([ True])
+        """
+    def stats(self, /) -> dict[str, Any]:
+        """
+        Return what is counted of the index: `workers`, unique `blocks` (holes among them), `edges`,
+        `entries` (one per worker and block), `dead` lives whose memory is not given back yet, and
+        `bytes`.
+
+        Example:
+            >>> kvtrie.KvIndexer(16, b"a secret of yours").stats()["blocks"]
+            0
+        """
+    def worker_stats(self, /, worker: SupportsIndex) -> dict[str, Any]:
+        """
+        Return what is counted of one worker since it was added: blocks `stored`, copies `removed`,
+        events left out by name, and more (``docs/cluster.md``).
+
+        Args:
+            worker: Its number.
+
+        Raises:
+            StaleHandleError: There is no such worker.
+
+        Example:
+            >>> index = kvtrie.KvIndexer(16, b"a secret of yours")
+            >>> worker = index.add_worker("a", kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
+            >>> index.worker_stats(worker)["stored"]
+            0
+        """
+    @property
+    def workers(self, /) -> tuple[str, ...]:
+        """
+        The names of the live workers, in the order in which they were added.
+        """
+
+@final
 class Match:
     """
     The result of `RadixIndex.lookup`.
@@ -648,6 +1069,35 @@ class Match:
     def num_tokens(self, /) -> int:
         """
         Tokens from position 0 that match exactly: a whole number of blocks.
+        """
+    def slots(
+        self, /, table: npt.NDArray[np.int64], out: npt.NDArray[np.int64] | None = None
+    ) -> npt.NDArray[np.int64]:
+        """
+        The engine's slots of the tokens in `blocks`, one a token (int64).
+
+        Args:
+            table: The slots of each block id: a contiguous numpy array of int64, of shape
+                (num_blocks, block_size), or (num_blocks,) for blocks of one token.
+            out: Where they are written, a contiguous numpy array of int64 with as many elements; None
+                makes one.
+
+        Returns:
+            `out`, or the new array.
+
+        Raises:
+            TypeError: `table` or `out` is no such array.
+            ValueError: A block is not in the table, or `out` has another length. Nothing is written.
+
+        Example:
+            >>> import numpy as np
+            >>> index = kvtrie.RadixIndex(num_blocks=3, block_size=2)
+            >>> seq = kvtrie.TokenSequence(
+            ...     [1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+            ... )
+            >>> done = index.insert(seq, [1], num_computed=2, source=kvtrie.COMPUTED)
+            >>> index.lookup(seq).slots(np.array([[10, 11], [40, 41], [90, 91]]))
+            array([40, 41])
         """
 
 @final
@@ -834,6 +1284,66 @@ class NamespaceDifference:
         """
 
 @final
+class OverlapScores:
+    """
+    How much of a prompt each worker holds. All arrays are in the order of `workers`, and fresh at
+    every access.
+
+    Example:
+        >>> index = kvtrie.KvIndexer(16, b"a secret of yours")
+        >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+        >>> worker = index.add_worker("decode-0", space)
+        >>> scores = index.find_matches(kvtrie.TokenSequence(range(100), space))
+        >>> scores.workers, scores.moved, scores.tier, scores.uncertain
+        (('decode-0',), array([0], dtype=uint32), array([0], dtype=uint8), array([False]))
+    """
+    @property
+    def exact(self, /) -> npt.NDArray[np.uint32]:
+        """
+        Tokens from position 0 whose exact KV the worker holds, in any tier.
+        """
+    @property
+    def moved(self, /) -> npt.NDArray[np.uint32]:
+        """
+        Tokens after these in runs that the worker holds elsewhere. A hint: fingerprints are compared
+        and not tokens, and the worker decides what it may reuse. 0 unless the policy allows
+        approximate reuse.
+        """
+    @property
+    def tier(self, /) -> npt.NDArray[np.uint8]:
+        """
+        The slowest tier from which one of the exact tokens must be loaded: 0 the device, 1 the host,
+        2 a disk, 3 anything else.
+        """
+    @property
+    def uncertain(self, /) -> npt.NDArray[np.bool_]:
+        """
+        Whether events of the worker may be missing, so that its other figures are not promised.
+        """
+    @property
+    def workers(self, /) -> tuple[str, ...]:
+        """
+        The names of the workers.
+        """
+
+@final
+class PromptDigests:
+    """
+    The digests of a prompt under the key of one index. `KvIndexer.digests` makes it.
+
+    Example:
+        >>> index = kvtrie.KvIndexer(16, b"a secret of yours")
+        >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+        >>> index.digests(kvtrie.TokenSequence(range(100), space)).num_tokens
+        100
+    """
+    @property
+    def num_tokens(self, /) -> int:
+        """
+        Tokens of the prompt.
+        """
+
+@final
 class RadixIndex:
     """
     A forest of radix trees, one per namespace, that maps tokens to block ids.
@@ -861,6 +1371,8 @@ class RadixIndex:
         pool_id: Names the KV pool, 1 to 64 bytes; None draws 16 at random. `restore` compares it.
         hash_bits: Bits kept of every internal hash, 0 to 64. For tests: with few bits, hashes
             collide. Results depend on it only where they depend on the seed.
+        groups: Groups of layers besides group 0, whose layers attend to all tokens: sliding windows
+            and recurrent states, at most 15. `num_blocks` and `block_size` are those of group 0.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -888,6 +1400,7 @@ class RadixIndex:
         seed: SupportsIndex | None = None,
         pool_id: bytes | None = None,
         hash_bits: SupportsIndex = 64,
+        groups: Iterable[Group] = ...,
     ) -> RadixIndex: ...
     @property
     def block_size(self, /) -> int:
@@ -913,7 +1426,9 @@ class RadixIndex:
             >>> a.digest() == b.digest()
             True
         """
-    def discard(self, /, block_ids: _Integers) -> npt.NDArray[np.int32]:
+    def discard(
+        self, /, block_ids: _Integers, *, group: str | None = None
+    ) -> npt.NDArray[np.int32]:
         """
         Remove blocks, wherever they are indexed, for instance because their KV is lost.
 
@@ -922,13 +1437,14 @@ class RadixIndex:
 
         Args:
             block_ids: Ids in 0..num_blocks.
+            group: The name of a group, of which the ids then are. None means group 0.
 
         Returns:
             The ids that are free now (int32), in call order. `take_freed` returns pinned ones
             later.
 
         Raises:
-            ValueError: An id is outside the pool.
+            ValueError: An id is outside the pool, or the index has no group of that name.
 
         Example:
             >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
@@ -956,7 +1472,7 @@ class RadixIndex:
             >>> index.drop(space)
             array([0, 6], dtype=int32)
         """
-    def evict(self, /, n: SupportsIndex) -> npt.NDArray[np.int32]:
+    def evict(self, /, n: SupportsIndex, *, group: str | None = None) -> npt.NDArray[np.int32]:
         """
         Remove at most `n` blocks: first those that wait for `take_freed`, then dead blocks (see
         `mark_dead`), then the least recently used blocks, the deepest of a path first.
@@ -964,15 +1480,19 @@ class RadixIndex:
         Pinned blocks and blocks above them stay. A dead block is removed even above pinned blocks,
         if they are only sources of copies.
 
+        From a group, it removes first ids that wait, then those of a window that no call has needed to
+        continue, then the least recently used ones. Blocks of group 0 stay.
+
         Args:
             n: Number of blocks.
+            group: The name of a group; None means group 0.
 
         Returns:
             Their ids (int32) in order of eviction; fewer than `n` if no more can be removed. They
             belong to the caller from then on.
 
         Raises:
-            ValueError: `n` is negative.
+            ValueError: `n` is negative, or the index has no group of that name.
 
         Example:
             >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
@@ -1023,6 +1543,28 @@ class RadixIndex:
             >>> index.explain(seq)
             <Explanation: evicted at 2, 2 of 4 tokens exact>
         """
+    def group_stats(self, /, group: str) -> GroupStats:
+        """
+        Return the counters of a group besides group 0.
+
+        Args:
+            group: The name of the group.
+
+        Raises:
+            ValueError: The index has no group of that name.
+
+        Example:
+            >>> index = kvtrie.RadixIndex(
+            ...     num_blocks=8, groups=[kvtrie.Group.window("swa", window=32, num_blocks=4)]
+            ... )
+            >>> index.group_stats("swa")
+            GroupStats(indexed=0, pinned=0, evictable=0, condemned=0, waiting=0)
+        """
+    @property
+    def groups(self, /) -> tuple[Group, ...]:
+        """
+        The groups of layers besides group 0.
+        """
     @property
     def hash_bits(self, /) -> int:
         """
@@ -1039,6 +1581,8 @@ class RadixIndex:
         source: ReusePlan | ComputedSource | Imported,
         spans: Iterable[Span] = ...,
         session: str | None = None,
+        groups: Mapping[str, _Ranges] | None = None,
+        stops: Sequence[SupportsIndex] = ...,
     ) -> InsertResult:
         """
         Offer blocks for the front of a sequence.
@@ -1058,13 +1602,20 @@ class RadixIndex:
             session: The id of the conversation that the sequence belongs to, 1 to 256 bytes. The
                 blocks of the sequence belong to it from then on. A block belongs to at most eight
                 conversations; one more replaces the one that came first.
+            groups: For each group's name, pairs (position, id) or an integer array of shape (n, 2),
+                ascending. The position of a block is that of its first token, the position of a state
+                the number of tokens before it; both are multiples of the block size. Only exact KV
+                is taken, at places of group 0's blocks that have no id of the group yet.
+            stops: Positions at which later prompts may continue, ascending multiples of the block size;
+                `kvtrie.tags.stops` finds them. What groups need there is evicted last, as is what they
+                need at the sequence's end and at states.
 
         Raises:
             BlockInUseError: An id backs another place, or occurs twice.
             StaleHandleError: The plan was released.
             ValueError: An id is outside the pool, there are too few ids, a position is out of range, a
-                span is bad, the plan is of another index or prompt, or a session has no or more than
-                256 bytes.
+                span is bad, the plan is of another index or prompt, a session has no or more than
+                256 bytes, or there is no group of a name.
 
         Example:
             >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
@@ -1089,7 +1640,8 @@ class RadixIndex:
         start: SupportsIndex = 0,
     ) -> Match:
         """
-        Find the longest run of present exact blocks from position 0.
+        Find the longest run of present exact blocks from position 0. If the index has groups, it ends
+        where every group can continue.
 
         The cost depends only on the prompt, and for a sequence that has grown since its last use
         here, only on the new tokens.
@@ -1225,6 +1777,9 @@ class RadixIndex:
         most of the following tokens are copied, unless the policy has `partial_blocks=False`. If
         the policy allows it, moved runs cover more. The rest is computed.
 
+        If the index has groups, the blocks in place of an exact plan end where every group can continue,
+        and nothing is copied. Moved runs are refused next to states, and `path` is refused.
+
         Args:
             seq: The prompt.
             policy: What may be reused; None means `kvtrie.EXACT_ONLY`.
@@ -1242,8 +1797,9 @@ class RadixIndex:
 
         Raises:
             ValueError: `keep_last` is negative, `moved_end` is not in the prompt, a session has no or
-                more than 256 bytes, the policy's `min_run` is below the index's, or `path` is of
-                another namespace.
+                more than 256 bytes, the policy's `min_run` is below the index's, `path` is of
+                another namespace, `path` is given for an index with groups, or the policy has
+                `approximate` and the index a group with states.
 
         Example:
             >>> space, text = kvtrie.Namespace(model="m", salt=kvtrie.SHARED), list(range(40))
@@ -1452,12 +2008,20 @@ class RadixIndex:
             >>> index.tags(seq)
             [Span(0, 3, 'user')]
         """
-    def take_freed(self, /) -> npt.NDArray[np.int32]:
+    def take_freed(self, /, *, group: str | None = None) -> npt.NDArray[np.int32]:
         """
         Return the blocks whose last pin ended after they had left the index.
 
+        Args:
+            group: The name of a group: the ids of it that left with blocks of group 0, pinned or not,
+                and are not pinned now. None means group 0.
+
         Returns:
-            Their ids (int32), oldest release first. They belong to the caller from then on.
+            Their ids (int32), oldest release first, those of a group ascending. They belong to the
+            caller from then on.
+
+        Raises:
+            ValueError: The index has no group of that name.
 
         Example:
             >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
@@ -1529,6 +2093,33 @@ class ReusePlan:
         traceback: TracebackType | None,
         /,
     ) -> None: ...
+    def advance(self, /, position: SupportsIndex) -> None:
+        """
+        Unpin the ids of groups that a request no longer reads: blocks before its windows, and states
+        that it has passed. The blocks of group 0 stay pinned.
+
+        Args:
+            position: All tokens before it are computed.
+
+        Raises:
+            StaleHandleError: The plan was released.
+            ValueError: `position` is negative.
+
+        Example:
+            >>> index = kvtrie.RadixIndex(
+            ...     num_blocks=8, block_size=2, groups=[kvtrie.Group.state("gdn", num_slots=4)]
+            ... )
+            >>> seq = kvtrie.TokenSequence(
+            ...     range(5), kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+            ... )
+            >>> done = index.insert(
+            ...     seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED, groups={"gdn": [(2, 3)]}
+            ... )
+            >>> with index.plan(seq) as plan:
+            ...     plan.advance(3)
+            ...     index.group_stats("gdn").pinned
+            0
+        """
     @property
     def blocks(self, /) -> npt.NDArray[np.int32]:
         """
@@ -1546,6 +2137,37 @@ class ReusePlan:
     def gaps(self, /) -> npt.NDArray[np.int64]:
         """
         Ranges (start, end) to compute: int64 of shape (n, 2), ascending.
+        """
+    def group(self, /, name: str) -> tuple[int, npt.NDArray[np.int32]]:
+        """
+        Return what the plan continues with in a group with a window.
+
+        Args:
+            name: The name of the group.
+
+        Returns:
+            The position of the first block's first token, and the ids (int32) of the blocks from there
+            to the end of what is in place. They must not be written to.
+
+        Raises:
+            StaleHandleError: The plan was released.
+            ValueError: The index has no group of that name, or it is one with a state.
+
+        Example:
+            >>> index = kvtrie.RadixIndex(
+            ...     num_blocks=8,
+            ...     block_size=2,
+            ...     groups=[kvtrie.Group.window("swa", window=3, num_blocks=4, block_size=2)],
+            ... )
+            >>> seq = kvtrie.TokenSequence(
+            ...     range(5), kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+            ... )
+            >>> done = index.insert(
+            ...     seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED, groups={"swa": [(2, 3)]}
+            ... )
+            >>> with index.plan(seq) as plan:
+            ...     plan.blocks, plan.group("swa")
+            (array([6, 0], dtype=int32), (2, array([3], dtype=int32)))
         """
     @property
     def moved_end(self, /) -> int | None:
@@ -1616,6 +2238,40 @@ class ReusePlan:
     def pinned(self, /) -> bool:
         """
         Whether the plan was made with `pin=True`.
+        """
+    def rebuild(self, /, name: str) -> npt.NDArray[np.int64]:
+        """
+        Return the tokens of which a group with a window needs KV that the plan does not have, next to
+        moved runs (rule G9).
+
+        An engine computes them again for the layers of this group, from the KV that group 0 has. The
+        result is approximate, and so is what is computed after it.
+
+        Args:
+            name: The name of the group.
+
+        Returns:
+            Ranges (start, end): int64 of shape (n, 2), ascending. Empty for an exact plan,
+            except one that `recompute` made exact.
+
+        Raises:
+            StaleHandleError: The plan was released.
+            ValueError: The index has no group of that name, or it is one with a state.
+
+        Example:
+            >>> index = kvtrie.RadixIndex(
+            ...     num_blocks=8,
+            ...     block_size=4,
+            ...     min_run=8,
+            ...     groups=[kvtrie.Group.window("swa", window=5, num_blocks=4, block_size=4)],
+            ... )
+            >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+            >>> seq = kvtrie.TokenSequence(range(16), space)
+            >>> done = index.insert(seq, range(4), num_computed=16, source=kvtrie.COMPUTED)
+            >>> prompt = kvtrie.TokenSequence([*range(4), *range(8, 16), 99], space)
+            >>> with index.plan(prompt, kvtrie.ReusePolicy(scope="namespace")) as plan:
+            ...     plan.segments[["start", "end", "class"]].tolist(), plan.rebuild("swa").tolist()
+            ([(0, 4, 0), (4, 12, 1), (12, 13, 2)], [[8, 12]])
         """
     def recompute(self, /, ranges: _Ranges) -> None:
         """
@@ -1710,6 +2366,36 @@ class ReusePlan:
         """
         Ids that are copied from (int32), ascending and each once. A block in place may be among
         them.
+        """
+    def state(self, /, name: str) -> int | None:
+        """
+        Return the slot of the state from which the plan continues in a group with states.
+
+        An engine copies the state before it uses it, because the index may give the slot to others.
+
+        Args:
+            name: The name of the group.
+
+        Returns:
+            The slot; None if nothing is in place.
+
+        Raises:
+            StaleHandleError: The plan was released.
+            ValueError: The index has no group of that name, or it is one with a window.
+
+        Example:
+            >>> index = kvtrie.RadixIndex(
+            ...     num_blocks=8, block_size=2, groups=[kvtrie.Group.state("gdn", num_slots=4)]
+            ... )
+            >>> seq = kvtrie.TokenSequence(
+            ...     range(5), kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+            ... )
+            >>> done = index.insert(
+            ...     seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED, groups={"gdn": [(2, 3)]}
+            ... )
+            >>> with index.plan(seq) as plan:
+            ...     plan.num_exact, plan.state("gdn")
+            (2, 3)
         """
     def validate(self, /) -> npt.NDArray[np.bool_]:
         """
@@ -2603,11 +3289,13 @@ class TokenSequence:
             one-dimensional numpy array of any integer dtype, or a CPU tensor. They are copied.
         namespace: Everything besides tokens that the KV depends on.
         items: Ranges that represent something else, ascending, disjoint and inside the ids.
+        limit: How many of the ids are taken, from the first on; the others are not read. None, or
+            more than there are, takes all.
 
     Raises:
         TypeError: An id is a bool, a float or anything else that is not an integer.
-        ValueError: An id is negative or too large (none is wrapped), the array is not
-            one-dimensional, or an item is outside the ids, overlaps or does not ascend.
+        ValueError: An id or `limit` is negative, or an id too large (none is wrapped), the array is
+            not one-dimensional, or an item is outside the ids, overlaps or does not ascend.
 
     Example:
         >>> import numpy as np
@@ -2624,7 +3312,13 @@ class TokenSequence:
     def __iter__(self, /) -> Iterator[int]: ...
     def __len__(self, /) -> int: ...
     def __new__(
-        cls, /, ids: _Integers, namespace: Namespace, items: Iterable[Item] = ...
+        cls,
+        /,
+        ids: _Integers,
+        namespace: Namespace,
+        items: Iterable[Item] = ...,
+        *,
+        limit: SupportsIndex | None = None,
     ) -> TokenSequence: ...
     def extend(self, /, ids: _Integers, items: Iterable[Item] = ...) -> None:
         """
@@ -3154,6 +3848,14 @@ class KvTrieError(Exception):
 
 class BlockInUseError(KvTrieError):
     """A block id was offered for a place while it backs another one, or twice in one call."""
+
+class EventError(KvTrieError):
+    """A batch of KV events cannot be read, or is not of the worker it is applied to. Nothing of it was applied.
+
+    `reason` says why in one word: "malformed", "block_size", "limit", "rank" (another data-parallel rank than before)
+    or "key"."""
+
+    reason: str
 
 class LayoutError(KvTrieError):
     """Memory does not have the shape, dtype or device that a KV layout describes."""

@@ -210,13 +210,11 @@ def test_a_call_that_is_long_lets_go_of_the_interpreter(made: Callable[[], Call]
 
 
 def test_a_search_that_is_short_keeps_the_interpreter_however_long_its_prompt_is() -> None:
-    # The prompt is one moved run: it is found at once, and compared as memory. On a busy machine
-    # another thread can run for other reasons; if the call detaches, it runs in each try.
+    # The prompt is one moved run: it is found at once, and compared as memory. If the call
+    # detaches, the other thread runs in every third try or so.
     text = np.arange(40_000)
-    ticks = []
-    for _ in range(TRIES):
+    for _ in range(2 * TRIES):
         _, call, plans = searching(text, np.concatenate([[50_000], text[:-1]]))
-        ticks.append(ticks_during(call))
+        assert ticks_during(call) == 0
         assert plans[0].num_approximate > 39_000
         plans[0].release()
-    assert min(ticks) == 0, ticks

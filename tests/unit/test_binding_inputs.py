@@ -94,6 +94,33 @@ def test_no_ids(make: Callable[[list[int]], Any]) -> None:
     assert tokens(make([])) == []
 
 
+@pytest.mark.parametrize("limit", [0, 1, 3, 4, np.int64(2), 2**62])
+@pytest.mark.parametrize("make", FORMS.values(), ids=FORMS)
+def test_a_limit_takes_the_first_ids(make: Callable[[list[int]], Any], limit: int) -> None:
+    seq = kvtrie.TokenSequence(make([5, 0, 7]), SPACE, limit=limit)
+    assert seq[:].tolist() == [5, 0, 7][:limit]
+
+
+@pytest.mark.parametrize("code", "qQlbi")
+def test_ids_after_the_limit_are_not_read(code: str) -> None:
+    ids = array.array(code, [1, 2, -1 if code.islower() else 2**63])
+    assert kvtrie.TokenSequence(ids, SPACE, limit=2)[:].tolist() == [1, 2]
+    with pytest.raises(ValueError, match=r"TokenSequence: ids\[2\] is "):
+        kvtrie.TokenSequence(ids, SPACE, limit=3)
+
+
+def test_a_negative_limit_is_a_value_error() -> None:
+    with pytest.raises(ValueError, match="TokenSequence: limit is -1; it must be in"):
+        kvtrie.TokenSequence([1], SPACE, limit=-1)
+
+
+def test_an_array_can_grow_once_its_ids_are_read() -> None:
+    ids = array.array("q", [1, 2])
+    seq = kvtrie.TokenSequence(ids, SPACE)
+    ids.append(3)
+    assert seq[:].tolist() == [1, 2]
+
+
 def test_ids_are_copied() -> None:
     ids = np.array([1, 2, 3])
     seq = kvtrie.TokenSequence(ids, SPACE)

@@ -120,6 +120,11 @@ def test_turns_drop_the_reasoning_from_the_reference() -> None:
         ([USER, {**CALL, "tool_calls": [{"id": "a"}]}], "a tool call needs a function"),
         ([USER, {**CALL, "tool_calls": {"id": "a"}}], "a tool call needs a function"),
         (['{"role": "user", "content": "\\ud83d"}'], "half of a surrogate pair"),
+        ([{**USER, "token_ids": [1]}], "of an assistant message, not of a user message"),
+        ([USER, {**REPLY, "token_ids": []}], "a list of at least one id"),
+        ([USER, {**REPLY, "token_ids": [1, True]}], "True is no token id"),
+        ([USER, {**REPLY, "token_ids": [1, -1]}], "-1 is no token id"),
+        ([USER, {**REPLY, "token_ids": [1 << 32]}], "4294967296 is no token id"),
     ],
 )
 def test_load_refuses_with_one_sentence(tmp_path: Path, rows: list[object], words: str) -> None:

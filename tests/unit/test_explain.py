@@ -79,6 +79,7 @@ def test_dictionary_is_json_with_the_names_of_the_attributes(index: kvtrie.Radix
         "other_namespace": {"fields": ["model", "rope"], "num_tokens": 16},
         "laxer_in": [],
         "would_save": {"exact": 0, "approximate": 0, "compute": 16, "out_of_scope": 0},
+        "cut_by": None,
     }
     assert set(document) == {name for name in dir(why) if not name.startswith("_")} - {"to_dict"}
 

@@ -99,6 +99,12 @@ NAMES_BLOCKS: dict[str, Callable[[Any], object]] = {
     "recompute": lambda plan: plan.recompute([]),
     "__enter__": lambda plan: plan.__enter__(),
 }
+OF_GROUPS: dict[str, Callable[[Any], object]] = {
+    "group": lambda plan: plan.group("swa"),
+    "state": lambda plan: plan.state("gdn"),
+    "rebuild": lambda plan: plan.rebuild("swa"),
+    "advance": lambda plan: plan.advance(4),
+}
 STAYS: dict[str, Callable[[Any], object]] = {
     "num_new_blocks": lambda plan: plan.num_new_blocks,
     "num_exact": lambda plan: plan.num_exact,
@@ -136,7 +142,20 @@ def test_a_released_plan_names_no_block_and_says_all_else(make: Any, pin: bool) 
 
 def test_every_attribute_of_a_plan_is_under_the_rule() -> None:
     named = {name for name in vars(kvtrie.ReusePlan) if not name.startswith("_")}
-    assert named == {*NAMES_BLOCKS, *STAYS, "released"} - {"__enter__", "__exit__"}
+    assert named == {*NAMES_BLOCKS, *STAYS, *OF_GROUPS, "released"} - {"__enter__", "__exit__"}
+
+
+@pytest.mark.parametrize("name", OF_GROUPS)
+def test_a_released_plan_names_nothing_of_groups(name: str) -> None:
+    groups = [
+        kvtrie.Group.window("swa", window=4, num_blocks=4, block_size=4),
+        kvtrie.Group.state("gdn", num_slots=4),
+    ]
+    plan = kvtrie.RadixIndex(4, 4, groups=groups).plan(edited())
+    OF_GROUPS[name](plan)
+    plan.release()
+    with pytest.raises(StaleHandleError, match="released"):
+        OF_GROUPS[name](plan)
 
 
 def test_the_repr_of_a_released_plan_names_no_block(index: Any) -> None:

@@ -6,6 +6,7 @@ use numpy::{
     Element, PyArray1, PyArrayDescrMethods, PyArrayMethods, PyReadonlyArray1, PyUntypedArray,
     PyUntypedArrayMethods,
 };
+use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::{PyException, PyMemoryError, PyOverflowError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
@@ -197,6 +198,8 @@ pub(crate) fn type_name(value: &Bound<'_, PyAny>) -> String {
 pub(crate) enum Integers<'py> {
     List(Bound<'py, PyList>),
     Tuple(Bound<'py, PyTuple>),
+    /// A copy of an `array.array` of 64-bit integers.
+    Copied(Vec<i64>),
     // The arrays are contiguous and aligned.
     I64(PyReadonlyArray1<'py, i64>),
     I32(PyReadonlyArray1<'py, i32>),
@@ -212,6 +215,9 @@ impl<'py> Integers<'py> {
     pub(crate) fn open(value: &Bound<'py, PyAny>, arg: Arg) -> PyResult<Self> {
         if let Ok(list) = value.cast::<PyList>() {
             return Ok(Self::List(list.clone()));
+        }
+        if let Some(array) = Self::copied(value)? {
+            return Ok(array);
         }
         if let Some(array) = Self::ready(value) {
             return Ok(array);
@@ -265,6 +271,19 @@ impl<'py> Integers<'py> {
             .or_else(|| typed(value).map(Self::U64))
     }
 
+    /// Copies an `array.array` of 64-bit integers. Engines keep tokens in such arrays, and to ask numpy for a view
+    /// takes longer than to copy some thousand of them.
+    fn copied(value: &Bound<'py, PyAny>) -> PyResult<Option<Self>> {
+        let py = value.py();
+        if !value.get_type().is(array_type(py)?) {
+            return Ok(None);
+        }
+        let Ok(buffer) = PyBuffer::<i64>::get(value) else {
+            return Ok(None); // of another width
+        };
+        Ok(Some(Self::Copied(buffer.to_vec(py)?)))
+    }
+
     /// Converts any other array: a subclass, strided, misaligned, of another width or byte order.
     fn convert(array: &Bound<'py, PyUntypedArray>, arg: Arg) -> PyResult<Self> {
         let py = array.py();
@@ -306,6 +325,7 @@ impl<'py> Integers<'py> {
         match self {
             Self::List(list) => list.len(),
             Self::Tuple(tuple) => tuple.len(),
+            Self::Copied(values) => values.len(),
             Self::I64(array) => array.len(),
             Self::I32(array) => array.len(),
             Self::U32(array) => array.len(),
@@ -320,6 +340,7 @@ impl<'py> Integers<'py> {
             Self::Tuple(tuple) => {
                 read_objects(tuple.py(), range, limit, arg, |at| tuple.get_item(at))
             }
+            Self::Copied(values) => read_slice(values, range, limit, arg),
             Self::I64(array) => read_array(array, range, limit, arg),
             Self::I32(array) => read_array(array, range, limit, arg),
             Self::U32(array) => read_array(array, range, limit, arg),
@@ -344,6 +365,7 @@ pub(crate) fn signed_integers(
             .enumerate()
             .map(|(at, item)| signed_object(&item, at, limits, arg))
             .collect(),
+        Integers::Copied(values) => signed_array(&values, limits, arg),
         Integers::I64(array) => signed_array(array.as_slice()?, limits, arg),
         Integers::I32(array) => signed_array(array.as_slice()?, limits, arg),
         Integers::U32(array) => signed_array(array.as_slice()?, limits, arg),
@@ -395,6 +417,17 @@ pub(crate) fn count_list(value: &Bound<'_, PyAny>, arg: Arg) -> PyResult<Vec<usi
 pub(crate) fn integers(value: &Bound<'_, PyAny>, limit: u64, arg: Arg) -> PyResult<Vec<u32>> {
     let integers = Integers::open(value, arg)?;
     integers.read(0..integers.len(), limit, arg)
+}
+
+/// Reads the first `count` integers of a list, or all of a shorter one, and leaves the others unread.
+pub(crate) fn first_integers(
+    value: &Bound<'_, PyAny>,
+    count: usize,
+    limit: u64,
+    arg: Arg,
+) -> PyResult<Vec<u32>> {
+    let integers = Integers::open(value, arg)?;
+    integers.read(0..integers.len().min(count), limit, arg)
 }
 
 pub(crate) fn block_ids(
@@ -499,8 +532,17 @@ fn read_array<T: Whole>(
     limit: u64,
     arg: Arg,
 ) -> PyResult<Vec<u32>> {
+    read_slice(array.as_slice()?, range, limit, arg)
+}
+
+fn read_slice<T: Whole>(
+    values: &[T],
+    range: Range<usize>,
+    limit: u64,
+    arg: Arg,
+) -> PyResult<Vec<u32>> {
     let first = range.start;
-    let values = &array.as_slice()?[range];
+    let values = &values[range];
     narrow(values, limit).map_err(|at| arg.range_error(first + at, values[at].into(), limit))
 }
 
@@ -509,17 +551,22 @@ fn narrow<T: Whole>(values: &[T], limit: u64) -> Result<Vec<u32>, usize> {
     if let (Some(tokens), true) = (T::tokens(values), limit == TOKEN_IDS) {
         return Ok(tokens.to_vec());
     }
-    // Two passes without branches become vector code. The search for the position runs only after a failure.
-    let bits = values.iter().fold(0, |bits, value| bits | value.wide());
-    if bits < TOKEN_IDS {
-        #[expect(
-            clippy::cast_possible_truncation,
-            reason = "no value has a bit above 31"
-        )]
-        let out: Vec<u32> = values.iter().map(|value| value.wide() as u32).collect();
-        if bits < limit || out.iter().max().is_none_or(|&most| u64::from(most) < limit) {
-            return Ok(out);
-        }
+    // One pass without branches becomes vector code. The search for the position runs only after a failure.
+    let mut bits = 0;
+    #[expect(
+        clippy::cast_possible_truncation,
+        reason = "what is cut off is found in the bits"
+    )]
+    let out: Vec<u32> = values
+        .iter()
+        .map(|value| {
+            bits |= value.wide();
+            value.wide() as u32
+        })
+        .collect();
+    let is_below = |limit| out.iter().max().is_none_or(|&most| u64::from(most) < limit);
+    if bits < TOKEN_IDS && (bits < limit || is_below(limit)) {
+        return Ok(out);
     }
     Err(values
         .iter()

@@ -17,7 +17,9 @@ use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
 use pyo3::types::{PyCFunction, PyDict};
 
-use crate::errors::{KvTrieError, StaleHandleError, exception, transfer_exception};
+use crate::errors::{
+    KvTrieError, StaleHandleError, event_exception, exception, transfer_exception,
+};
 
 /// Whether work is expected to take longer than about 50 µs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -54,6 +56,7 @@ impl Cost {
 pub(crate) enum Failure {
     Core(kvtrie_core::Error),
     Transfer(kvtrie_transfer::TransferError),
+    Event(kvtrie_cluster::EventError),
     /// A call panicked earlier while it held this lock.
     Poisoned(&'static str),
     /// The work panicked: a bug in the core.
@@ -74,11 +77,18 @@ impl From<kvtrie_transfer::TransferError> for Failure {
     }
 }
 
+impl From<kvtrie_cluster::EventError> for Failure {
+    fn from(error: kvtrie_cluster::EventError) -> Self {
+        Self::Event(error)
+    }
+}
+
 impl From<Failure> for PyErr {
     fn from(failure: Failure) -> Self {
         match failure {
             Failure::Core(error) => exception(&error),
             Failure::Transfer(error) => transfer_exception(&error),
+            Failure::Event(error) => event_exception(&error),
             Failure::Poisoned(what) => KvTrieError::new_err(format!(
                 "{what} is unusable: an earlier call on it ended in an internal error"
             )),

@@ -1,5 +1,6 @@
 //! The exceptions, and which one a core error becomes.
 
+use kvtrie_cluster::EventRefusal;
 use kvtrie_core::{Error, ErrorKind};
 use kvtrie_transfer::TransferError;
 use pyo3::create_exception;
@@ -44,6 +45,12 @@ create_exception!(
 );
 create_exception!(
     kvtrie,
+    EventError,
+    KvTrieError,
+    "A batch of KV events cannot be read, or is not of the worker it is applied to. Nothing of it was applied.\n\n`reason` says why in one word: \"malformed\", \"block_size\", \"limit\", \"rank\" (another data-parallel rank than before)\nor \"key\"."
+);
+create_exception!(
+    kvtrie,
     LayoutError,
     KvTrieError,
     "Memory does not have the shape, dtype or device that a KV layout describes."
@@ -57,7 +64,8 @@ create_exception!(
 
 /// Calls of Rust that Python has under another name. Of the others, `A::new` is `A`, and `A::call` and `A::call_within`
 /// are `A.call`.
-const CALLS: [(&str, &str); 10] = [
+const CALLS: [(&str, &str); 11] = [
+    ("KvIndexer::find", "KvIndexer.find_matches"),
     ("Offer::manifest", "TransferManifest.from_ledger"),
     ("Offer::of", "TransferManifest.from_ledger"),
     ("RadixIndex::plan_from", "RadixIndex.plan"),
@@ -163,4 +171,19 @@ pub(crate) fn transfer_exception(error: &TransferError) -> PyErr {
             Err(failure) => failure,
         },
     )
+}
+
+pub(crate) fn event_exception(error: &kvtrie_cluster::EventError) -> PyErr {
+    let message = in_python("KvIndexer::apply", error.message());
+    if error.refusal() == EventRefusal::Worker {
+        return StaleHandleError::new_err(message);
+    }
+    let exception = EventError::new_err(message);
+    Python::attach(|py| {
+        let value = exception.value(py);
+        match value.setattr("reason", error.refusal().as_str()) {
+            Ok(()) => exception,
+            Err(failure) => failure,
+        }
+    })
 }

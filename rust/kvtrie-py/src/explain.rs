@@ -115,7 +115,15 @@ impl PyExplanation {
         Ok(PyTuple::new(py, &self.core.laxer_in)?.into())
     }
 
-    /// What a plan would reuse and compute.
+    /// The group that keeps the prompt from using all of the match, with the tokens after which every
+    /// group can continue; None if none does.
+    #[getter]
+    fn cut_by(&self) -> Option<(String, usize)> {
+        let cut = self.core.cut_by.as_ref()?;
+        Some((cut.group.clone(), cut.num_tokens))
+    }
+
+    /// What a plan would reuse and compute; in place alone if the index has a group with states.
     #[getter]
     fn would_save(&self) -> PyWouldSave {
         PyWouldSave {
@@ -161,6 +169,7 @@ impl PyExplanation {
         all.set_item("other_namespace", other)?;
         all.set_item("laxer_in", &core.laxer_in)?;
         all.set_item("would_save", saved)?;
+        all.set_item("cut_by", self.cut_by())?;
         Ok(all.into())
     }
 

@@ -40,6 +40,7 @@ hints! {
     TokenIterator: "Iterator[int]",
     Counts: "npt.NDArray[np.int64]",
     Flags: "npt.NDArray[np.bool_]",
+    Bytes8: "npt.NDArray[np.uint8]",
     Records: "npt.NDArray[np.void]",
     Names: "tuple[str, ...]",
     Items: "tuple[Item, ...]",
@@ -47,5 +48,8 @@ hints! {
     SaltValue: "str | SharedSalt",
     SourceValue: "Imported | ComputedSource",
     ReducedManifest: "tuple[object, tuple[bytes, TransferLimits]]",
+    Groups: "tuple[Group, ...]",
+    GroupResults: "dict[str, GroupInsertResult]",
+    WindowPart: "tuple[int, npt.NDArray[np.int32]]",
     NewArguments: "tuple[tuple[()], dict[str, object]]",
 }

@@ -3,20 +3,23 @@
 use std::sync::Arc;
 
 use kvtrie_core::{
-    BlockId, Config, ExplainOptions, InsertOptions, LookupOptions, PlanOptions, RadixIndex,
-    RestoreLimits, RestoredPool, SessionId,
+    BlockId, Config, ExplainOptions, Group, GroupOffers, GroupOptions, InsertOptions,
+    LookupOptions, PlanOptions, RadixIndex, RestoreLimits, RestoredPool, SessionId,
 };
 use numpy::PyArray1;
 use pyo3::exceptions::PyOSError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
 
-use crate::arguments::{arg, call, flag, int, of, optional_int, optional_of, session};
+use crate::arguments::{
+    arg, call, flag, int, of, optional_int, optional_of, optional_text, session, text,
+};
 use crate::buffers::{Arg, block_ids, nothing};
 use crate::detach::{Cost, Enter, Keys, Lock};
 use crate::errors::exception;
 use crate::explain::{self, PyExplanation};
-use crate::hints::{Ids, Names, TokenIds};
+use crate::groups::{self, PyGroup, PyGroupStats};
+use crate::hints::{Groups, Ids, Names, TokenIds};
 use crate::namespace::PyNamespace;
 use crate::output::{ids, truth};
 use crate::plan::PyReusePlan;
@@ -54,6 +57,8 @@ use crate::stats::PyIndexStats;
 ///     pool_id: Names the KV pool, 1 to 64 bytes; None draws 16 at random. `restore` compares it.
 ///     hash_bits: Bits kept of every internal hash, 0 to 64. For tests: with few bits, hashes
 ///         collide. Results depend on it only where they depend on the seed.
+///     groups: Groups of layers besides group 0, whose layers attend to all tokens: sliding windows
+///         and recurrent states, at most 15. `num_blocks` and `block_size` are those of group 0.
 ///
 /// Raises:
 ///     TypeError: An argument has the wrong type.
@@ -83,8 +88,8 @@ impl PyRadixIndex {
     #[pyo3(signature = (
         num_blocks: "SupportsIndex", block_size: "SupportsIndex" = 16, *, min_run: "SupportsIndex" = 16,
         max_candidates: "SupportsIndex" = 64, moved_runs: "bool" = true, seed: "SupportsIndex | None" = None,
-        pool_id: "bytes | None" = None, hash_bits: "SupportsIndex" = 64
-    ))]
+        pool_id: "bytes | None" = None, hash_bits: "SupportsIndex" = 64, groups: "Iterable[Group]" = nothing()
+    ), text_signature = "(num_blocks, block_size=16, *, min_run=16, max_candidates=64, moved_runs=True, seed=None, pool_id=None, hash_bits=64, groups=())")]
     #[expect(
         clippy::too_many_arguments,
         reason = "the keywords of Python's constructor"
@@ -98,6 +103,7 @@ impl PyRadixIndex {
         #[pyo3(from_py_with = optional_int::<call::RadixIndex, arg::Seed>)] seed: Option<i128>,
         pool_id: Option<&Bound<'_, PyAny>>,
         #[pyo3(from_py_with = int::<call::RadixIndex, arg::HashBits>)] hash_bits: i128,
+        groups: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Self> {
         let arg = |name| Arg::new("RadixIndex", name);
         let max_block_size = i64::try_from(Config::MAX_BLOCK_SIZE).unwrap_or(i64::MAX);
@@ -124,6 +130,7 @@ impl PyRadixIndex {
             min_run,
             max_candidates,
             pool_id,
+            groups: given_groups(groups, block_size)?,
         });
         Ok(Self::around(core.map_err(|error| exception(&error))?))
     }
@@ -305,6 +312,40 @@ impl PyRadixIndex {
         self.shared.seed
     }
 
+    /// The groups of layers besides group 0.
+    #[getter]
+    fn groups<'py>(&self, py: Python<'py>) -> PyResult<Groups<'py>> {
+        let groups = self.shared.groups.iter().map(PyGroup::of);
+        Ok(PyTuple::new(py, groups.collect::<Vec<_>>())?.into())
+    }
+
+    /// Return the counters of a group besides group 0.
+    ///
+    /// Args:
+    ///     group: The name of the group.
+    ///
+    /// Raises:
+    ///     ValueError: The index has no group of that name.
+    ///
+    /// Example:
+    ///     >>> index = kvtrie.RadixIndex(num_blocks=8,
+    ///     ...     groups=[kvtrie.Group.window("swa", window=32, num_blocks=4)])
+    ///     >>> index.group_stats("swa")
+    ///     GroupStats(indexed=0, pinned=0, evictable=0, condemned=0, waiting=0)
+    #[pyo3(signature = (group: "str"))]
+    fn group_stats(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = text::<call::RadixIndexGroupStats, arg::Group>)] group: String,
+    ) -> PyResult<PyGroupStats> {
+        let group = self.group(py, group, "RadixIndex.group_stats")?;
+        let shared = &*self.shared;
+        py.enter(Cost::Short, |keys| {
+            let stats = keys.lock(&shared.core, INDEX)?.group_stats(group)?;
+            Ok(PyGroupStats::from(stats))
+        })
+    }
+
     /// The name of the KV pool.
     #[getter]
     fn pool_id<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
@@ -317,7 +358,8 @@ impl PyRadixIndex {
         self.shared.hash_bits
     }
 
-    /// Find the longest run of present exact blocks from position 0.
+    /// Find the longest run of present exact blocks from position 0. If the index has groups, it ends
+    /// where every group can continue.
     ///
     /// The cost depends only on the prompt, and for a sequence that has grown since its last use
     /// here, only on the new tokens.
@@ -374,6 +416,9 @@ impl PyRadixIndex {
     /// most of the following tokens are copied, unless the policy has `partial_blocks=False`. If
     /// the policy allows it, moved runs cover more. The rest is computed.
     ///
+    /// If the index has groups, the blocks in place of an exact plan end where every group can continue,
+    /// and nothing is copied. Moved runs are refused next to states, and `path` is refused.
+    ///
     /// Args:
     ///     seq: The prompt.
     ///     policy: What may be reused; None means `kvtrie.EXACT_ONLY`.
@@ -391,8 +436,9 @@ impl PyRadixIndex {
     ///
     /// Raises:
     ///     ValueError: `keep_last` is negative, `moved_end` is not in the prompt, a session has no or
-    ///         more than 256 bytes, the policy's `min_run` is below the index's, or `path` is of
-    ///         another namespace.
+    ///         more than 256 bytes, the policy's `min_run` is below the index's, `path` is of
+    ///         another namespace, `path` is given for an index with groups, or the policy has
+    ///         `approximate` and the index a group with states.
     ///
     /// Example:
     ///     >>> space, text = kvtrie.Namespace(model="m", salt=kvtrie.SHARED), list(range(40))
@@ -478,13 +524,20 @@ impl PyRadixIndex {
     ///     session: The id of the conversation that the sequence belongs to, 1 to 256 bytes. The
     ///         blocks of the sequence belong to it from then on. A block belongs to at most eight
     ///         conversations; one more replaces the one that came first.
+    ///     groups: For each group's name, pairs (position, id) or an integer array of shape (n, 2),
+    ///         ascending. The position of a block is that of its first token, the position of a state
+    ///         the number of tokens before it; both are multiples of the block size. Only exact KV
+    ///         is taken, at places of group 0's blocks that have no id of the group yet.
+    ///     stops: Positions at which later prompts may continue, ascending multiples of the block size;
+    ///         `kvtrie.tags.stops` finds them. What groups need there is evicted last, as is what they
+    ///         need at the sequence's end and at states.
     ///
     /// Raises:
     ///     BlockInUseError: An id backs another place, or occurs twice.
     ///     StaleHandleError: The plan was released.
     ///     ValueError: An id is outside the pool, there are too few ids, a position is out of range, a
-    ///         span is bad, the plan is of another index or prompt, or a session has no or more than
-    ///         256 bytes.
+    ///         span is bad, the plan is of another index or prompt, a session has no or more than
+    ///         256 bytes, or there is no group of a name.
     ///
     /// Example:
     ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
@@ -495,8 +548,9 @@ impl PyRadixIndex {
         seq: "TokenSequence", blocks: "_Integers", *,
         num_computed: "SupportsIndex", start: "SupportsIndex" = 0,
         source: "ReusePlan | ComputedSource | Imported", spans: "Iterable[Span]" = nothing(),
-        session: "str | None" = None
-    ), text_signature = "($self, seq, blocks, *, num_computed, start=0, source, spans=(), session=None)")]
+        session: "str | None" = None, groups: "Mapping[str, _Ranges] | None" = None,
+        stops: "Sequence[SupportsIndex]" = nothing()
+    ), text_signature = "($self, seq, blocks, *, num_computed, start=0, source, spans=(), session=None, groups=None, stops=())")]
     #[expect(clippy::too_many_arguments, reason = "all but two are keywords")]
     fn insert(
         &self,
@@ -513,6 +567,8 @@ impl PyRadixIndex {
         #[pyo3(from_py_with = session::<call::RadixIndexInsert, arg::Session>)] session: Option<
             SessionId,
         >,
+        groups: Option<&Bound<'_, PyAny>>,
+        stops: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<PyInsertResult> {
         const CALL: &str = "RadixIndex.insert";
         let blocks = block_ids(blocks, self.shared.num_blocks, Arg::new(CALL, "blocks"))?;
@@ -524,10 +580,25 @@ impl PyRadixIndex {
             None => Vec::new(),
         };
         let (shared, seq) = (&*self.shared, seq.get());
-        let core = py.enter_briefly(|keys, effort| {
+        let given = groups::offers(groups, &shared.groups, Arg::new(CALL, "groups"))?;
+        let offered = given.iter().map(|(group, offers)| GroupOffers {
+            group: *group,
+            offers,
+        });
+        let offered: Vec<GroupOffers<'_>> = offered.collect();
+        let stops = match stops {
+            Some(given) => crate::buffers::count_list(given, Arg::new(CALL, "stops"))?,
+            None => Vec::new(),
+        };
+        let (core, results) = py.enter_briefly(|keys, effort| {
             let mut seq = keys.lock(&seq.core, SEQUENCE)?;
             let mut index = keys.lock(&shared.core, INDEX)?;
-            if index.insert_steps(&seq, blocks.len()) + spans.len() as u64 > effort.nodes {
+            let groups = GroupOptions {
+                offers: &offered,
+                stops: &stops,
+            };
+            let more = spans.len() as u64 + index.group_steps(&seq, groups);
+            if index.insert_steps(&seq, blocks.len()) + more > effort.nodes {
                 return Ok(None);
             }
             let source = source.core();
@@ -538,15 +609,27 @@ impl PyRadixIndex {
                 spans: &spans,
                 session,
             };
-            Ok(Some(index.insert(&mut seq, &blocks, options)?))
+            Ok(Some(
+                index.insert_groups(&mut seq, &blocks, options, groups)?,
+            ))
         })?;
-        Ok(PyInsertResult { core })
+        let name = |own: &GroupOffers<'_>| shared.groups[own.group - 1].name.clone();
+        let names = offered.iter().map(name).collect();
+        Ok(PyInsertResult::new(core, (names, results)))
     }
 
     /// Return the blocks whose last pin ended after they had left the index.
     ///
+    /// Args:
+    ///     group: The name of a group: the ids of it that left with blocks of group 0, pinned or not,
+    ///         and are not pinned now. None means group 0.
+    ///
     /// Returns:
-    ///     Their ids (int32), oldest release first. They belong to the caller from then on.
+    ///     Their ids (int32), oldest release first, those of a group ascending. They belong to the
+    ///     caller from then on.
+    ///
+    /// Raises:
+    ///     ValueError: The index has no group of that name.
     ///
     /// Example:
     ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
@@ -557,8 +640,21 @@ impl PyRadixIndex {
     ///     array([], dtype=int32)
     ///     >>> index.take_freed()
     ///     array([6], dtype=int32)
-    fn take_freed<'py>(&self, py: Python<'py>) -> PyResult<Ids<'py>> {
+    #[pyo3(signature = (*, group: "str | None" = None))]
+    fn take_freed<'py>(
+        &self,
+        py: Python<'py>,
+        #[pyo3(from_py_with = optional_text::<call::RadixIndexTakeFreed, arg::Group>)]
+        group: Option<String>,
+    ) -> PyResult<Ids<'py>> {
         let shared = &*self.shared;
+        if let Some(group) = group {
+            let group = self.group(py, group, "RadixIndex.take_freed")?;
+            let freed = py.enter(Cost::Long, |keys| {
+                Ok(keys.lock(&shared.core, INDEX)?.take_freed_group(group)?)
+            })?;
+            return Ok(ids(py, &freed));
+        }
         let freed = py.enter_briefly(|keys, effort| {
             let mut index = keys.lock(&shared.core, INDEX)?;
             let is_brief = index.num_waiting() <= effort.nodes;
@@ -573,15 +669,19 @@ impl PyRadixIndex {
     /// Pinned blocks and blocks above them stay. A dead block is removed even above pinned blocks,
     /// if they are only sources of copies.
     ///
+    /// From a group, it removes first ids that wait, then those of a window that no call has needed to
+    /// continue, then the least recently used ones. Blocks of group 0 stay.
+    ///
     /// Args:
     ///     n: Number of blocks.
+    ///     group: The name of a group; None means group 0.
     ///
     /// Returns:
     ///     Their ids (int32) in order of eviction; fewer than `n` if no more can be removed. They
     ///     belong to the caller from then on.
     ///
     /// Raises:
-    ///     ValueError: `n` is negative.
+    ///     ValueError: `n` is negative, or the index has no group of that name.
     ///
     /// Example:
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
@@ -590,14 +690,24 @@ impl PyRadixIndex {
     ///     >>> done = index.insert(seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED)
     ///     >>> index.evict(1)
     ///     array([0], dtype=int32)
-    #[pyo3(signature = (n: "SupportsIndex"))]
+    #[pyo3(signature = (n: "SupportsIndex", *, group: "str | None" = None))]
     fn evict<'py>(
         &self,
         py: Python<'py>,
         #[pyo3(from_py_with = int::<call::RadixIndexEvict, arg::N>)] n: i128,
+        #[pyo3(from_py_with = optional_text::<call::RadixIndexEvict, arg::Group>)] group: Option<
+            String,
+        >,
     ) -> PyResult<Ids<'py>> {
         let n = Arg::new("RadixIndex.evict", "n").count(n)?;
         let shared = &*self.shared;
+        if let Some(group) = group {
+            let group = self.group(py, group, "RadixIndex.evict")?;
+            let evicted = py.enter(Cost::Long, |keys| {
+                Ok(keys.lock(&shared.core, INDEX)?.evict_group(group, n)?)
+            })?;
+            return Ok(ids(py, &evicted));
+        }
         let evicted = py.enter_briefly(|keys, effort| {
             Ok(keys.lock(&shared.core, INDEX)?.evict_within(n, effort))
         })?;
@@ -611,13 +721,14 @@ impl PyRadixIndex {
     ///
     /// Args:
     ///     block_ids: Ids in 0..num_blocks.
+    ///     group: The name of a group, of which the ids then are. None means group 0.
     ///
     /// Returns:
     ///     The ids that are free now (int32), in call order. `take_freed` returns pinned ones
     ///     later.
     ///
     /// Raises:
-    ///     ValueError: An id is outside the pool.
+    ///     ValueError: An id is outside the pool, or the index has no group of that name.
     ///
     /// Example:
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
@@ -627,10 +738,29 @@ impl PyRadixIndex {
     ///     >>> index.discard([6, 7])
     ///     array([6], dtype=int32)
     #[pyo3(signature = (
-        block_ids: "_Integers"
+        block_ids: "_Integers", *, group: "str | None" = None
     ) -> "npt.NDArray[np.int32]")]
-    fn discard<'py>(&self, py: Python<'py>, block_ids: &Bound<'py, PyAny>) -> PyResult<Ids<'py>> {
+    fn discard<'py>(
+        &self,
+        py: Python<'py>,
+        block_ids: &Bound<'py, PyAny>,
+        #[pyo3(from_py_with = optional_text::<call::RadixIndexDiscard, arg::Group>)] group: Option<
+            String,
+        >,
+    ) -> PyResult<Ids<'py>> {
         let arg = Arg::new("RadixIndex.discard", "block_ids");
+        if let Some(group) = group {
+            let group = self.group(py, group, "RadixIndex.discard")?;
+            let limit = self.shared.groups[group - 1].num_blocks;
+            let given = crate::buffers::block_ids(block_ids, limit, arg)?;
+            let shared = &*self.shared;
+            let freed = py.enter(Cost::Long, |keys| {
+                Ok(keys
+                    .lock(&shared.core, INDEX)?
+                    .discard_group(group, &given)?)
+            })?;
+            return Ok(ids(py, &freed));
+        }
         let given = crate::buffers::block_ids(block_ids, self.shared.num_blocks, arg)?;
         let shared = &*self.shared;
         let freed = py.enter_briefly(|keys, effort| {
@@ -1028,6 +1158,11 @@ impl PyRadixIndex {
 }
 
 impl PyRadixIndex {
+    /// The number of the group of a name.
+    fn group(&self, py: Python<'_>, name: String, call: &str) -> PyResult<usize> {
+        groups::number(py, &self.shared.groups, name, call)
+    }
+
     fn around(core: RadixIndex) -> Self {
         let Config {
             num_blocks,
@@ -1038,8 +1173,9 @@ impl PyRadixIndex {
             min_run,
             max_candidates,
             ref pool_id,
+            ref groups,
         } = *core.config();
-        let pool_id = pool_id.clone();
+        let (pool_id, groups) = (pool_id.clone(), groups.clone());
         let shared = SharedIndex {
             core: Lock::new(core),
             warned_of: Lock::new(Vec::new()),
@@ -1047,6 +1183,7 @@ impl PyRadixIndex {
             block_size,
             seed,
             hash_bits,
+            groups,
         };
         Self {
             shared: Arc::new(shared),
@@ -1056,6 +1193,26 @@ impl PyRadixIndex {
             pool_id,
         }
     }
+}
+
+fn given_groups(given: Option<&Bound<'_, PyAny>>, block_size: usize) -> PyResult<Vec<Group>> {
+    let Some(given) = given else {
+        return Ok(Vec::new());
+    };
+    let arg = Arg::new("RadixIndex", "groups");
+    let mut found = Vec::new();
+    for (at, item) in arg.iterate(given, "an iterable of Group")?.enumerate() {
+        let item = item?;
+        let Ok(group) = item.cast::<PyGroup>() else {
+            return Err(arg.wrong_item(at, &item, "a Group"));
+        };
+        found.push(group.get().to_core(block_size));
+        // The core refuses one too many by name.
+        if found.len() > Group::MAX {
+            break;
+        }
+    }
+    Ok(found)
 }
 
 fn random<const N: usize>() -> PyResult<[u8; N]> {

@@ -905,7 +905,7 @@ impl PySequenceLedger {
         if !pins.is_empty() {
             live.keep_pins(py, pins, &index.get().shared)?;
         }
-        Ok(PyInsertResult { core })
+        Ok(PyInsertResult::new(core, (Vec::new(), Vec::new())))
     }
 
     /// `commit` a last time and end the request: its plan is released, and its sequence may be
@@ -955,7 +955,7 @@ impl PySequenceLedger {
         let core = done
             .inspect_err(|_| self.put_back(py, request, &entry))
             .map_err(of_request(request))?;
-        Ok(PyInsertResult { core })
+        Ok(PyInsertResult::new(core, (Vec::new(), Vec::new())))
     }
 
     /// End a request without an index: its plan is released, and its sequence may be changed again.

@@ -1,7 +1,7 @@
-//! The compiled module `kvtrie._core`: the Python classes of `kvtrie-core` and `kvtrie-transfer`.
+//! The compiled module `kvtrie._core`: the Python classes of `kvtrie-core`, `kvtrie-transfer` and `kvtrie-cluster`.
 //!
 //! Every class is frozen; state that changes is under a lock. Locks are taken in one order: ledger, sequence, block
-//! allocator, index, the names that the index has warned of. While a lock is held, no Python object is made: a garbage
+//! allocator, index, the names that the index has warned of; an index of workers after the sequence. While a lock is held, no Python object is made: a garbage
 //! collection may drop a plan, and dropping a plan takes the index's lock.
 #![expect(
     clippy::doc_markdown,
@@ -18,8 +18,10 @@ mod explain;
 #[cfg(feature = "failpoints")]
 mod failpoints;
 mod fields;
+mod groups;
 mod hints;
 mod index;
+mod indexer;
 mod item;
 mod ledger;
 mod moved_run;
@@ -31,6 +33,7 @@ mod ranges;
 mod results;
 mod sequence;
 mod shared;
+mod slots;
 mod snapshot;
 mod source;
 mod span;
@@ -46,7 +49,7 @@ mod _core {
     use crate::allocator::PyBlockAllocator;
     #[pymodule_export]
     use crate::errors::{
-        BlockInUseError, KvTrieError, LayoutError, OutOfBlocksError, SnapshotError,
+        BlockInUseError, EventError, KvTrieError, LayoutError, OutOfBlocksError, SnapshotError,
         StaleHandleError, TransferRefused, UnsupportedRopeError,
     };
     #[pymodule_export]
@@ -55,7 +58,11 @@ mod _core {
     #[pymodule_export]
     use crate::failpoints::{_arm_failpoint, _disarm_failpoint};
     #[pymodule_export]
+    use crate::groups::{PyGroup, PyGroupInsertResult, PyGroupStats};
+    #[pymodule_export]
     use crate::index::PyRadixIndex;
+    #[pymodule_export]
+    use crate::indexer::{PyKvIndexer, PyOverlapScores, PyPromptDigests};
     #[pymodule_export]
     use crate::item::PyItem;
     #[pymodule_export]
@@ -99,6 +106,7 @@ mod _core {
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
         let py = module.py();
         crate::detach::count_forks(py)?;
+        py.get_type::<EventError>().setattr("reason", "")?;
         py.get_type::<TransferRefused>().setattr("reason", "")
     }
 

@@ -3,17 +3,18 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use kvtrie_core::{Class, RadixIndex, ReusePlan};
+use kvtrie_core::{Class, GroupKind, GroupPart, RadixIndex, ReusePlan};
 use numpy::PyArray1;
 use pyo3::exceptions::{PyResourceWarning, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
-use crate::arguments::{arg, call, int, optional_int};
+use crate::arguments::{arg, call, int, optional_int, text};
 use crate::buffers::{Arg, block_ids};
 use crate::detach::{Cost, Enter, inherited};
 use crate::errors::released;
-use crate::hints::{Counts, Flags, Ids, MovedRuns, Records};
+use crate::groups;
+use crate::hints::{Counts, Flags, Ids, MovedRuns, Records, WindowPart};
 use crate::moved_run::PyMovedRun;
 use crate::output::{self, ids, listed, truth};
 use crate::shared::{INDEX, OFFERS_PER_VISIT, SharedIndex};
@@ -129,6 +130,34 @@ impl PyReusePlan {
         Ok(self.core())
     }
 
+    /// What the plan continues with in a group of a name and a kind.
+    fn part(
+        &self,
+        py: Python<'_>,
+        name: String,
+        is_state: bool,
+        call: &str,
+    ) -> PyResult<(usize, &GroupPart)> {
+        let plan = self.live(call)?;
+        let quoted = output::quoted(py, &name)?;
+        let number = groups::number(py, &self.index.groups, name, call)?;
+        let group = &self.index.groups[number - 1];
+        if (group.kind == GroupKind::State) != is_state {
+            let (has, other) = if is_state {
+                ("a window", "ReusePlan.group")
+            } else {
+                ("states", "ReusePlan.state")
+            };
+            return Err(PyValueError::new_err(format!(
+                "{call}: group {quoted} is one with {has}; call {other}"
+            )));
+        }
+        let part = plan.group(number).ok_or_else(|| {
+            PyValueError::new_err(format!("{call}: the plan has no group {quoted}"))
+        })?;
+        Ok((number, part))
+    }
+
     fn cost(&self) -> Cost {
         Cost::blocks(self.core().num_entries() / OFFERS_PER_VISIT)
     }
@@ -225,6 +254,150 @@ impl PyReusePlan {
     #[getter]
     fn moved_end(&self) -> Option<usize> {
         self.core().moved_end()
+    }
+
+    /// Return what the plan continues with in a group with a window.
+    ///
+    /// Args:
+    ///     name: The name of the group.
+    ///
+    /// Returns:
+    ///     The position of the first block's first token, and the ids (int32) of the blocks from there
+    ///     to the end of what is in place. They must not be written to.
+    ///
+    /// Raises:
+    ///     StaleHandleError: The plan was released.
+    ///     ValueError: The index has no group of that name, or it is one with a state.
+    ///
+    /// Example:
+    ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2,
+    ///     ...     groups=[kvtrie.Group.window("swa", window=3, num_blocks=4, block_size=2)])
+    ///     >>> seq = kvtrie.TokenSequence(range(5), kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
+    ///     >>> done = index.insert(seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED,
+    ///     ...     groups={"swa": [(2, 3)]})
+    ///     >>> with index.plan(seq) as plan:
+    ///     ...     plan.blocks, plan.group("swa")
+    ///     (array([6, 0], dtype=int32), (2, array([3], dtype=int32)))
+    #[pyo3(signature = (name: "str"))]
+    fn group<'py>(
+        &self,
+        py: Python<'py>,
+        #[pyo3(from_py_with = text::<call::ReusePlanGroup, arg::Name>)] name: String,
+    ) -> PyResult<WindowPart<'py>> {
+        let (_, part) = self.part(py, name, false, "ReusePlan.group")?;
+        let blocks = ids(py, &part.blocks);
+        Ok((part.start, blocks).into_pyobject(py)?.into())
+    }
+
+    /// Return the slot of the state from which the plan continues in a group with states.
+    ///
+    /// An engine copies the state before it uses it, because the index may give the slot to others.
+    ///
+    /// Args:
+    ///     name: The name of the group.
+    ///
+    /// Returns:
+    ///     The slot; None if nothing is in place.
+    ///
+    /// Raises:
+    ///     StaleHandleError: The plan was released.
+    ///     ValueError: The index has no group of that name, or it is one with a window.
+    ///
+    /// Example:
+    ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2,
+    ///     ...     groups=[kvtrie.Group.state("gdn", num_slots=4)])
+    ///     >>> seq = kvtrie.TokenSequence(range(5), kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
+    ///     >>> done = index.insert(seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED,
+    ///     ...     groups={"gdn": [(2, 3)]})
+    ///     >>> with index.plan(seq) as plan:
+    ///     ...     plan.num_exact, plan.state("gdn")
+    ///     (2, 3)
+    #[pyo3(signature = (name: "str"))]
+    fn state(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = text::<call::ReusePlanState, arg::Name>)] name: String,
+    ) -> PyResult<Option<u32>> {
+        let (_, part) = self.part(py, name, true, "ReusePlan.state")?;
+        Ok(part.blocks.first().map(|id| id.0))
+    }
+
+    /// Return the tokens of which a group with a window needs KV that the plan does not have, next to
+    /// moved runs (rule G9).
+    ///
+    /// An engine computes them again for the layers of this group, from the KV that group 0 has. The
+    /// result is approximate, and so is what is computed after it.
+    ///
+    /// Args:
+    ///     name: The name of the group.
+    ///
+    /// Returns:
+    ///     Ranges (start, end): int64 of shape (n, 2), ascending. Empty for an exact plan,
+    ///     except one that `recompute` made exact.
+    ///
+    /// Raises:
+    ///     StaleHandleError: The plan was released.
+    ///     ValueError: The index has no group of that name, or it is one with a state.
+    ///
+    /// Example:
+    ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=4, min_run=8,
+    ///     ...     groups=[kvtrie.Group.window("swa", window=5, num_blocks=4, block_size=4)])
+    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    ///     >>> seq = kvtrie.TokenSequence(range(16), space)
+    ///     >>> done = index.insert(seq, range(4), num_computed=16, source=kvtrie.COMPUTED)
+    ///     >>> prompt = kvtrie.TokenSequence([*range(4), *range(8, 16), 99], space)
+    ///     >>> with index.plan(prompt, kvtrie.ReusePolicy(scope="namespace")) as plan:
+    ///     ...     plan.segments[["start", "end", "class"]].tolist(), plan.rebuild("swa").tolist()
+    ///     ([(0, 4, 0), (4, 12, 1), (12, 13, 2)], [[8, 12]])
+    #[pyo3(signature = (name: "str"))]
+    fn rebuild<'py>(
+        &self,
+        py: Python<'py>,
+        #[pyo3(from_py_with = text::<call::ReusePlanRebuild, arg::Name>)] name: String,
+    ) -> PyResult<Counts<'py>> {
+        const CALL: &str = "ReusePlan.rebuild";
+        let (group, _) = self.part(py, name, false, CALL)?;
+        let core = self.live(CALL)?;
+        let ranges = py.enter(self.cost(), |_| Ok(core.rebuild(group)))?;
+        output::ranges(py, &ranges)
+    }
+
+    /// Unpin the ids of groups that a request no longer reads: blocks before its windows, and states
+    /// that it has passed. The blocks of group 0 stay pinned.
+    ///
+    /// Args:
+    ///     position: All tokens before it are computed.
+    ///
+    /// Raises:
+    ///     StaleHandleError: The plan was released.
+    ///     ValueError: `position` is negative.
+    ///
+    /// Example:
+    ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2,
+    ///     ...     groups=[kvtrie.Group.state("gdn", num_slots=4)])
+    ///     >>> seq = kvtrie.TokenSequence(range(5), kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
+    ///     >>> done = index.insert(seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED,
+    ///     ...     groups={"gdn": [(2, 3)]})
+    ///     >>> with index.plan(seq) as plan:
+    ///     ...     plan.advance(3)
+    ///     ...     index.group_stats("gdn").pinned
+    ///     0
+    #[pyo3(signature = (position: "SupportsIndex"))]
+    fn advance(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = int::<call::ReusePlanAdvance, arg::Position>)] position: i128,
+    ) -> PyResult<()> {
+        let position = Arg::new("ReusePlan.advance", "position").count(position)?;
+        let cost = if self.index.groups.is_empty() {
+            Cost::Short
+        } else {
+            Cost::Long
+        };
+        py.enter(cost, |keys| {
+            let mut index = keys.lock(&self.index.core, INDEX)?;
+            Ok(index.advance(self.core(), position)?)
+        })
     }
 
     /// Whether the plan was released.

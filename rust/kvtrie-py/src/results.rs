@@ -1,10 +1,13 @@
 //! The results of calls on an index: `Match`, `InsertResult` and `Removed`.
 
-use kvtrie_core::{BlockId, Inserted, Removed};
+use kvtrie_core::{BlockId, GroupInserted, Inserted, Removed};
 use pyo3::prelude::*;
 
-use crate::hints::Ids;
+use crate::buffers::Arg;
+use crate::groups;
+use crate::hints::{Counts, GroupResults, Ids};
 use crate::output::{ids, listed};
+use crate::slots;
 
 /// The result of `RadixIndex.lookup`.
 ///
@@ -40,6 +43,46 @@ impl PyMatch {
         ids(py, &self.blocks)
     }
 
+    /// The engine's slots of the tokens in `blocks`, one a token (int64).
+    ///
+    /// Args:
+    ///     table: The slots of each block id: a contiguous numpy array of int64, of shape
+    ///         (num_blocks, block_size), or (num_blocks,) for blocks of one token.
+    ///     out: Where they are written, a contiguous numpy array of int64 with as many elements; None
+    ///         makes one.
+    ///
+    /// Returns:
+    ///     `out`, or the new array.
+    ///
+    /// Raises:
+    ///     TypeError: `table` or `out` is no such array.
+    ///     ValueError: A block is not in the table, or `out` has another length. Nothing is written.
+    ///
+    /// Example:
+    ///     >>> import numpy as np
+    ///     >>> index = kvtrie.RadixIndex(num_blocks=3, block_size=2)
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
+    ///     >>> done = index.insert(seq, [1], num_computed=2, source=kvtrie.COMPUTED)
+    ///     >>> index.lookup(seq).slots(np.array([[10, 11], [40, 41], [90, 91]]))
+    ///     array([40, 41])
+    #[pyo3(signature = (
+        table: "npt.NDArray[np.int64]", out: "npt.NDArray[np.int64] | None" = None
+    ) -> "npt.NDArray[np.int64]", text_signature = "($self, table, out=None)")]
+    fn slots<'py>(
+        &self,
+        py: Python<'py>,
+        table: &Bound<'py, PyAny>,
+        out: Option<&Bound<'py, PyAny>>,
+    ) -> PyResult<Counts<'py>> {
+        const CALL: &str = "Match.slots";
+        slots::of(
+            py,
+            &self.blocks,
+            (table, Arg::new(CALL, "table")),
+            (out, Arg::new(CALL, "out")),
+        )
+    }
+
     fn __repr__(&self) -> String {
         format!(
             "Match(num_tokens={}, blocks={})",
@@ -64,7 +107,15 @@ impl PyMatch {
 ///     InsertResult(blocks=[6, 0], num_exact=4, duplicates=[3, 4], surplus=[5], freed=[])
 #[pyclass(frozen, module = "kvtrie", name = "InsertResult")]
 pub(crate) struct PyInsertResult {
-    pub(crate) core: Inserted,
+    core: Inserted,
+    /// The names of the groups that had offers, and what became of these.
+    groups: (Vec<String>, Vec<GroupInserted>),
+}
+
+impl PyInsertResult {
+    pub(crate) fn new(core: Inserted, groups: (Vec<String>, Vec<GroupInserted>)) -> Self {
+        Self { core, groups }
+    }
 }
 
 #[pymethods]
@@ -98,6 +149,13 @@ impl PyInsertResult {
     #[getter]
     fn freed<'py>(&self, py: Python<'py>) -> Ids<'py> {
         ids(py, &self.core.freed)
+    }
+
+    /// What happened to the ids of each group in `groups`, by its name.
+    #[getter]
+    fn groups<'py>(&self, py: Python<'py>) -> PyResult<GroupResults<'py>> {
+        let (names, results) = &self.groups;
+        Ok(groups::results(py, names, results)?.into())
     }
 
     fn __repr__(&self) -> String {

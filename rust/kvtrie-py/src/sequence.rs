@@ -8,8 +8,8 @@ use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PySlice, PyTuple};
 
-use crate::arguments::{arg, call, int, of};
-use crate::buffers::{Arg, TOKEN_IDS, integers, nothing};
+use crate::arguments::{arg, call, int, of, optional_int};
+use crate::buffers::{Arg, TOKEN_IDS, first_integers, integers, nothing};
 use crate::detach::{Cost, Enter, Lock};
 use crate::errors::exception;
 use crate::hints::{Items, TokenIterator, Tokens};
@@ -32,11 +32,13 @@ pub(crate) const SEQUENCE: &str = "the sequence";
 ///         one-dimensional numpy array of any integer dtype, or a CPU tensor. They are copied.
 ///     namespace: Everything besides tokens that the KV depends on.
 ///     items: Ranges that represent something else, ascending, disjoint and inside the ids.
+///     limit: How many of the ids are taken, from the first on; the others are not read. None, or
+///         more than there are, takes all.
 ///
 /// Raises:
 ///     TypeError: An id is a bool, a float or anything else that is not an integer.
-///     ValueError: An id is negative or too large (none is wrapped), the array is not
-///         one-dimensional, or an item is outside the ids, overlaps or does not ascend.
+///     ValueError: An id or `limit` is negative, or an id too large (none is wrapped), the array is
+///         not one-dimensional, or an item is outside the ids, overlaps or does not ascend.
 ///
 /// Example:
 ///     >>> import numpy as np
@@ -63,16 +65,25 @@ impl PyTokenSequence {
 impl PyTokenSequence {
     #[new]
     #[pyo3(signature = (
-        ids: "_Integers", namespace: "Namespace", items: "Iterable[Item]" = nothing()
-    ), text_signature = "(ids, namespace, items=())")]
+        ids: "_Integers", namespace: "Namespace", items: "Iterable[Item]" = nothing(), *,
+        limit: "SupportsIndex | None" = None
+    ), text_signature = "(ids, namespace, items=(), *, limit=None)")]
     fn new(
         ids: &Bound<'_, PyAny>,
         #[pyo3(from_py_with = of::<call::TokenSequence, arg::Namespace, PyNamespace>)]
         namespace: &Bound<'_, PyNamespace>,
         items: Option<&Bound<'_, PyAny>>,
+        #[pyo3(from_py_with = optional_int::<call::TokenSequence, arg::Limit>)] limit: Option<i128>,
     ) -> PyResult<Self> {
         const CALL: &str = "TokenSequence";
-        let ids = integers(ids, TOKEN_IDS, Arg::new(CALL, "ids"))?;
+        let arg = Arg::new(CALL, "ids");
+        let ids = match limit {
+            None => integers(ids, TOKEN_IDS, arg)?,
+            Some(limit) => {
+                let count = Arg::new(CALL, "limit").count(limit)?;
+                first_integers(ids, count, TOKEN_IDS, arg)?
+            }
+        };
         let items = read_items(items, Arg::new(CALL, "items"))?;
         let core = TokenSequence::new(Arc::clone(&namespace.get().core), ids, items);
         Ok(Self {

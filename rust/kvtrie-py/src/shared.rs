@@ -1,6 +1,6 @@
 //! An index with what plans and ledgers need of it besides the core.
 
-use kvtrie_core::{RadixIndex, ReusePolicy};
+use kvtrie_core::{Group, RadixIndex, ReusePolicy};
 use pyo3::exceptions::PyUserWarning;
 use pyo3::prelude::*;
 
@@ -20,6 +20,7 @@ pub(crate) struct SharedIndex {
     pub(crate) block_size: usize,
     pub(crate) seed: u64,
     pub(crate) hash_bits: u32,
+    pub(crate) groups: Vec<Group>,
 }
 
 impl SharedIndex {
