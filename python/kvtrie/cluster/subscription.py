@@ -1,0 +1,404 @@
+"""Feeds an index from the events that one engine publishes over ZMQ.
+
+An engine numbers its batches from 0 and has no id of its life. So a number that goes back, and a
+lost connection, end everything that is known of it; a number that is too high is a gap, which the
+engine's replay socket may fill.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Final, Literal, Self
+
+from kvtrie._core import EventError, KvIndexer, StaleHandleError
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+SubscriptionState = Literal["syncing", "live", "gapped", "stale"]
+"""How much a `Subscription` knows of its engine."""
+
+_END: Final = (-1).to_bytes(8, "big", signed=True)
+# A message waits no longer than this for a call of `close`, in milliseconds.
+_TICK: Final = 50
+# Batches that are applied before the connection is looked at again.
+_MOST_AT_ONCE: Final = 256
+# A subscription takes effect after the connection is made. What is published before is replayed.
+_SETTLE: Final = 0.1
+# What is kept of batches while ZMQ's own queue is full is lost; the gap shows it.
+_HIGH_WATER: Final = 100_000
+_HEARTBEAT: Final = 2_000
+
+
+def subscribe(
+    index: KvIndexer,
+    worker: int,
+    endpoint: str,
+    replay: str | None = None,
+    *,
+    topic: str = "",
+    approximate: bool = False,
+    replay_timeout: float = 5.0,
+    check_every: float = 5.0,
+) -> Subscription:
+    """Feed an index from one engine, in a thread of its own, until `close`.
+
+    The worker is uncertain until all batches from number 0 on have arrived: subscribe before the
+    engine starts, or while its replay buffer still has all of them. Without `replay` every gap
+    stays.
+
+    Args:
+        index: The index.
+        worker: The worker's number, from `add_worker`.
+        endpoint: Where the engine publishes, for instance `"tcp://10.0.0.1:5557"`. Each
+            data-parallel rank has its own.
+        replay: The engine's replay endpoint, or None.
+        topic: The topic of the messages; `"kvtrie"` for kvtrie's own.
+        approximate: Whether these are kvtrie's events of approximate blocks. They count as moved
+            runs, and their state does not make the worker uncertain.
+        replay_timeout: Seconds to wait for the next message of a replay.
+        check_every: Seconds without a message after which the replay socket is asked for more: a
+            lost last batch leaves no gap. 0 never asks.
+
+    Raises:
+        ImportError: pyzmq is missing.
+        TypeError: `index` is not a `KvIndexer`.
+        ValueError: An endpoint is not one of ZMQ, or a time is negative.
+        StaleHandleError: There is no such worker.
+
+    Example:
+        >>> index = kvtrie.KvIndexer(16, b"a secret of yours")
+        >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+        >>> worker = index.add_worker("decode-0", space)
+        >>> with kvtrie.cluster.subscribe(index, worker, "tcp://127.0.0.1:1") as subscription:
+        ...     subscription.state
+        'syncing'
+    """
+    call = "subscribe"
+    if not issubclass(type(index), KvIndexer):
+        msg = f"{call}: index is {index!r}, not a KvIndexer"
+        raise TypeError(msg)
+    for name, seconds in (("replay_timeout", replay_timeout), ("check_every", check_every)):
+        if not 0 <= seconds < 1e9:
+            msg = f"{call}: {name} is {seconds}; it must be in [0, 1e9)"
+            raise ValueError(msg)
+    return Subscription(
+        index,
+        worker,
+        endpoint,
+        replay,
+        topic=topic,
+        approximate=approximate,
+        replay_timeout=replay_timeout,
+        check_every=check_every,
+    )
+
+
+class Subscription:
+    """One engine's events on their way into an index. `subscribe` makes it.
+
+    Attributes:
+        worker: The worker's number.
+        counts: `batches` applied, `refused` that could not be read, `gaps` met, `replays` asked
+            for, `replayed` batches, `missed` batches that no replay had, and `resyncs`.
+        error: The last thing that went wrong, in words; empty if nothing has.
+    """
+
+    def __init__(
+        self,
+        index: KvIndexer,
+        worker: int,
+        endpoint: str,
+        replay: str | None,
+        *,
+        topic: str,
+        approximate: bool,
+        replay_timeout: float,
+        check_every: float,
+    ) -> None:
+        try:
+            import zmq  # noqa: PLC0415 - the extra is asked for when it is needed
+            import zmq.utils.monitor  # noqa: PLC0415 - likewise
+        except ModuleNotFoundError as error:
+            msg = "kvtrie.cluster.subscribe needs pyzmq: pip install 'kvtrie[cluster]'"
+            raise ImportError(msg, name="zmq") from error
+        self.worker = worker
+        self.counts: Counter[str] = Counter()
+        self.error = ""
+        self._zmq = zmq
+        self._index = index
+        self._endpoint = endpoint
+        self._replay = replay
+        self._topic = topic.encode()
+        self._approximate = approximate
+        self._replay_timeout = replay_timeout
+        self._check_every = check_every
+        self._state: SubscriptionState = "syncing"
+        self._changed = threading.Condition()
+        self._stop = threading.Event()
+        # The last batch that was applied, and the last that arrived by itself.
+        self._applied = self._arrived = -1
+        self._is_gapped = False
+        self._due = float("inf")
+        self._context: Any = zmq.Context()
+        self._socket: Any = None
+        self._monitor: Any = None
+        try:
+            if replay is not None:
+                self._dealer(replay).close(0)
+            self._forget()
+            self._connect()
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        self._thread = threading.Thread(
+            target=self._run, name=f"kvtrie-events-{worker}", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def state(self) -> SubscriptionState:
+        """What is known of the engine.
+
+        `"syncing"`: not everything yet; `"live"`: all of its batches; `"gapped"`: batches are
+        missing for good; `"stale"`: the connection is lost, and nothing counts. The worker's scores
+        are uncertain in all states but `"live"`.
+        """
+        return self._state
+
+    def wait(self, state: SubscriptionState, timeout: float | None = None) -> bool:
+        """Wait for a state.
+
+        Args:
+            state: The state.
+            timeout: Seconds, or None.
+
+        Returns:
+            Whether it is in that state.
+        """
+        with self._changed:
+            return self._changed.wait_for(lambda: self._state == state, timeout)
+
+    def close(self) -> None:
+        """End the thread. The worker stays as it is, and uncertain."""
+        self._stop.set()
+        self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Subscription to {self._endpoint}: {self._state}, {self._applied + 1} batches>"
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.is_set():
+                self._step()
+        except StaleHandleError as error:
+            self.error = f"the worker is gone: {error}"
+        except self._zmq.ZMQError as error:
+            self.error = f"ZMQ: {error}"
+        finally:
+            self._context.destroy(linger=0)
+            try:
+                self._become("stale")
+            except StaleHandleError:
+                self._announce("stale")
+
+    def _step(self) -> None:
+        zmq = self._zmq
+        poller = zmq.Poller()
+        poller.register(self._monitor, zmq.POLLIN)
+        poller.register(self._socket, zmq.POLLIN)
+        wait = max(0.0, min(_TICK, 1e3 * (self._due - time.monotonic())))
+        ready = dict(poller.poll(wait))
+        if self._monitor in ready and self._lost_connection():
+            return
+        if self._socket in ready:
+            for _ in range(_MOST_AT_ONCE):
+                try:
+                    frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                except zmq.Again:
+                    break
+                self._take(frames)
+            self._due = time.monotonic() + (self._check_every or float("inf"))
+        elif time.monotonic() >= self._due:
+            self._due = time.monotonic() + (self._check_every or float("inf"))
+            self._fill(None)
+
+    def _connect(self) -> None:
+        zmq = self._zmq
+        if self._socket is not None:
+            # What waits in the old socket is of a life that may be over.
+            self._socket.disable_monitor()
+            self._monitor.close(0)
+            self._socket.close(0)
+        self._socket = self._context.socket(zmq.SUB)
+        self._socket.set(zmq.RCVHWM, _HIGH_WATER)
+        self._socket.set(zmq.HEARTBEAT_IVL, _HEARTBEAT)
+        self._socket.set(zmq.RECONNECT_IVL_MAX, 1_000)
+        self._socket.set(zmq.SUBSCRIBE, self._topic)
+        self._monitor = self._socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        )
+        try:
+            self._socket.connect(self._endpoint)
+        except zmq.ZMQError as error:
+            msg = f"subscribe: endpoint is {self._endpoint!r}: {error}"
+            raise ValueError(msg) from error
+
+    def _dealer(self, replay: str) -> Any:  # noqa: ANN401 - a socket of zmq
+        zmq = self._zmq
+        dealer = self._context.socket(zmq.DEALER)
+        # Bounded by the engine's buffer.
+        dealer.set(zmq.RCVHWM, 0)
+        try:
+            dealer.connect(replay)
+        except zmq.ZMQError as error:
+            dealer.close(0)
+            msg = f"subscribe: replay is {replay!r}: {error}"
+            raise ValueError(msg) from error
+        return dealer
+
+    def _lost_connection(self) -> bool:
+        """Read what the monitor says; after a disconnect, start again."""
+        lost = False
+        while self._monitor.poll(0):
+            event = self._zmq.utils.monitor.recv_monitor_message(self._monitor)["event"]
+            if event == self._zmq.EVENT_DISCONNECTED:
+                lost = True
+            elif not lost:
+                self._due = time.monotonic() + _SETTLE
+                if self._state == "stale":
+                    self._become("syncing")
+        if lost:
+            self.counts["resyncs"] += 1
+            self.error = "the connection was lost"
+            self._forget()
+            self._become("stale")
+            self._connect()
+        return lost
+
+    def _forget(self) -> None:
+        self._applied = self._arrived = -1
+        self._is_gapped = False
+        self._due = float("inf")
+        self._become("syncing")
+        self._index.clear_worker(self.worker, approximate=self._approximate)
+
+    def _become(self, state: SubscriptionState) -> None:
+        # The index says it first: who waits for a state finds the index in it.
+        if not self._approximate:
+            self._index.set_uncertain(self.worker, state != "live")
+        self._announce(state)
+
+    def _announce(self, state: SubscriptionState) -> None:
+        with self._changed:
+            self._state = state
+            self._changed.notify_all()
+
+    def _take(self, frames: list[bytes]) -> None:
+        """Apply what the engine has published."""
+        if len(frames) != 3 or len(frames[1]) != 8:
+            self.counts["refused"] += 1
+            self.error = f"a message of {len(frames)} frames is not [topic, number, batch]"
+            self._is_gapped = True
+            self._settle()
+            return
+        number = int.from_bytes(frames[1], "big")
+        if number <= self._arrived:
+            self.counts["resyncs"] += 1
+            self.error = f"batch {number} came after batch {self._arrived}"
+            self._forget()
+        self._arrived = number
+        if number > self._applied + 1:
+            self.counts["gaps"] += 1
+            if not self._fill(number):
+                return
+        if number > self._applied:
+            self._apply(number, frames[2])
+        self._settle()
+
+    def _settle(self) -> None:
+        state: SubscriptionState = "gapped" if self._is_gapped else "live"
+        if state != self._state:
+            self._become(state)
+
+    def _apply(self, number: int, payload: bytes) -> None:
+        if number > self._applied + 1:
+            self.counts["missed"] += number - self._applied - 1
+            self.error = f"batches {self._applied + 1} to {number - 1} are missing"
+            self._is_gapped = True
+            self._settle()
+        self._applied = number
+        try:
+            done = self._index.apply(self.worker, payload, approximate=self._approximate)
+        except EventError as error:
+            self.counts["refused"] += 1
+            self.error = f"batch {number}: {error}"
+            self._is_gapped = True
+            return
+        self.counts["batches"] += 1
+        if done["cleared"] and self._is_gapped:
+            # Nothing older counts, unless a slower tier has kept some of it.
+            stats = self._index.worker_stats(self.worker)
+            self._is_gapped = bool(stats["slower_tiers"])
+
+    def _fill(self, until: int | None) -> bool:
+        """Ask for the batches after the last one; false if the connection was lost meanwhile.
+
+        Args:
+            until: The batch that has arrived, or None if none has.
+        """
+        if self._replay is None:
+            return True
+        first = self._applied + 1
+        replayed = self._replayed(first)
+        # A new life of the engine returns batches of its own.
+        if self._lost_connection():
+            return False
+        if replayed is None:
+            self.error = f"no replay of batch {first} from {self._replay}"
+            return True
+        for number, payload in sorted(replayed.items()):
+            if number > self._applied:
+                self._apply(number, payload)
+                self.counts["replayed"] += 1
+        if until is None:
+            self._settle()
+        return True
+
+    def _replayed(self, first: int) -> dict[int, bytes] | None:
+        """The batches that the engine still has from `first` on; None if it does not answer."""
+        if self._replay is None:
+            return None
+        self.counts["replays"] += 1
+        dealer = self._dealer(self._replay)
+        try:
+            dealer.send_multipart([b"", first.to_bytes(8, "big")])
+            found: dict[int, bytes] = {}
+            patience = time.monotonic() + self._replay_timeout
+            while time.monotonic() < patience and not self._stop.is_set():
+                if not dealer.poll(_TICK):
+                    continue
+                patience = time.monotonic() + self._replay_timeout
+                frames = dealer.recv_multipart()
+                # Older engines send no topic.
+                if len(frames) not in {3, 4} or len(frames[-2]) != 8:
+                    continue
+                if frames[-2] == _END:
+                    return found
+                found.setdefault(int.from_bytes(frames[-2], "big"), frames[-1])
+            return None
+        finally:
+            dealer.close(0)

@@ -1,0 +1,106 @@
+"""A publisher of KV events as vLLM's and SGLang's: PUB, ROUTER, numbers from 0, a replay buffer."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import TYPE_CHECKING, Any, Self
+
+import msgpack
+import zmq
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+SIZE = 2
+
+
+def stored(hashes: Sequence[int], parent: int | None, tokens: Sequence[int]) -> dict[str, Any]:
+    return {
+        "type": "BlockStored",
+        "block_hashes": list(hashes),
+        "parent_block_hash": parent,
+        "token_ids": list(tokens),
+        "block_size": SIZE,
+        "lora_id": None,
+        "medium": "GPU",
+        "lora_name": None,
+    }
+
+
+def removed(*hashes: int) -> dict[str, Any]:
+    return {"type": "BlockRemoved", "block_hashes": list(hashes), "medium": "GPU"}
+
+
+CLEARED = {"type": "AllBlocksCleared"}
+
+
+def packed(*events: dict[str, Any], rank: int = 0) -> bytes:
+    packed: bytes = msgpack.packb([0.5, list(events), rank])
+    return packed
+
+
+class Publisher:
+    """Runs in a thread of its own, because sockets belong to one."""
+
+    def __init__(
+        self, *, endpoint: str = "tcp://127.0.0.1:0", replay: str = "tcp://127.0.0.1:0"
+    ) -> None:
+        self.context = zmq.Context()
+        self.pub = self.context.socket(zmq.PUB)
+        self.router = self.context.socket(zmq.ROUTER)
+        for socket, at in ((self.pub, endpoint), (self.router, replay)):
+            # A restart takes the port of the life before.
+            socket.bind(at)
+        self.endpoint = self.pub.get_string(zmq.LAST_ENDPOINT)
+        self.replay = self.router.get_string(zmq.LAST_ENDPOINT)
+        self.buffer: deque[tuple[int, bytes]] = deque(maxlen=50)
+        self.number = 0
+        self.asked: list[int] = []
+        self.mangle: Callable[[list[list[bytes]]], list[list[bytes]]] = list
+        self.has_topic = True
+        self.lock = threading.Lock()
+        self.stop = threading.Event()
+        self.thread = threading.Thread(target=self.serve, daemon=True)
+        self.thread.start()
+
+    def send(self, *events: dict[str, Any], number: int | None = None, lost: bool = False) -> None:
+        self.send_raw(packed(*events), number=number, lost=lost)
+
+    def send_raw(self, payload: bytes, *, number: int | None = None, lost: bool = False) -> None:
+        with self.lock:
+            if number is None:
+                number, self.number = self.number, self.number + 1
+                self.buffer.append((number, payload))
+            if not lost:
+                self.pub.send_multipart([b"", number.to_bytes(8, "big"), payload])
+
+    def serve(self) -> None:
+        while not self.stop.is_set():
+            if not self.router.poll(10):
+                continue
+            client, empty, first = self.router.recv_multipart()
+            assert empty == b""
+            with self.lock:
+                self.asked.append(int.from_bytes(first, "big"))
+                topic = [b""] if self.has_topic else []
+                frames = [
+                    [client, b"", *topic, number.to_bytes(8, "big"), payload]
+                    for number, payload in self.buffer
+                    if number >= self.asked[-1]
+                ]
+            for message in self.mangle(frames):
+                self.router.send_multipart(message)
+            end = (-1).to_bytes(8, "big", signed=True)
+            self.router.send_multipart([client, b"", *topic, end, b""])
+
+    def close(self) -> None:
+        self.stop.set()
+        self.thread.join()
+        self.context.destroy(linger=0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

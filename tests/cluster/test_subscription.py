@@ -1,0 +1,275 @@
+"""Events over real sockets on 127.0.0.1: loss, order, restarts. `live` scores are right."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, Self
+
+import pytest
+from tests.cluster.publisher import CLEARED, SIZE, Publisher, removed, stored
+
+import kvtrie
+from kvtrie.cluster import Subscription, subscribe
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+KEY = b"the key of tests"
+NS = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+PROMPT = kvtrie.TokenSequence(range(40), NS)
+SECONDS = 20.0
+
+
+class Fed:
+    """An index with one worker that a publisher feeds."""
+
+    def __init__(self, publisher: Publisher, *, replay: bool = True, **options: Any) -> None:
+        self.index = kvtrie.KvIndexer(SIZE, KEY)
+        self.worker = self.index.add_worker("w", NS)
+        asked = publisher.replay if replay else None
+        self.subscription = subscribe(
+            self.index, self.worker, publisher.endpoint, asked, **{"check_every": 0.2, **options}
+        )
+
+    def scores(self) -> tuple[int, bool]:
+        scores = self.index.find_matches(PROMPT)
+        return int(scores.exact[0]), bool(scores.uncertain[0])
+
+    def becomes(self, exact: int, *, uncertain: bool = False) -> None:
+        until(lambda: self.scores() == (exact, uncertain), lambda: (self.scores(), self))
+
+    def __repr__(self) -> str:
+        return f"{self.subscription!r} {self.subscription.counts} {self.subscription.error}"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.subscription.close()
+
+
+def until(holds: Callable[[], bool], said: Callable[[], object]) -> None:
+    end = time.monotonic() + SECONDS
+    while not holds():
+        assert time.monotonic() < end, said()
+        time.sleep(0.005)
+
+
+def sends_until(send: Callable[[], None], fed: Fed, state: str) -> None:
+    """Without a replay, what is sent before the subscription takes effect is lost."""
+
+    def arrived() -> bool:
+        if fed.subscription.state != state:
+            send()
+            time.sleep(0.02)
+        return fed.subscription.state == state
+
+    until(arrived, fed.__repr__)
+
+
+def block(number: int) -> dict[str, Any]:
+    """The block of this number of the prompt."""
+    parent = number - 1 if number else None
+    return stored([number], parent, [SIZE * number + at for at in range(SIZE)])
+
+
+def test_batches_arrive_and_the_worker_is_live() -> None:
+    with Publisher() as publisher, Fed(publisher) as fed:
+        assert fed.scores() == (0, True)
+        fed.becomes(0)
+        for number in range(5):
+            publisher.send(block(number))
+        fed.becomes(10)
+        publisher.send(removed(2))
+        fed.becomes(4)
+        publisher.send(CLEARED)
+        fed.becomes(0)
+        assert fed.subscription.state == "live"
+        assert fed.subscription.counts["batches"] == 7
+        assert fed.subscription.counts["gaps"] == fed.subscription.counts["resyncs"] == 0
+
+
+def test_late_subscriber_is_live_if_the_replay_has_everything() -> None:
+    with Publisher() as publisher:
+        for number in range(5):
+            publisher.send(block(number))
+        with Fed(publisher) as fed:
+            fed.becomes(10)
+        with Fed(publisher, replay=False) as blind:
+            sends_until(lambda: publisher.send(block(5)), blind, "gapped")
+            assert blind.scores()[1]
+            assert blind.subscription.counts["missed"] >= 5
+
+
+@pytest.mark.parametrize("has_topic", [True, False], ids=["with topic", "older frames"])
+def test_lost_batches_come_from_the_replay(has_topic: bool) -> None:
+    with Publisher() as publisher, Fed(publisher) as fed:
+        publisher.has_topic = has_topic
+        fed.becomes(0)
+        for number in range(9):
+            publisher.send(block(number), lost=number in {1, 2, 6})
+        fed.becomes(18)
+        # The last batch leaves no gap: the replay is asked when it is quiet.
+        publisher.send(block(9), lost=True)
+        fed.becomes(20)
+        assert fed.subscription.state == "live"
+        assert fed.subscription.counts["missed"] == 0
+
+
+def test_replay_in_another_order_and_with_repeats() -> None:
+    with Publisher() as publisher, Fed(publisher) as fed:
+        publisher.mangle = lambda frames: [*reversed(frames), *frames[:1]]
+        fed.becomes(0)
+        for number in range(9):
+            publisher.send(block(number), lost=2 <= number < 8)
+        fed.becomes(18)
+        assert fed.subscription.counts["batches"] == 9
+
+
+def test_gap_that_no_replay_fills_stays_uncertain_until_all_is_cleared() -> None:
+    with Publisher() as publisher, Fed(publisher) as fed:
+        fed.becomes(0)
+        publisher.send(block(0))
+        fed.becomes(2)
+        # More batches are lost than the buffer has.
+        for number in range(1, 80):
+            publisher.send(block(number % 20), lost=True)
+        publisher.send(block(3))
+        assert fed.subscription.wait("gapped", SECONDS), fed
+        assert fed.subscription.counts["missed"] == 30
+        assert fed.scores()[1]
+        publisher.send(CLEARED)
+        publisher.send(block(0))
+        fed.becomes(2)
+        assert fed.subscription.state == "live"
+
+
+def test_batch_that_cannot_be_read_leaves_a_gap() -> None:
+    with Publisher() as publisher, Fed(publisher) as fed:
+        fed.becomes(0)
+        publisher.send(block(0))
+        publisher.send_raw(b"\xc1")
+        assert fed.subscription.wait("gapped", SECONDS)
+        assert "KvIndexer.apply: byte" in fed.subscription.error
+        publisher.send(block(1))
+        fed.becomes(4, uncertain=True)
+        assert fed.index.worker_stats(fed.worker)["refused_batches"] == 1
+
+
+def test_number_that_goes_back_begins_anew() -> None:
+    with Publisher() as publisher, Fed(publisher) as fed:
+        fed.becomes(0)
+        for number in range(5):
+            publisher.send(block(number))
+        fed.becomes(10)
+        # A restart that a broker hides: the connection stays.
+        with publisher.lock:
+            publisher.buffer.clear()
+            publisher.number = 0
+        publisher.send(block(0))
+        fed.becomes(2)
+        assert fed.subscription.counts["resyncs"] == 1
+
+
+@pytest.mark.parametrize("first", [0, 9], ids=["lower number", "higher number"])
+def test_restarted_engine_is_never_its_old_self(first: int) -> None:
+    publisher = Publisher()
+    with Fed(publisher) as fed:
+        fed.becomes(0)
+        for number in range(5):
+            publisher.send(block(number))
+        fed.becomes(10)
+        publisher.close()
+        # The dead worker holds nothing.
+        fed.becomes(0, uncertain=True)
+        assert fed.subscription.wait("stale", 0)
+        with Publisher(endpoint=publisher.endpoint, replay=publisher.replay) as again:
+            # The new life has published, before the connection is made, blocks of another prompt.
+            for number in range(first):
+                again.send(stored([100 + number], None, [1_000 + number, 1]))
+            again.send(block(0))
+            fed.becomes(2)
+            assert fed.subscription.wait("live", 0)
+            again.send(block(1))
+            fed.becomes(4)
+            fed.index.check()
+
+
+def test_subscriber_that_sleeps_says_so() -> None:
+    with Publisher() as publisher, Fed(publisher, replay=False) as fed:
+        sends_until(lambda: publisher.send(block(0), number=0), fed, "live")
+        publisher.send(block(1), number=20_000)
+        assert fed.subscription.wait("gapped", SECONDS)
+        assert fed.subscription.counts["missed"] >= 19_000
+        assert fed.scores()[1]
+
+
+def test_approximate_blocks_have_a_stream_of_their_own() -> None:
+    with Publisher() as publisher, Publisher() as theirs, Fed(publisher) as fed:
+        fed.becomes(0)
+        publisher.send(block(0))
+        fed.becomes(2)
+        moved = {
+            **stored([50, 51], 0, [4, 5, 6, 7]),
+            "type": "ApproximateBlockStored",
+            "classes": ["moved", "after_moved"],
+            "hops": [1, 1],
+            "position": 2,
+        }
+        for number in range(3):
+            theirs.send(moved, number=number, lost=True)
+        theirs.send(moved)
+        policy = kvtrie.ReusePolicy()
+        with subscribe(
+            fed.index, fed.worker, theirs.endpoint, theirs.replay, approximate=True
+        ) as second:
+            until(lambda: int(fed.index.find_matches(PROMPT, policy).moved[0]) == 4, fed.__repr__)
+            assert second.state == "live"
+            assert fed.scores() == (2, False)
+        assert fed.index.find_matches(PROMPT).moved.tolist() == [0]
+        # Its end does not make the worker uncertain.
+        assert fed.scores() == (2, False)
+
+
+def test_removed_worker_ends_its_subscription() -> None:
+    with Publisher() as publisher, Fed(publisher) as fed:
+        fed.becomes(0)
+        fed.index.remove_worker(fed.worker)
+        publisher.send(block(0))
+        assert fed.subscription.wait("stale", SECONDS)
+        assert "gone" in fed.subscription.error
+        assert fed.index.workers == ()
+
+
+def test_wrong_arguments_name_the_value() -> None:
+    index = kvtrie.KvIndexer(SIZE, KEY)
+    worker = index.add_worker("w", NS)
+    api: Any = subscribe
+    cases: list[tuple[type[Exception], str, Callable[[], object]]] = [
+        (TypeError, "index is 3, not a KvIndexer", lambda: api(3, 0, "tcp://127.0.0.1:1")),
+        (ValueError, "endpoint is 'nowhere'", lambda: api(index, worker, "nowhere")),
+        (ValueError, "replay is 'x'", lambda: api(index, worker, "tcp://127.0.0.1:1", "x")),
+        (
+            ValueError,
+            "check_every is -1",
+            lambda: api(index, worker, "tcp://127.0.0.1:1", check_every=-1),
+        ),
+        (
+            kvtrie.StaleHandleError,
+            "no worker 7",
+            lambda: api(index, 7, "tcp://127.0.0.1:1"),
+        ),
+    ]
+    for kind, message, call in cases:
+        with pytest.raises(kind, match=message):
+            call()
+
+
+def test_close_is_final_and_may_be_repeated() -> None:
+    with Publisher() as publisher, Fed(publisher) as fed:
+        fed.becomes(0)
+        fed.subscription.close()
+        fed.subscription.close()
+        assert isinstance(fed.subscription, Subscription)
+        assert fed.subscription.state == "stale"
+        assert fed.scores()[1]
