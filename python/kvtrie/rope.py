@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, cast
 import numpy as np
 
 from kvtrie.models.config import is_int, is_number
-from kvtrie.models.rope import read_rope
+from kvtrie.models.rope import REGIMES, read_rope
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
@@ -143,13 +143,17 @@ class RopeSpec:
     way share one `Rotary`.
 
     Args:
-        layers: One entry per attention layer. ``None`` is a layer without RoPE: its keys hold no
-            position and do not rotate.
+        layers: One entry per attention layer, in the model's order. ``None`` is a layer without
+            RoPE: its keys hold no position and do not rotate.
         head_dim: Channels of a head's K row. For MLA latent rows: ``kv_lora_rank +
-            qk_rope_head_dim``.
+            qk_rope_head_dim``. Where ``head_dims`` differ, those of the widest.
+        head_dims: Channels of a head's K row in each layer. Empty: ``head_dim`` in all of them.
+        state_layers: Numbers, in the model, of its layers with recurrent state (state-space,
+            convolution, linear attention), which no rotation moves. A layer with attention alone
+            is not among them, and one with state alone is not in ``layers``.
 
     Raises:
-        ValueError: There is no layer, or a window reaches beyond ``head_dim``.
+        ValueError: There is no layer, or a window reaches beyond its row.
         TypeError: A field has the wrong type.
 
     Example:
@@ -160,6 +164,8 @@ class RopeSpec:
 
     layers: tuple[Rotary | None, ...]
     head_dim: int
+    head_dims: tuple[int, ...] = ()
+    state_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _check("RopeSpec", "layers", self.layers, tuple)
@@ -172,24 +178,56 @@ class RopeSpec:
         if self.head_dim < 1:
             msg = f"RopeSpec: head_dim must be at least 1, not {self.head_dim}"
             raise ValueError(msg)
-        for index, layer in enumerate(self.layers):
-            if layer is not None and layer.start + layer.width > self.head_dim:
+        self._check_head_dims()
+        _check("RopeSpec", "state_layers", self.state_layers, tuple)
+        for index, number in enumerate(self.state_layers):
+            _check("RopeSpec", f"state_layers[{index}]", number, int)
+            if number < 0:
+                msg = f"RopeSpec: state_layers[{index}] must be at least 0, not {number}"
+                raise ValueError(msg)
+        for index, (layer, dim) in enumerate(zip(self.layers, self.dims, strict=True)):
+            if layer is not None and layer.start + layer.width > dim:
                 msg = (
                     f"RopeSpec: layer {index} rotates channels [{layer.start}, "
-                    f"{layer.start + layer.width}), beyond head_dim {self.head_dim}"
+                    f"{layer.start + layer.width}), beyond head_dim {dim}"
                 )
                 raise ValueError(msg)
 
+    def _check_head_dims(self) -> None:
+        _check("RopeSpec", "head_dims", self.head_dims, tuple)
+        if not self.head_dims:
+            return
+        if len(self.head_dims) != len(self.layers):
+            msg = f"RopeSpec: head_dims has {len(self.head_dims)} of {len(self.layers)} layers"
+            raise ValueError(msg)
+        for index, dim in enumerate(self.head_dims):
+            _check("RopeSpec", f"head_dims[{index}]", dim, int)
+            if dim < 1:
+                msg = f"RopeSpec: head_dims[{index}] must be at least 1, not {dim}"
+                raise ValueError(msg)
+        if max(self.head_dims) != self.head_dim:
+            msg = f"RopeSpec: head_dim is {self.head_dim}, the widest is {max(self.head_dims)}"
+            raise ValueError(msg)
+        if len(set(self.head_dims)) == 1:
+            object.__setattr__(self, "head_dims", ())
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """Channels of a head's K row, per attention layer."""
+        return self.head_dims or (self.head_dim,) * len(self.layers)
+
     def __repr__(self) -> str:
-        runs: list[tuple[int, int, Rotary | None]] = []
-        for index, layer in enumerate(self.layers):
-            if runs and runs[-1][2] == layer:
-                runs[-1] = (runs[-1][0], index, layer)
+        runs: list[tuple[int, int, Rotary | None, int]] = []
+        for index, (layer, dim) in enumerate(zip(self.layers, self.dims, strict=True)):
+            if runs and runs[-1][2:] == (layer, dim):
+                runs[-1] = (runs[-1][0], index, layer, dim)
             else:
-                runs.append((index, index, layer))
+                runs.append((index, index, layer, dim))
         said = []
-        for first, last, layer in runs:
+        for first, last, layer, dim in runs:
             who = f"layer {first}" if first == last else f"layers {first} to {last}"
+            if self.head_dims:
+                who += f" of {dim}"
             if layer is None:
                 said.append(f"{who} stay{'s' if first == last else ''}")
                 continue
@@ -201,6 +239,8 @@ class RopeSpec:
                 f"{factor if layer.attention_factor != 1.0 else ''}"
             )
         count = f"{len(self.layers)} layer{'' if len(self.layers) == 1 else 's'}"
+        if self.state_layers:
+            said.append(f"state in {len(self.state_layers)} layers of the model")
         return f"RopeSpec({count}, head_dim={self.head_dim}: {'; '.join(said)})"
 
     @classmethod
@@ -210,6 +250,7 @@ class RopeSpec:
         *,
         mla: Literal["latent", "expanded"] = "latent",
         interleaved: bool | None = None,
+        regime: Literal["short", "long"] | None = None,
     ) -> RopeSpec:
         """Read how a Hugging Face causal LM rotates its keys. Needs torch; see ``docs/rope.md``.
 
@@ -223,12 +264,16 @@ class RopeSpec:
                 of ``[qk_nope_head_dim | qk_rope_head_dim]``, as in transformers.
             interleaved: The order of pairs in the stored keys; ``None``: that of a table of model
                 types. Other types need it, because a wrong order gives wrong keys without an error.
+            regime: For LongRoPE and dynamic NTK, whose frequencies depend on the tokens of a pass,
+                as transformers computes them. ``"short"``: no pass has more than the original
+                length. ``"long"`` (LongRoPE alone): each pass ends beyond it. ``None``: refused.
+                A key of one regime cannot be moved into the other.
 
         Raises:
             UnsupportedRopeError: A rotation cannot move the keys of the model, the RoPE type or the
                 model type is unknown, or a field is missing or contradicts another one. The
                 message names the field.
-            ValueError: ``mla`` is unknown.
+            ValueError: ``mla`` or ``regime`` is unknown.
             TypeError: ``interleaved`` is not a bool.
             ImportError: torch is not installed.
 
@@ -241,8 +286,15 @@ class RopeSpec:
         if mla not in {"latent", "expanded"}:
             msg = f"RopeSpec.from_config: mla must be 'latent' or 'expanded', not {mla!r}"
             raise ValueError(msg)
+        if regime not in {None, *REGIMES}:
+            msg = f"RopeSpec.from_config: regime must be 'short', 'long' or None, not {regime!r}"
+            raise ValueError(msg)
         _check("RopeSpec.from_config", "interleaved", interleaved, bool | None)
-        found, head_dim = read_rope(config, mla, interleaved)
-        made = {fields: Rotary(*fields) for fields in found if fields is not None}
-        layers = tuple(None if fields is None else made[fields] for fields in found)
-        return cls(layers=layers, head_dim=head_dim)
+        found = read_rope(config, mla, interleaved, regime)
+        made = {fields: Rotary(*fields) for fields in found.layers if fields is not None}
+        return cls(
+            layers=tuple(None if fields is None else made[fields] for fields in found.layers),
+            head_dim=max(found.head_dims),
+            head_dims=found.head_dims,
+            state_layers=found.state_layers,
+        )

@@ -289,6 +289,12 @@ def test_latent_and_expanded_rows() -> None:
             {"model_type": "exaone4", "sliding_window": 64}, [1, 1, 1, 0, 1, 1], id="exaone4"
         ),
         pytest.param(
+            # The model does not read the flag.
+            {"model_type": "exaone4", "sliding_window": 64, "use_sliding_window": False},
+            [1, 1, 1, 0, 1, 1],
+            id="exaone4-flag",
+        ),
+        pytest.param(
             {"model_type": "afmoe", "global_attn_every_n_layers": 3}, [1, 1, 0, 1, 1, 0], id="afmoe"
         ),
     ],
@@ -460,11 +466,30 @@ REFUSED = [
     ({"vision_config": {}}, "multimodal (vision_config)"),
     ({"index_head_dim": 128}, "index_head_dim"),
     ({"index_topk": 2048}, "index_topk"),
-    # K that is not a float
-    ({"kv_cache_dtype": "fp8_e4m3"}, "kv_cache_dtype='fp8_e4m3'"),
-    ({"kv_cache_dtype": "int4"}, "kv_cache_dtype='int4'"),
-    ({"quantization_config": {"kv_cache_scheme": {"num_bits": 8}}}, "kv_cache_scheme"),
-    ({"quantization_config": {"kv_cache_quant_algo": "FP8"}}, "kv_cache_quant_algo='FP8'"),
+    # K that no pool can hold
+    ({"kv_cache_dtype": "int4"}, "kv_cache_dtype='int4'): what rounding 4-bit codes again"),
+    ({"kv_cache_dtype": "nvfp4"}, "kv_cache_dtype='nvfp4'): groups of 4-bit codes share a scale"),
+    ({"kv_cache_dtype": "fp6"}, "kv_cache_dtype='fp6'): it is unknown"),
+    (
+        {"quantization_config": {"kv_cache_scheme": {"num_bits": 4}}},
+        "kv_cache_scheme={'num_bits': 4}): what rounding 4-bit codes again",
+    ),
+    (
+        {"quantization_config": {"kv_cache_scheme": {"num_bits": 8, "strategy": "channel"}}},
+        "scales by 'channel' are not supported, only by tensor, attn_head",
+    ),
+    (
+        {"quantization_config": {"kv_cache_scheme": {"num_bits": 8, "symmetric": False}}},
+        "zero points, and scales that are computed again, do not cancel",
+    ),
+    (
+        {"quantization_config": {"kv_cache_scheme": {"num_bits": 8, "dynamic": True}}},
+        "zero points, and scales that are computed again, do not cancel",
+    ),
+    (
+        {"quantization_config": {"kv_cache_quant_algo": "NVFP4"}},
+        "quantization_config.kv_cache_quant_algo='NVFP4'): groups of 4-bit codes",
+    ),
     # missing fields
     ({"num_hidden_layers": MISSING}, "num_hidden_layers"),
     ({"num_attention_heads": MISSING}, "num_attention_heads"),
@@ -615,3 +640,20 @@ def test_arguments_of_the_call() -> None:
     for nothing in nothings:
         with pytest.raises(UnsupportedRopeError, match="no model_type"):
             RopeSpec.from_config(nothing)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kv_cache_dtype": "fp8"},
+        {"kv_cache_dtype": "fp8_e4m3"},
+        {"kv_cache_dtype": "int8_per_token_head"},
+        {"kv_cache_dtype": "auto"},
+        {"quantization_config": {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}},
+        {"quantization_config": {"kv_cache_scheme": {"num_bits": 8, "strategy": "attn_head"}}},
+        {"quantization_config": {"kv_cache_quant_algo": "FP8"}},
+        {"quantization_config": {"kv_cache_scheme": None}},
+    ],
+)
+def test_keys_rotate_alike_however_their_eight_bits_are_stored(changes: dict[str, Any]) -> None:
+    assert RopeSpec.from_config({**LLAMA, **changes}) == RopeSpec.from_config(LLAMA)

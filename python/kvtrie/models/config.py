@@ -34,6 +34,16 @@ def config_field(config: object, name: str) -> Any:  # noqa: ANN401 - a config f
     return getattr(config, name, None)
 
 
+def _names_by_layer(config: object) -> frozenset[str]:
+    """Fields that some layers override."""
+    if not isinstance(config, Mapping):
+        return frozenset(getattr(config, "per_layer_attributes", None) or ())
+    overrides = config.get("per_layer_config")
+    if not isinstance(overrides, Mapping):
+        return frozenset()
+    return frozenset(name for own in overrides.values() for name in own)
+
+
 class ConfigFields:
     """The fields of one config, checked as they are read.
 
@@ -45,11 +55,17 @@ class ConfigFields:
         self._config = config
         self._refusal = refusal
         self._error = error
+        self._changes: dict[str, object] = {}
+        self._by_layer = _names_by_layer(config)
         model_type = self.get("model_type")
         self.model_type = model_type if isinstance(model_type, str) else None
 
     def get(self, name: str) -> Any:  # noqa: ANN401 - a config field may be anything
         """A field; ``None`` if it is absent."""
+        if name in self._changes:
+            return self._changes[name]
+        if name in self._by_layer:
+            self.refuse(f"{name} differs from layer to layer (per_layer_config)")
         return config_field(self._config, name)
 
     def first(self, *names: str) -> tuple[str, Any] | None:
@@ -83,6 +99,27 @@ class ConfigFields:
         if not is_number(value) or not least < value < math.inf:
             self.refuse(f"{name} is {value!r}, not a number above {least:g}")
         return value
+
+    def of_layer(self, layer: int) -> ConfigFields:
+        """The fields of one layer: the config's own, and its overrides of that layer, if any."""
+        if not isinstance(self._config, Mapping):
+            if not getattr(self._config, "is_heterogeneous", False):
+                return self
+            return self._with(self.get("per_layer_config")[layer])
+        overrides = self.get("per_layer_config")
+        if not isinstance(overrides, Mapping):
+            return self
+        own = {int(number): fields for number, fields in overrides.items()}.get(layer, {})
+        return self._with({**self._config, **own, "per_layer_config": None})
+
+    def changed(self, **changes: object) -> ConfigFields:
+        """These fields with some of them changed."""
+        changed = self._with(self._config)
+        changed._changes = {**self._changes, **changes}  # noqa: SLF001 - of its own class
+        return changed
+
+    def _with(self, config: object) -> ConfigFields:
+        return ConfigFields(config, self._refusal, self._error)
 
     def head_dim(self) -> int:
         """Channels of a head: its own field, or the model's width divided by the heads."""

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 
 # Fields of a config file about its loading, which do not change KV.
 _INCIDENTAL: Final = ("_name_or_path", "transformers_version")
+_ROPE_FIELDS: Final = (
+    *("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq"),
+    *("no_rope_layers", "layer_rope_theta", "position_embedding_type"),
+)
 _PERSON: Final = b"kvtrie.ckpt.1"
 _INDEX: Final = "model.safetensors.index.json"
 _MAX_HEADER: Final = 100_000_000  # the format's own limit
@@ -74,13 +78,17 @@ def model_id(model: PreTrainedModel) -> str:
 def rope_id(config: PretrainedConfig) -> str:
     """The RoPE settings of a config as text, for a namespace; ``default`` if there are none.
 
-    It does not depend on who computes frequencies.
+    Those of every group of layers are in it; and where windows are next to other layers, which
+    layers have one, and how long. It does not depend on who computes frequencies.
     """
     settings: dict[str, Any] = {}
-    for name in ("rope_parameters", "rope_scaling", "rope_theta"):
+    for name in _ROPE_FIELDS:
         value = getattr(config, name, None)
         if value is not None:
             settings[name] = value
+    if len(set(getattr(config, "layer_types", None) or ())) > 1:
+        settings["layer_types"] = config.layer_types
+        settings["sliding_window"] = getattr(config, "sliding_window", None)
     if not settings:
         return "default"
     return json.dumps(settings, sort_keys=True, default=str, separators=(",", ":"))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    Compute = Callable[[Any, Any], tuple[Tensor, float]]
+    Compute = Callable[[Any, Any, int | None], tuple[Tensor, float]]
 
 
 def frequencies(settings: Mapping[str, Any], head_dim: int) -> tuple[tuple[float, ...], float]:
@@ -46,7 +46,10 @@ def frequencies(settings: Mapping[str, Any], head_dim: int) -> tuple[tuple[float
                 rope_parameters=settings,
                 standardize_rope_params=lambda: None,
             )
-            inv_freq, factor = compute(config, torch.device("cpu"))
+            # LongRoPE alone asks for a length.
+            longer = settings.get("original_max_position_embeddings", 0) + 1
+            seq_len = longer if settings.get("is_long") else None
+            inv_freq, factor = compute(config, torch.device("cpu"), seq_len)
         return tuple(float(value) for value in inv_freq.tolist()), float(factor)
 
 
@@ -77,6 +80,8 @@ def _own(settings: Mapping[str, Any], head_dim: int) -> tuple[Tensor, float]:
         rotating = 1.0 / (theta ** (steps / head_dim))
         still = torch.zeros(head_dim // 2 - pairs, dtype=torch.float32)
         return torch.cat((rotating, still)) / settings["factor"], 1.0
+    if kind == "longrope":
+        return _longrope(settings, head_dim)
     powers = theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     if kind == "yarn":
         return _yarn(settings, powers, head_dim), _yarn_attention_factor(settings)
@@ -100,6 +105,23 @@ def _llama3(settings: Mapping[str, Any], plain: Tensor) -> Tensor:
     smooth = (length / wave - low) / (high - low)
     blended = (1 - smooth) * stretched / factor + smooth * stretched
     return torch.where(is_long | is_short, stretched, blended)
+
+
+def _longrope(settings: Mapping[str, Any], width: int) -> tuple[Tensor, float]:
+    """LongRoPE: a factor per pair, of two lists, by the length of the prompt."""
+    import torch  # noqa: PLC0415 - only reading a config needs torch
+
+    name = "long_factor" if settings["is_long"] else "short_factor"
+    factors = torch.tensor(settings[name], dtype=torch.float32)
+    steps = torch.arange(0, width, 2, dtype=torch.int64).float() / width
+    inv_freq = 1.0 / (factors * settings["rope_theta"] ** steps)
+    given, factor = settings.get("attention_factor"), settings["factor"]
+    if given is not None:
+        return inv_freq, float(given)
+    if factor <= 1.0:
+        return inv_freq, 1.0
+    length = settings["original_max_position_embeddings"]
+    return inv_freq, math.sqrt(1 + math.log(factor) / math.log(length))
 
 
 def _yarn(settings: Mapping[str, Any], powers: Tensor, width: int) -> Tensor:

@@ -6,33 +6,17 @@ from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 from kvtrie._core import LayoutError
-from kvtrie.models.config import MULTIMODAL, NUM_HEADS, NUM_LAYERS, ConfigFields
+from kvtrie.models.config import MULTIMODAL, NUM_HEADS, ConfigFields
+from kvtrie.models.layers import fields_of_layer, layer_windows, num_kv_layers
+from kvtrie.models.rope import BY_REGIME, named_type
 
 _REFUSAL: Final = "KVLayout.from_config: cannot hold the KV of"
 _NUM_KV_HEADS: Final = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
 
 _MLA_FORMS: Final = ("latent", "expanded")
 
-# Layer types whose KV is one row of K and of V per token as long as the request lives.
-_FULL_ATTENTION: Final = frozenset({"full_attention", "attention", "global"})
+_NARROW_V: Final = frozenset({"mimo_v2_flash"})
 
-_STATE_SPACE_FIELDS: Final = (
-    "attn_layer_period",
-    "conv_L_cache",
-    "d_state",
-    "full_attn_idxs",
-    "hybrid_override_pattern",
-    "linear_attn_config",
-    "linear_conv_kernel_dim",
-    "linear_num_value_heads",
-    "mamba_d_state",
-    "mamba_expand",
-    "qk_dim_factor",
-    "ssm_cfg",
-    "ssm_state_size",
-    "state_size",
-    "time_step_rank",
-)
 # Values that make a token attend to those after it.
 _BIDIRECTIONAL: Final[Mapping[str, bool]] = {
     "is_causal": False,
@@ -41,28 +25,41 @@ _BIDIRECTIONAL: Final[Mapping[str, bool]] = {
 }
 
 
-class KVShape(NamedTuple):
-    """The fields of a `KVLayout` that a config determines."""
+class GroupShape(NamedTuple):
+    """The fields of a `KVGroup`."""
 
-    num_layers: int
+    layers: tuple[int, ...]
     num_kv_heads: int
     head_dim: int
     v_head_dim: int
+    window: int | None
+
+
+class KVShape(NamedTuple):
+    """The fields of a `KVLayout` that a config determines."""
+
+    groups: tuple[GroupShape, ...]
     dtype: str
 
 
-def read_kv_shape(config: object, dtype: object, mla: str) -> KVShape:
+def read_kv_shape(config: object, dtype: object, mla: str, *, is_short: bool = False) -> KVShape:
     """What a model stores per token and layer; see `KVLayout.from_config`."""
     if mla not in _MLA_FORMS:
         msg = f"KVLayout.from_config: mla must be one of {', '.join(_MLA_FORMS)}, not {mla!r}"
         raise ValueError(msg)
     fields = ConfigFields(config, _REFUSAL, LayoutError)
     _refuse_other_models(fields)
-    _refuse_other_layers(fields)
-    _refuse_moving_rope(fields)
-    heads, head_dim, v_head_dim = _rows(fields, mla)
-    num_layers = fields.size(*NUM_LAYERS)
-    return KVShape(num_layers, heads, head_dim, v_head_dim, _dtype_name(fields, dtype))
+    _refuse_moving_rope(fields, is_short=is_short)
+    num_layers = num_kv_layers(fields)
+    found: dict[tuple[int, int, int, int | None], list[int]] = {}
+    for layer, window in enumerate(layer_windows(fields, num_layers)):
+        shape = _rows(fields_of_layer(fields, layer, is_window=window is not None), mla)
+        found.setdefault((*shape, window), []).append(layer)
+    groups = tuple(
+        GroupShape(tuple(layers), heads, head_dim, v_head_dim, window)
+        for (heads, head_dim, v_head_dim, window), layers in found.items()
+    )
+    return KVShape(groups, _dtype_name(fields, dtype))
 
 
 def _refuse_other_models(fields: ConfigFields) -> None:
@@ -78,38 +75,18 @@ def _refuse_other_models(fields: ConfigFields) -> None:
             fields.refuse(f"KV depends on later tokens too ({name}={bidirectional})")
     if fields.get("index_head_dim") is not None:
         fields.refuse("it keeps index rows next to K and V (sparse attention, index_head_dim)")
-    if fields.get("num_kv_shared_layers"):
-        fields.refuse("some layers share the KV of others (num_kv_shared_layers)")
     if fields.get("block_configs"):
         fields.refuse("its layers differ in geometry (block_configs)")
 
 
-def _refuse_other_layers(fields: ConfigFields) -> None:
-    for name in ("layer_types", "layers_block_type", "attention_layers"):
-        kinds = fields.get(name)
-        for layer, kind in enumerate(kinds or ()):
-            if kind not in _FULL_ATTENTION:
-                fields.refuse(f"layer {layer} is {kind!r} ({name}), not full attention")
-    for name in _STATE_SPACE_FIELDS:
-        if fields.get(name) is not None:
-            fields.refuse(f"it has state-space, convolution or linear attention layers ({name})")
-    if fields.get("attention_chunk_size") is not None:
-        fields.refuse("it has chunked attention (attention_chunk_size)")
-    window = fields.get("sliding_window")
-    is_off = fields.get("use_sliding_window") is False or fields.get("layer_types") is not None
-    if window is not None and not is_off:
-        fields.refuse(f"it has sliding window layers (sliding_window={window})")
-
-
-def _refuse_moving_rope(fields: ConfigFields) -> None:
+def _refuse_moving_rope(fields: ConfigFields, *, is_short: bool) -> None:
     for rope in _ropes(fields):
-        kind = rope.get("rope_type", rope.get("type"))
-        if kind in ("dynamic", "longrope"):
+        kind = named_type(fields, rope)
+        if kind in BY_REGIME and not is_short:
             fields.refuse(
-                f"under rope_type {kind!r} the K of a token depends on the length of the prompt"
+                f"under rope_type {kind!r} the K of a token depends on the length of the prompt; "
+                "give regime='short' if no prompt is longer than the original length"
             )
-        if rope.get("mrope_section") is not None:
-            fields.refuse("it has multimodal positions (mrope_section)")
 
 
 def _ropes(fields: ConfigFields) -> list[Mapping[str, Any]]:
@@ -127,7 +104,8 @@ def _rows(fields: ConfigFields, mla: str) -> tuple[int, int, int]:
     num_heads = fields.size(*NUM_HEADS)
     if fields.get("kv_lora_rank") is None:
         head_dim = _head_dim(fields)
-        return _num_kv_heads(fields, num_heads), head_dim, head_dim
+        v_head_dim = fields.size("v_head_dim") if fields.model_type in _NARROW_V else head_dim
+        return _num_kv_heads(fields, num_heads), head_dim, v_head_dim
     latent, k_pe = (_mla_size(fields, name) for name in ("kv_lora_rank", "qk_rope_head_dim"))
     if mla == "latent":
         return 1, latent + k_pe, 0
@@ -156,7 +134,8 @@ def _num_kv_heads(fields: ConfigFields, num_heads: int) -> int:
 def _head_dim(fields: ConfigFields) -> int:
     head_dim = fields.head_dim()
     v_head_dim = fields.get("v_head_dim")
-    if v_head_dim is not None and v_head_dim != head_dim:
+    is_known = fields.model_type in _NARROW_V
+    if v_head_dim is not None and v_head_dim != head_dim and not is_known:
         fields.refuse(f"V is {v_head_dim} wide and K {head_dim} (v_head_dim)")
     return head_dim
 

@@ -5,23 +5,28 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, Final, NamedTuple, cast
 
 from kvtrie._core import UnsupportedRopeError
-from kvtrie.models.config import MULTIMODAL, NUM_LAYERS, ConfigFields, config_field, is_int
+from kvtrie.models.config import MULTIMODAL, NUM_LAYERS, ConfigFields, is_int
 from kvtrie.models.frequencies import frequencies
+from kvtrie.models.kv_types import quantized_fields, refusal
+from kvtrie.models.layers import fields_of_layer, keeps_state, kv_and_state_layers, layer_kinds
 from kvtrie.models.rope_families import ALIBI, FAMILIES, REFUSED, Family
 
 _REFUSAL: Final = "RopeSpec.from_config: cannot rotate the keys of"
 _INDEX_FIELDS: Final = ("index_head_dim", "index_topk", "index_n_heads")
-_PLAIN_KV_DTYPES: Final = ("auto", "bfloat16", "float16", "float32", "float64")
-_QUANTIZED_KV_FIELDS: Final = ("kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_dtype")
+# Names of configs for what a layout has by its own name.
+_EIGHT_BITS: Final = ("fp8", "float8_e4m3fn", "float8_e5m2")
+_ONE_SCALE: Final = ("tensor", "attn_head")
 
 _TYPE_NAMES: Final = ("rope_type", "type")
+_BY_LENGTH: Final = "frequencies depend on the length of the prompt; give regime="
 REFUSED_TYPES: Final[Mapping[str, str]] = {
-    "dynamic": "dynamic NTK: frequencies depend on the length of the prompt",
-    "longrope": "LongRoPE: frequencies depend on the length of the prompt",
-    "su": "LongRoPE under its old name: frequencies depend on the length of the prompt",
+    "dynamic": f"dynamic NTK: {_BY_LENGTH}",
+    "longrope": f"LongRoPE: {_BY_LENGTH}",
+    "su": f"LongRoPE under its old name: {_BY_LENGTH}",
     "mrope": "M-RoPE: a token has one position per axis, and no single delta",
 }
 _COMMON: Final = frozenset({"rope_theta", "partial_rotary_factor", *_TYPE_NAMES})
@@ -45,7 +50,14 @@ FIELDS_OF_TYPE: Final[Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
         ),
     ),
     "proportional": ((), ("factor",)),
+    "dynamic": (("factor",), ()),
+    "longrope": (
+        ("short_factor", "long_factor", "original_max_position_embeddings"),
+        ("factor", "attention_factor"),
+    ),
 }
+REGIMES: Final = ("short", "long")
+BY_REGIME: Final = frozenset({"dynamic", "longrope", "su"})
 # These do not change keys: a training parameter, a limit, a scale of queries.
 _NEUTRAL_FIELDS: Final = frozenset(
     {"apply_yarn_scaling", "finetuned", "llama_4_scaling_beta", "max_position_embeddings"}
@@ -61,23 +73,65 @@ class RotaryFields(NamedTuple):
     attention_factor: float
 
 
+class LayerRopes(NamedTuple):
+    """The rotation of each attention layer, the width of its rows, and the layers with state."""
+
+    layers: tuple[RotaryFields | None, ...]
+    head_dims: tuple[int, ...]
+    state_layers: tuple[int, ...]
+
+
+def short_regime(config: object) -> int | None:
+    """Most tokens of a pass in which the frequencies of a config are those of short prompts.
+
+    None: they do not depend on the length.
+    """
+    fields = ConfigFields(config, _REFUSAL, UnsupportedRopeError)
+    limits = []
+    for settings in (_settings(fields), *_settings(fields).values()):
+        if not isinstance(settings, Mapping):
+            continue
+        kind = named_type(fields, settings)
+        if kind in ("longrope", "su"):
+            limits.append(_original_length(fields, settings))
+        elif kind == "dynamic":
+            # At its whole length, transformers may keep the frequencies of a longer prompt.
+            limits.append(fields.size("max_position_embeddings") - 1)
+    return min(limits, default=None)
+
+
 def read_rope(
-    config: object, mla: str, interleaved: bool | None
-) -> tuple[list[RotaryFields | None], int]:
-    """Every layer's rotation, and the channels of a head's K row; see `RopeSpec.from_config`."""
+    config: object, mla: str, interleaved: bool | None, regime: str | None = None
+) -> LayerRopes:
+    """Every attention layer's rotation; see `RopeSpec.from_config`."""
     fields = ConfigFields(config, _REFUSAL, UnsupportedRopeError)
     family = _family(fields, interleaved)
-    head = _head(fields, family, mla)
     order = _pair_order(fields, family, mla, interleaved)
     num_layers = fields.size(*NUM_LAYERS)
     by_layer = _settings_by_layer(fields, family, num_layers)
-    made: dict[int, RotaryFields] = {}
-    for settings in by_layer:
-        if settings is not None and id(settings) not in made:
-            made[id(settings)] = _rotary(fields, family, settings, head, order)
-    if not made:
+    attention, state = kv_and_state_layers(fields, num_layers)
+    kinds = layer_kinds(fields)
+    made: dict[tuple[int, _Head], RotaryFields] = {}
+    layers: list[RotaryFields | None] = []
+    head_dims: list[int] = []
+    for layer in attention:
+        is_window = kinds is not None and kinds[layer] == "sliding_attention"
+        own = fields_of_layer(fields, layer, is_window=is_window)
+        head = _head(own, family, mla)
+        head_dims.append(head.dim)
+        settings = by_layer[layer]
+        if settings is None:
+            layers.append(None)
+            continue
+        key = (id(settings), head)
+        if key not in made:
+            made[key] = _rotary(own, family, settings, head, order, regime)
+        layers.append(made[key])
+    if not attention:
+        fields.refuse("none of its layers has attention")
+    if not made and (family is None or family.layers != "none"):
         fields.refuse("none of its layers rotates its keys")
-    return [None if settings is None else made[id(settings)] for settings in by_layer], head.dim
+    return LayerRopes(tuple(layers), tuple(head_dims), tuple(state))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,27 +166,40 @@ def _family(fields: ConfigFields, interleaved: bool | None) -> Family | None:
         what = (
             "its config has no model_type" if fields.model_type is None else "its type is unknown"
         )
+        state = ", and it has layers with recurrent state" if keeps_state(fields) else ""
         fields.refuse(
-            f"{what}, and the order of pairs is not in a config; "
+            f"{what}{state}, and the order of pairs is not in a config; "
             "give interleaved=False (NeoX: halves) or True (GPT-J: pairs)"
         )
     return family
 
 
 def _refuse_quantized_k(fields: ConfigFields) -> None:
-    kind = fields.get("kv_cache_dtype")
-    if kind is not None and str(kind).removeprefix("torch.") not in _PLAIN_KV_DTYPES:
-        fields.refuse(f"its K is quantised (kv_cache_dtype={kind!r}); a rotation needs floats")
-    quantization = fields.get("quantization_config")
-    if quantization is None:
-        return
-    for name in _QUANTIZED_KV_FIELDS:
-        value = config_field(quantization, name)
-        if value is not None and str(value).removeprefix("torch.") not in _PLAIN_KV_DTYPES:
-            fields.refuse(
-                f"its K is quantised (quantization_config.{name}={value!r}); "
-                "a rotation needs floats"
-            )
+    """Refuse K that no quantised pool can hold; how it is stored does not change its rotation."""
+    named = {"kv_cache_dtype": fields.get("kv_cache_dtype")}
+    for name, value in quantized_fields(
+        {**named, "quantization_config": fields.get("quantization_config")}
+    ):
+        _refuse_kv_type(fields, name, value)
+
+
+def _refuse_kv_type(fields: ConfigFields, name: str, value: object) -> None:
+    if isinstance(value, Mapping):
+        # The scheme of compressed-tensors: one scale per tensor or head cancels in a rotation.
+        bits, strategy = value.get("num_bits"), value.get("strategy", "tensor")
+        if bits != 8:
+            why = f"what rounding {bits}-bit codes again costs was not measured"
+        elif strategy not in _ONE_SCALE:
+            why = f"scales by {strategy!r} are not supported, only by {', '.join(_ONE_SCALE)}"
+        elif value.get("symmetric", True) is not True or value.get("dynamic", False) is not False:
+            why = "zero points, and scales that are computed again, do not cancel in a rotation"
+        else:
+            return
+        fields.refuse(f"its K is quantised ({name}={dict(value)!r}): {why}")
+    text = str(value).removeprefix("torch.").lower()
+    why_not = None if text in _EIGHT_BITS else refusal(text)
+    if why_not is not None:
+        fields.refuse(f"its K is quantised ({name}={value!r}): {why_not}")
 
 
 def _pair_order(
@@ -179,6 +246,12 @@ def _rotated(
 ) -> tuple[int, float]:
     """Channels that rotate, and their share of a head: transformers rounds the product down."""
     inside = settings.get("partial_rotary_factor")
+    if fields.model_type == "mistral4" and inside is not None:
+        # There it is the share of the whole expanded head.
+        whole = fields.size("qk_nope_head_dim") + head.rotary
+        if int(whole * fields.number("partial_rotary_factor", inside)) != head.rotary:
+            fields.refuse(f"partial_rotary_factor {inside!r} of {whole} is not qk_rope_head_dim")
+        return head.rotary, 1.0
     # Settings by layer type may differ from the field of which they were made.
     by_type = family is None or family.layers == "by_type"
     said: dict[str, float] = {}
@@ -219,14 +292,24 @@ def _settings_by_layer(
         fields.refuse("its config has no rope_parameters (or rope_scaling)")
     rule = _rule_of_unknown(fields, settings) if family is None else family.layers
     if rule == "by_type":
-        return _by_type(fields, family, settings, num_layers)
+        return _by_type(fields, family, settings)
     if rule == "all" or (rule == "windowed" and fields.get("sliding_window") is None):
         return [settings] * num_layers
+    if rule == "none" or (rule == "named" and not _is_named(fields)):
+        return [None] * num_layers
+    if rule == "named":
+        return [settings] * num_layers
+    if rule == "listed":
+        return _listed(fields, settings, num_layers)
     if rule == "marked":
         marks = _marks(fields, family, num_layers)
         return [settings if mark else None for mark in marks]
-    kinds = _layer_types(fields, family, num_layers)
-    return [settings if kind == "sliding_attention" else None for kind in kinds]
+    rotates = [kind == "sliding_attention" for kind in _known_kinds(fields)]
+    if fields.get("prefix_dense_sliding_window_pattern") == 1:
+        # Layers without experts have RoPE in any case (Cohere 2 with experts).
+        mlps = fields.get("mlp_layer_types") or ()
+        rotates = [one or mlp == "dense" for one, mlp in zip_longest(rotates, mlps[:num_layers])]
+    return [settings if one else None for one in rotates]
 
 
 def _settings(fields: ConfigFields) -> Mapping[str, Any]:
@@ -251,6 +334,8 @@ def _rule_of_unknown(fields: ConfigFields, settings: Mapping[str, Any]) -> str:
     if fields.get("no_rope_layers") is not None:
         return "marked"
     kinds = fields.get("layer_types")
+    if keeps_state(fields):
+        fields.refuse("its type is unknown, and it has layers with recurrent state")
     if kinds is not None and len(set(kinds)) > 1:
         fields.refuse(
             "its type is unknown, and its layers differ (layer_types), so the rotated layers are "
@@ -262,6 +347,28 @@ def _rule_of_unknown(fields: ConfigFields, settings: Mapping[str, Any]) -> str:
                 f"its type is unknown, and {name} differs by layer; build a RopeSpec by hand"
             )
     return "all"
+
+
+def _is_named(fields: ConfigFields) -> bool:
+    """Whether a model that may lack RoPE has it."""
+    if fields.model_type == "zamba2":
+        return bool(fields.get("use_mem_rope"))
+    if fields.model_type == "olmo_hybrid":
+        return _settings(fields).get("rope_theta") is not None
+    return bool(fields.get("position_embedding_type") == "rope")
+
+
+def _listed(
+    fields: ConfigFields, settings: Mapping[str, Any], num_layers: int
+) -> list[Mapping[str, Any] | None]:
+    """The same settings with a base per layer; 0 is a layer without RoPE."""
+    thetas = fields.get("layer_rope_theta")
+    if thetas is None:
+        return [settings] * num_layers
+    if isinstance(thetas, str) or not isinstance(thetas, Sequence) or len(thetas) != num_layers:
+        fields.refuse(f"layer_rope_theta is {thetas!r}, not a list for {num_layers} layers")
+    made = {theta: {**settings, "rope_theta": theta} for theta in thetas if theta}
+    return [made[theta] if theta else None for theta in thetas]
 
 
 def _marks(fields: ConfigFields, family: Family | None, num_layers: int) -> list[int]:
@@ -280,31 +387,17 @@ def _marks(fields: ConfigFields, family: Family | None, num_layers: int) -> list
     return [int(mark) for mark in marks[:num_layers]]
 
 
-def _layer_types(fields: ConfigFields, family: Family | None, num_layers: int) -> list[str]:
-    kinds = fields.get("layer_types")
-    if kinds is not None:
-        if isinstance(kinds, str) or not isinstance(kinds, Sequence):
-            fields.refuse(f"layer_types is {kinds!r}, not a list")
-        if len(kinds) != num_layers:
-            fields.refuse(f"layer_types has {len(kinds)} entries for {num_layers} layers")
-        return list(kinds)
-    if family is None:
+def _known_kinds(fields: ConfigFields) -> list[str]:
+    kinds = layer_kinds(fields)
+    if kinds is None:
         fields.refuse("its config has no layer_types")
-    every = family.every
-    for name in ("sliding_window_pattern", "_sliding_window_pattern", "global_attn_every_n_layers"):
-        if fields.get(name) is not None:
-            every = fields.size(name)
-            break
-    return [
-        "sliding_attention" if (layer + 1) % every else "full_attention"
-        for layer in range(num_layers)
-    ]
+    return kinds
 
 
 def _by_type(
-    fields: ConfigFields, family: Family | None, settings: Mapping[str, Any], num_layers: int
+    fields: ConfigFields, family: Family | None, settings: Mapping[str, Any]
 ) -> list[Mapping[str, Any] | None]:
-    kinds = _layer_types(fields, family, num_layers)
+    kinds = _known_kinds(fields)
     nested = {name: {**value} for name, value in settings.items() if isinstance(value, Mapping)}
     flat = sorted(set(settings) - set(nested))
     if nested and flat:
@@ -353,8 +446,9 @@ def _rotary(
     settings: Mapping[str, Any],
     head: _Head,
     interleaved: bool,
+    regime: str | None,
 ) -> RotaryFields:
-    kind = _rope_type(fields, settings)
+    kind = _rope_type(fields, settings, regime)
     theta = _theta(fields, family, settings)
     width, share = _rotated(fields, family, settings, head)
     is_whole = family is not None and family.partial is None
@@ -362,6 +456,8 @@ def _rotary(
         fields.refuse(f"partial_rotary_factor {share:g}: models of its type rotate whole heads")
     checked: dict[str, Any] = {"rope_type": kind, "rope_theta": theta}
     checked |= _parameters(fields, kind, settings, share)
+    if kind == "longrope":
+        checked |= _longrope_parameters(fields, settings, width, regime == "long")
     if kind == "yarn" and width % 2:
         fields.refuse(f"rope_type 'yarn' needs an even number of rotated channels, not {width}")
     inv_freq, factor = frequencies(checked, head.rotary if kind == "proportional" else width)
@@ -379,22 +475,32 @@ def _rotary(
     )
 
 
-def _rope_type(fields: ConfigFields, settings: Mapping[str, Any]) -> str:
+def named_type(fields: ConfigFields, settings: Mapping[str, Any]) -> Any:  # noqa: ANN401 - a config's
+    """The type that settings name; refuses M-RoPE, names that differ, and Phi-3's old "yarn"."""
     said = {name: settings[name] for name in _TYPE_NAMES if settings.get(name) is not None}
     if len(set(map(str, said.values()))) > 1:
         fields.refuse(f"rope_type {said['rope_type']!r} and type {said['type']!r} differ")
     if settings.get("mrope_section") is not None or settings.get("mrope_interleaved"):
         fields.refuse("it has multimodal positions, M-RoPE (mrope_section)")
     kind = next(iter(said.values()), "default")
+    if kind == "yarn" and fields.model_type == "phi3":
+        fields.refuse("rope_type 'yarn' is LongRoPE's old name in models of its type")
     if kind == "deepseek_yarn":
         kind = "yarn"  # vLLM writes this into the config of a loaded DeepSeek model
-    if kind in REFUSED_TYPES:
+    return kind
+
+
+def _rope_type(fields: ConfigFields, settings: Mapping[str, Any], regime: str | None) -> str:
+    kind = named_type(fields, settings)
+    if kind == "dynamic" and regime == "long":
+        fields.refuse("rope_type 'dynamic' has other frequencies at each length beyond the short")
+    if kind in REFUSED_TYPES and not (regime is not None and kind in BY_REGIME):
         fields.refuse(f"rope_type {kind!r} is {REFUSED_TYPES[kind]}")
+    if kind == "su":
+        kind = "longrope"
     if kind not in FIELDS_OF_TYPE:
         known = ", ".join(FIELDS_OF_TYPE)
         fields.refuse(f"rope_type {kind!r} is unknown (this version: {known})")
-    if kind == "yarn" and fields.model_type == "phi3":
-        fields.refuse("rope_type 'yarn' is LongRoPE's old name in models of its type")
     needed, optional = FIELDS_OF_TYPE[kind]
     for name in needed:
         if name not in settings and _outer(fields, name) is None:
@@ -418,7 +524,7 @@ def _theta(fields: ConfigFields, family: Family | None, settings: Mapping[str, A
         if family is None:
             fields.refuse("its config has no rope_theta")
         return family.theta
-    by_type = family is None or family.layers == "by_type"
+    by_type = family is None or family.layers in {"by_type", "listed"}
     if inside is not None and outer is not None and inside != outer[1] and not by_type:
         fields.refuse(f"{outer[0]} is {outer[1]!r}, and {inside!r} in its RoPE settings")
     value = inside if inside is not None else cast("tuple[str, Any]", outer)[1]
@@ -439,8 +545,9 @@ def _original_length(fields: ConfigFields, settings: Mapping[str, Any]) -> int:
 def _parameters(
     fields: ConfigFields, kind: str, settings: Mapping[str, Any], share: float
 ) -> dict[str, Any]:
-    if kind == "default":
-        return {}
+    # In the short regime of dynamic NTK the base is the config's own.
+    if kind in {"default", "dynamic", "longrope"}:
+        return {"rope_type": "default"} if kind == "dynamic" else {}
     if kind == "yarn":
         return _yarn_parameters(fields, settings)
     factor = settings.get("factor")
@@ -456,6 +563,28 @@ def _parameters(
     if high <= low:
         fields.refuse(f"high_freq_factor {high:g} is not above low_freq_factor {low:g}")
     return checked | {"original_max_position_embeddings": _original_length(fields, settings)}
+
+
+def _longrope_parameters(
+    fields: ConfigFields, settings: Mapping[str, Any], width: int, is_long: bool
+) -> dict[str, Any]:
+    length = _original_length(fields, settings)
+    checked: dict[str, Any] = {"original_max_position_embeddings": length, "is_long": is_long}
+    for name in ("short_factor", "long_factor"):
+        factors = settings[name]
+        if isinstance(factors, str) or not isinstance(factors, Sequence):
+            fields.refuse(f"{name} is {factors!r}, not a list")
+        if len(factors) != width // 2:
+            fields.refuse(f"{name} has {len(factors)} entries for {width // 2} pairs")
+        checked[name] = [fields.number(name, factor) for factor in factors]
+    factor = settings.get("factor")
+    if factor is None:
+        factor = fields.size("max_position_embeddings") / length
+    checked["factor"] = fields.number("factor", factor)
+    given = settings.get("attention_factor")
+    if given is not None:
+        checked["attention_factor"] = fields.number("attention_factor", given)
+    return checked
 
 
 def _yarn_parameters(fields: ConfigFields, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ class Family:
         layers: Which layers rotate: all; those with a sliding window; those, or all if the model
             has no window; those that ``no_rope_layers`` marks with 1; or settings by type.
         every: One in this many layers has full attention (or no RoPE) if the config does not list
-            layer types.
+            them. 0: there is no such rule, and a config that lists nothing is refused.
         reverse: Keys rotate the other way.
         is_mla: K is a latent and a separate window.
         needs_settings: A config without RoPE settings means a type other than ``default``.
@@ -37,8 +37,10 @@ class Family:
     expanded_interleaved: bool = False
     theta: float = 10_000.0
     partial: float | None = None
-    layers: Literal["all", "sliding", "windowed", "marked", "by_type"] = "all"
-    every: int = 4
+    layers: Literal[
+        "all", "sliding", "windowed", "marked", "by_type", "listed", "named", "none"
+    ] = "all"
+    every: int = 0
     reverse: bool = False
     is_mla: bool = False
     needs_settings: bool = False
@@ -49,15 +51,17 @@ _NEOX: Final = Family()
 _DEEPSEEK_V3: Final = Family(interleaved=True, is_mla=True)
 
 FAMILIES: Final[Mapping[str, Family]] = {
-    "afmoe": Family(layers="sliding"),
+    "afmoe": Family(layers="sliding", every=4),
     "apertus": Family(theta=12_000_000.0, needs_settings=True),
     "arcee": _NEOX,
     "aria_text": _NEOX,
     "axk1": _DEEPSEEK_V3,
+    "bamba": Family(partial=0.5),
     "bitnet": Family(theta=500_000.0),
     "codegen": Family(interleaved=True, partial=1.0),
     "cohere": Family(interleaved=True, theta=500_000.0),
-    "cohere2": Family(interleaved=True, layers="sliding"),
+    "cohere2": Family(interleaved=True, layers="sliding", every=4),
+    "cohere2_moe": Family(interleaved=True, layers="sliding"),
     "cwm": Family(theta=1_000_000.0, needs_settings=True),
     # Complex numbers, stored in pairs. V3 below stores rotated keys in halves.
     "deepseek_v2": Family(interleaved=True, expanded_interleaved=True, is_mla=True),
@@ -67,13 +71,17 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "dots1": _NEOX,
     "ernie4_5": Family(interleaved=True, theta=500_000.0),
     "ernie4_5_moe": Family(interleaved=True, theta=500_000.0),
-    "exaone4": Family(layers="windowed"),
-    "exaone_moe": Family(layers="windowed"),
+    "exaone4": Family(layers="windowed", every=4),
+    "exaone_moe": Family(layers="windowed", every=4),
     "falcon": _NEOX,
+    "falcon_h1": _NEOX,
     "flex_olmo": Family(theta=500_000.0),
     "gemma": _NEOX,
     "gemma2": _NEOX,
     "gemma3_text": Family(theta=1_000_000.0, layers="by_type", every=6),
+    "gemma3n_text": Family(theta=1_000_000.0, layers="by_type", every=5, needs_settings=True),
+    "gemma4_text": Family(theta=1_000_000.0, layers="by_type", needs_settings=True),
+    "gemma4_unified_text": Family(theta=1_000_000.0, layers="by_type", needs_settings=True),
     "glm": Family(interleaved=True, partial=0.5),
     "glm4": Family(interleaved=True, partial=0.5),
     "glm4_moe": Family(partial=0.5),
@@ -83,27 +91,43 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "gpt_oss": Family(theta=150_000.0, needs_settings=True),
     "gptj": Family(interleaved=True, partial=1.0),
     "granite": _NEOX,
+    "granite_swa": Family(layers="listed"),
     "granitemoe": _NEOX,
+    "granitemoe_swa": Family(layers="listed"),
+    "granitemoehybrid": Family(layers="named"),
     "granitemoeshared": _NEOX,
     "helium": Family(interleaved=True, theta=100_000.0),
+    "hy_v3": Family(theta=11_158_840.0),
     "hyperclovax": _NEOX,
     "jais2": _NEOX,
+    "jamba": Family(layers="none"),
     "jetmoe": _NEOX,
+    "kimi_linear": Family(layers="none", is_mla=True),
+    "laguna": Family(partial=1.0, layers="by_type", needs_settings=True),
+    "lfm2": Family(theta=1_000_000.0),
+    "lfm2_moe": Family(theta=1_000_000.0),
     "llama": _NEOX,
     # transformers keeps the checkpoint's pairs; vLLM permutes the weights into halves
     # (permute_qk_weight_for_rotary in its llama4.py).
-    "llama4_text": Family(interleaved=None, theta=500_000.0, layers="marked"),
+    "llama4_text": Family(interleaved=None, theta=500_000.0, layers="marked", every=4),
+    "mellum": Family(layers="by_type", needs_settings=True),
+    "mimo_v2_flash": Family(partial=1.0, layers="by_type", needs_settings=True),
     "minicpm3": Family(interleaved=False, is_mla=True),
+    "minimax": Family(theta=1_000_000.0),
     "minimax_m2": Family(theta=5_000_000.0, partial=1.0),
     "ministral": _NEOX,
     "ministral3": Family(needs_settings=True),
     "mistral": _NEOX,
+    "mistral4": Family(interleaved=True, is_mla=True, needs_settings=True),
     "mixtral": Family(theta=1_000_000.0),
+    "modernbert-decoder": Family(layers="by_type", needs_settings=True),
     "nanochat": Family(reverse=True),
     "nemotron": Family(partial=0.5),
+    "nemotron_h": Family(layers="none"),
     "olmo": _NEOX,
     "olmo2": _NEOX,
     "olmo3": Family(theta=500_000.0, layers="by_type", every=4),
+    "olmo_hybrid": Family(layers="named"),
     "olmoe": _NEOX,
     "persimmon": Family(partial=0.5),
     "phi": Family(partial=0.5),
@@ -112,14 +136,19 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "qwen2": _NEOX,
     "qwen2_moe": _NEOX,
     "qwen3": _NEOX,
+    "qwen3_5_moe_text": Family(partial=0.25),
+    "qwen3_5_text": Family(partial=0.25),
     "qwen3_moe": _NEOX,
+    "qwen3_next": Family(partial=0.25),
     "seed_oss": _NEOX,
-    "smollm3": Family(theta=2_000_000.0, layers="marked"),
+    "smollm3": Family(theta=2_000_000.0, layers="marked", every=4),
     "solar_open": Family(theta=1_000_000.0),
     "stablelm": Family(partial=0.25),
     "starcoder2": _NEOX,
+    "step3p5": Family(partial=1.0, layers="by_type", needs_settings=True),
     "vaultgemma": _NEOX,
     "youtu": _DEEPSEEK_V3,
+    "zamba2": Family(layers="named"),
 }
 
 _ABSOLUTE: Final = "its positions are absolute: they are in its keys where no rotation reaches"
