@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvtrie._core import LayoutError
-from kvtrie.pool import KVLayout
+from kvtrie.pool import KVGroup, KVLayout
 
 GQA: dict[str, Any] = {
     "model_type": "some",
@@ -65,18 +65,33 @@ def test_from_config_accepts(changes: dict[str, Any], heads: int, dim: int) -> N
         pytest.param({"sliding_window": 64}, "sliding_window=64", id="window"),
         pytest.param(
             {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
-            "layer 1 is 'sliding_attention'",
-            id="window-layer",
+            "there is no sliding_window",
+            id="window-without-a-size",
         ),
+        pytest.param(
+            {"model_type": "olmo3"},
+            "layer 0 is 'sliding_attention' (by the rule of its type), and there is no",
+            id="period-without-a-size",
+        ),
+        pytest.param({"layer_types": ["full_attention"]}, "1 entries for 3", id="layers-missing"),
+        pytest.param(
+            {"layer_types": ["full_attention"] * 3 + ["linear_attention"]},
+            "4 entries for 3",
+            id="layers-too-many",
+        ),
+        pytest.param({"layer_types": "full"}, "not a list", id="layers-no-list"),
+        pytest.param({"sliding_window": 0}, "sliding_window is 0", id="window-of-0"),
         pytest.param({"layer_types": ["linear_attention"] * 3}, "layer 0", id="linear-layer"),
         pytest.param({"layers_block_type": ["mamba"] * 3}, "'mamba'", id="mamba-layer"),
-        pytest.param({"attention_layers": ["global", "local"]}, "layer 1 is 'local'", id="local"),
+        pytest.param(
+            {"attention_layers": ["global", "local", "global"]}, "layer 1 is 'local'", id="local"
+        ),
         pytest.param({"mamba_d_state": 16}, "mamba_d_state", id="mamba"),
         pytest.param({"linear_num_value_heads": 4}, "linear_num_value_heads", id="linear"),
         pytest.param({"attention_chunk_size": 8192}, "attention_chunk_size", id="chunked"),
         pytest.param({"kv_lora_rank": 512}, "MLA", id="mla"),
         pytest.param({"index_head_dim": 128}, "index_head_dim", id="sparse"),
-        pytest.param({"num_kv_shared_layers": 2}, "num_kv_shared_layers", id="shared-kv"),
+        pytest.param({"num_kv_shared_layers": 3}, "num_kv_shared_layers is 3 of 3", id="shared"),
         pytest.param({"is_encoder_decoder": True}, "cross attention", id="encoder-decoder"),
         pytest.param({"add_cross_attention": True}, "cross attention", id="cross"),
         pytest.param({"cross_attention_layers": [1]}, "cross_attention_layers", id="cross-layers"),
@@ -85,6 +100,12 @@ def test_from_config_accepts(changes: dict[str, Any], heads: int, dim: int) -> N
         pytest.param({"prefix_lm": True}, "prefix_lm=True", id="prefix-lm"),
         pytest.param({"rope_scaling": {"type": "dynamic"}}, "'dynamic'", id="dynamic-ntk"),
         pytest.param({"rope_parameters": {"rope_type": "longrope"}}, "'longrope'", id="longrope"),
+        pytest.param(
+            {"rope_scaling": {"rope_type": None, "type": "longrope"}}, "'longrope'", id="old-name"
+        ),
+        pytest.param(
+            {"model_type": "phi3", "rope_scaling": {"type": "yarn"}}, "LongRoPE's old", id="older"
+        ),
         pytest.param(
             {"rope_parameters": {"full_attention": {"rope_type": "dynamic"}}},
             "'dynamic'",
@@ -110,6 +131,91 @@ def test_from_config_refuses_by_name(changes: dict[str, Any], named: str) -> Non
     assert "\n" not in str(caught.value)
 
 
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+def test_layers_with_a_window_are_a_group() -> None:
+    kinds = [SLIDING, FULL, SLIDING]
+    layout = KVLayout.from_config({**GQA, "layer_types": kinds, "sliding_window": 64})
+    assert layout.groups == (
+        KVGroup(layers=(0, 2), num_kv_heads=2, head_dim=32, window=64),
+        KVGroup(layers=(1,), num_kv_heads=2, head_dim=32),
+    )
+    assert layout.windows == (64, None, 64)
+    assert layout.is_uniform
+    # A window keeps the KV of all tokens.
+    assert layout.bytes_per_token == KVLayout.from_config(GQA).bytes_per_token
+
+
+def test_a_window_of_all_layers_and_one_by_pattern() -> None:
+    every = KVLayout.from_config({**GQA, "model_type": "mistral", "sliding_window": 64})
+    assert every.windows == (64, 64, 64)
+    assert every != KVLayout.from_config(GQA)
+    some = {**GQA, "model_type": "gemma3_text", "sliding_window": 64, "sliding_window_pattern": 2}
+    assert KVLayout.from_config(some).windows == (64, None, 64)
+
+
+def test_groups_of_other_shapes() -> None:
+    config = {
+        **GQA,
+        "model_type": "gemma4_text",
+        "layer_types": [SLIDING, FULL, SLIDING],
+        "sliding_window": 64,
+        "head_dim": 32,
+        "global_head_dim": 48,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+    }
+    layout = KVLayout.from_config(config)
+    assert [group.shape for group in layout.layers] == [(2, 32, 32), (1, 48, 48), (2, 32, 32)]
+    assert not layout.is_uniform
+    assert layout.bytes_per_token == 2 * (2 * 2 * 64 + 96)
+    by_layer = {**GQA, "per_layer_config": {"01": {"head_dim": 48}}}
+    assert [group.head_dim for group in KVLayout.from_config(by_layer).layers] == [32, 48, 32]
+
+
+def test_layers_that_share_the_kv_of_others_have_none() -> None:
+    assert KVLayout.from_config({**GQA, "num_kv_shared_layers": 2}).num_layers == 1
+
+
+def _group(*layers: int, **changes: Any) -> KVGroup:
+    return KVGroup(**{"layers": layers, "num_kv_heads": 2, "head_dim": 32, **changes})
+
+
+@pytest.mark.parametrize(
+    ("groups", "error", "said"),
+    [
+        (lambda: (_group(0, 1),), LayoutError, r"layers \[0, 1\], not each of 3 once"),
+        (lambda: (_group(0, 1, 2), _group(2)), LayoutError, "not each of 3 once"),
+        (lambda: (_group(0, 1, 2, head_dim=48),), LayoutError, "the first group"),
+        (lambda: [_group(0, 1, 2)], TypeError, "tuple of KVGroup"),
+        (list, TypeError, r"tuple of KVGroup, not \[\]"),
+        (lambda: None, TypeError, "tuple of KVGroup, not None"),
+        (lambda: (_group(1, 0, 2),), ValueError, "ascending"),
+        (lambda: (_group(),), ValueError, "at least one"),
+        (lambda: (_group(0, 1, 2, window=0),), ValueError, "window must be at least 1, not 0"),
+        (lambda: (_group(0, 1, 2, head_dim=True),), TypeError, "head_dim must be an int"),
+    ],
+)
+def test_groups_are_checked(groups: Any, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        KVLayout(num_layers=3, num_kv_heads=2, head_dim=32, dtype="float32", groups=groups())
+
+
+def test_quantised_layers_have_one_shape() -> None:
+    alike = (_group(0, window=8), _group(1))
+    layout: dict[str, Any] = {
+        "num_layers": 2,
+        "num_kv_heads": 2,
+        "head_dim": 32,
+        "dtype": "uint8",
+        "quant": "int8",
+    }
+    assert KVLayout(**layout, groups=alike).windows == (8, None)
+    with pytest.raises(LayoutError, match="layers of int8 have one shape"):
+        KVLayout(**layout, groups=(_group(0), _group(1, head_dim=48)))
+
+
 @pytest.mark.parametrize(
     "name", ["num_hidden_layers", "num_attention_heads", "hidden_size", "dtype"]
 )
@@ -119,7 +225,7 @@ def test_from_config_refuses_missing_field(name: str) -> None:
 
 
 def test_from_config_refuses_empty_mapping() -> None:
-    with pytest.raises(LayoutError, match="num_attention_heads"):
+    with pytest.raises(LayoutError, match="num_hidden_layers"):
         KVLayout.from_config({})
 
 

@@ -334,13 +334,13 @@ def clone_of(held: Held, pool: KVPool) -> tuple[list[torch.Tensor], list[torch.T
         by_address[tensor.untyped_storage().data_ptr()].as_strided(
             tensor.shape, tensor.stride(), tensor.storage_offset()
         )
-        for tensor in pool._tensors
+        for tensor in pool._tensors[0]
     ]
     return copies, tensors
 
 
 def geometry_of(pool: KVPool) -> Geometry:
-    return Geometry.from_ints(pool._geometry)
+    return Geometry.from_ints(pool._geometries[0])
 
 
 def same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from tests.kernels.coded import coded, forms_of
 from tests.kernels.forms import FORMS, Form, Held, random_moves, spec
 
 from kvtrie.kernels import ops
@@ -27,7 +28,7 @@ def arguments(form: Form, held: Held) -> tuple[Any, ...]:
     pieces = check_moves(random_moves(11, form.sizes().slots), form.sizes().slots)
     slots, deltas = pieces.expand(form.sizes().slots)
     cos, sin = _tables(pool._rotaries, deltas, pool.dtype)
-    return list(pool._tensors), torch.from_numpy(slots), cos, sin, list(pool._geometry)
+    return list(pool._tensors[0]), torch.from_numpy(slots), cos, sin, list(pool._geometries[0])
 
 
 @pytest.mark.parametrize("name", ["nhd", "vllm-bhnc", "sglang", "mla"])
@@ -35,6 +36,27 @@ def test_opcheck(name: str) -> None:
     form = BY_NAME[name]
     held = form.build("bfloat16", form.sizes())
     torch.library.opcheck(torch.ops.kvtrie.move_rows.default, arguments(form, held))
+
+
+@pytest.mark.parametrize("quant", ["fp8_e4m3", "fp8_index"])
+def test_opcheck_of_codes(quant: str) -> None:
+    it = coded(forms_of(quant)[0], quant, spec("partial"))
+    pieces = check_moves(random_moves(11, 35), 35)
+    slots, deltas = pieces.expand(35)
+    cos, sin = _tables(it.pool._rotaries, deltas, it.pool.dtype)
+    assert it.pool._form is not None
+    given = (
+        *(list(it.pool._tensors[0]), torch.zeros(1, dtype=torch.int64)),
+        *(torch.from_numpy(slots), cos, sin, list(it.pool._geometries[0])),
+        list(it.pool._form.to_ints()),
+    )
+    torch.library.opcheck(torch.ops.kvtrie.requantize_rows.default, given)
+
+
+def test_schema_of_codes_declares_what_changes() -> None:
+    schema = str(torch.ops.kvtrie.requantize_rows.default._schema)
+    assert re.search(r"Tensor\(a\d*!\)\[\] tensors, Tensor\(b\d*!\) saturated", schema), schema
+    assert schema.count("!") == 2
 
 
 # torch's own compiler of C++ code calls what torch warns of.

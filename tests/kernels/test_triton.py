@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from kvtrie.kernels.codes import CodeForm
 from kvtrie.kernels.geometry import Geometry, Placement, Rows, Window
+from kvtrie.models.kv_types import KV_TYPES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -68,34 +70,47 @@ GEOMETRIES = {
 }
 
 
-def compiled(geometry: Geometry) -> Any:
-    """The kernel for bfloat16 on sm_90, which needs no GPU."""
-    # Only where triton is installed.
-    from triton import compile as compile_kernel  # noqa: PLC0415
-    from triton.backends.compiler import GPUTarget  # noqa: PLC0415
-    from triton.compiler import ASTSource  # noqa: PLC0415
+def built(
+    kernel: Any,
+    geometry: Geometry,
+    constants: dict[str, Any],
+    *,
+    architecture: int,
+    is_aligned: bool,
+) -> Any:
+    """A kernel compiled for bfloat16 or codes, which needs no GPU."""
+    from triton import compile as compile_kernel  # noqa: PLC0415 - only where it is installed
+    from triton.backends.compiler import GPUTarget  # noqa: PLC0415 - likewise
+    from triton.compiler import ASTSource  # noqa: PLC0415 - likewise
 
-    from kvtrie.kernels import triton as fused  # noqa: PLC0415
+    from kvtrie.kernels.triton import NUM_WARPS  # noqa: PLC0415 - imports triton
 
     at = geometry.placement
-    layers = torch.full((1, 6), 4096)
-    angles = next(window.num_pairs for window in geometry.windows if window)
-    constants = fused._settings(geometry, torch.bfloat16, layers, angles)
     names = [f"{side}_{axis}" for side in "kv" for axis in ("block", "token", "head", "channel")]
     of_v = at.v.strides if at.v else (0, 0, 0, 0)
     strides = dict(zip(names, (*at.k.strides, *of_v), strict=True))
-    pointers = {"layers": "*i64", "slots": "*i32", "cos": "*fp32", "sin": "*fp32"}
+    pointers = {"layers": "*i64", "slots": "*i32", "cos": "*fp32", "sin": "*fp32", "count": "*i64"}
     signature: dict[str, str] = {}
     known: dict[tuple[int, ...], Any] = {}
-    for number, name in enumerate(fused._move_rows.arg_names):
+    for number, name in enumerate(kernel.arg_names):
         if strides.get(name) == 1:
             constants[name] = 1
         signature[name] = "constexpr" if name in constants else pointers.get(name, "i32")
-        if name in pointers or (name in strides and name not in constants):
+        if is_aligned and (name in pointers or (name in strides and name not in constants)):
             known[(number,)] = [["tt.divisibility", 16]]
-    source = ASTSource(fused._move_rows, signature, constants, known)
-    options = {"num_warps": fused.NUM_WARPS, "enable_fp_fusion": False}
-    return compile_kernel(source, target=GPUTarget("cuda", 90, 32), options=options)
+    source = ASTSource(kernel, signature, constants, known)
+    options = {"num_warps": NUM_WARPS, "enable_fp_fusion": False}
+    return compile_kernel(source, target=GPUTarget("cuda", architecture, 32), options=options)
+
+
+def compiled(geometry: Geometry) -> Any:
+    """The kernel of floats for sm_90."""
+    from kvtrie.kernels import triton as fused  # noqa: PLC0415 - imports triton
+
+    angles = next(window.num_pairs for window in geometry.windows if window)
+    layers = torch.full((1, 6), 4096)
+    constants = fused._settings(geometry, torch.bfloat16, layers, angles)
+    return built(fused._move_rows, geometry, constants, architecture=90, is_aligned=True)
 
 
 def test_windows_that_differ_compile() -> None:
@@ -124,3 +139,33 @@ def test_compiled_it_adds_64_bit_offsets_to_pools(name: str) -> None:
 @pytest.mark.parametrize("name", GEOMETRIES)
 def test_compiled_it_uses_no_fused_multiply_add(name: str) -> None:
     assert "fma" not in compiled(GEOMETRIES[name]).asm["ptx"]
+
+
+CODED = {
+    "fp8_e4m3": _geometry(32, 8, 128, 128, Window(0, 0, 64, interleaved=False)),
+    "fp8_e5m2": _geometry(32, 8, 128, 128, Window(0, 0, 64, interleaved=True)),
+    "int8_per_token_head": _geometry(32, 8, 132, 132, Window(0, 0, 64, interleaved=False)),
+    "fp8_index": _geometry(61, 1, 128, 4, Window(0, 0, 32, interleaved=False)),
+}
+
+
+@pytest.mark.parametrize(
+    ("quant", "architecture"),
+    [("fp8_e4m3", 90), ("fp8_e5m2", 80), ("int8_per_token_head", 90), ("fp8_index", 80)],
+)
+def test_the_kernel_of_codes_compiles(quant: str, architecture: int) -> None:
+    """For GPUs without instructions of float8, too; and without fused multiply-add."""
+    from kvtrie.kernels import triton_codes as fused  # noqa: PLC0415 - imports triton
+
+    geometry = CODED[quant]
+    form = CodeForm.of(KV_TYPES[quant])
+    assert form is not None
+    angles = next(window.num_pairs for window in geometry.windows if window)
+    constants: dict[str, Any] = fused._settings(geometry, form, angles)
+    kernel = fused._requantize_rows
+    done = built(kernel, geometry, constants, architecture=architecture, is_aligned=False)
+    ptx = done.asm["ptx"]
+    assert "st.global" in ptx
+    assert "fma" not in ptx
+    assert "atom" in ptx
+    assert "e4m3" not in ptx

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.kernels.coded import CODED, LARGEST, NUMBERS, coded, forms_of
 from tests.kernels.forms import (
     DTYPES,
     FORMS,
@@ -30,7 +31,7 @@ from tests.kernels.forms import (
     spec,
 )
 
-from kvtrie.kernels import reference
+from kvtrie.kernels import codes, reference, triton_codes
 from kvtrie.kernels import triton as fused
 from kvtrie.kernels.geometry import Geometry
 from kvtrie.pool import KVLayout
@@ -59,7 +60,7 @@ def check_form(form: Form, dtype: str, rope: RopeSpec, seed: int, **changes: int
     given = arguments(pool, random_moves(seed, sizes.slots), sizes.slots)
     copies, tensors = clone_of(held, pool)
     reference.move_rows(tensors, *given, geometry_of(pool))
-    fused.move_rows(pool._tensors, *given, geometry_of(pool))
+    fused.move_rows(pool._tensors[0], *given, geometry_of(pool))
     for storage, copy in zip(held.storages, copies, strict=True):
         assert same_bits(storage, copy)
 
@@ -122,7 +123,7 @@ def test_every_bit_pattern(dtype: str, rope: str) -> None:
     smallest = [0, 1, limit // 2 + 1, limit // 2 + 2]
     special = np.array([*smallest, infinity, infinity + 1, limit // 2, limit], dtype=f"u{width}")
     rng = np.random.default_rng(1)
-    for tensor, other in zip(pools[0]._tensors, pools[1]._tensors, strict=True):
+    for tensor, other in zip(pools[0]._tensors[0], pools[1]._tensors[0], strict=True):
         values = np.frombuffer(rng.bytes(tensor.nbytes), dtype=f"i{width}").copy()
         spots = rng.random(len(values)) < 0.2
         values[spots] = rng.choice(special, int(spots.sum())).view(f"i{width}")
@@ -130,14 +131,14 @@ def test_every_bit_pattern(dtype: str, rope: str) -> None:
             each.view(kind).copy_(torch.from_numpy(values).view(each.shape))
     moves = np.array([(0, 80, 70, 3), (70, 150, 10, 0)], dtype=MOVES)
     given = arguments(pools[0], moves, 160)
-    reference.move_rows(pools[0]._tensors, *given, geometry_of(pools[0]))
-    fused.move_rows(pools[1]._tensors, *given, geometry_of(pools[1]))
-    for mine, other in zip(pools[1]._tensors, pools[0]._tensors, strict=True):
+    reference.move_rows(pools[0]._tensors[0], *given, geometry_of(pools[0]))
+    fused.move_rows(pools[1]._tensors[0], *given, geometry_of(pools[1]))
+    for mine, other in zip(pools[1]._tensors[0], pools[0]._tensors[0], strict=True):
         # A NaN that comes out of arithmetic is a NaN; its payload is the machine's.
         both_nan = mine.isnan() & other.isnan()
         assert bool(((mine.view(kind) == other.view(kind)) | both_nan).all())
     if rope == "none":
-        for mine, other in zip(pools[1]._tensors, pools[0]._tensors, strict=True):
+        for mine, other in zip(pools[1]._tensors[0], pools[0]._tensors[0], strict=True):
             assert same_bits(mine, other)
 
 
@@ -147,7 +148,7 @@ def test_nothing_to_move() -> None:
     bits = held.bits()
     pool = form.pool(held, form.sizes(), spec("neox"))
     given = arguments(pool, np.array([], dtype=MOVES), form.sizes().slots)
-    fused.move_rows(pool._tensors, *given, geometry_of(pool))
+    fused.move_rows(pool._tensors[0], *given, geometry_of(pool))
     assert all(torch.equal(now, then) for now, then in zip(held.bits(), bits, strict=True))
 
 
@@ -163,7 +164,7 @@ def test_slots_of_64_bits() -> None:
     assert slots.dtype == torch.int32
     assert wide.dtype == np.int64
     reference.move_rows(tensors, slots, cos, sin, geometry_of(pool))
-    fused.move_rows(pool._tensors, torch.from_numpy(wide), cos, sin, geometry_of(pool))
+    fused.move_rows(pool._tensors[0], torch.from_numpy(wide), cos, sin, geometry_of(pool))
     assert all(same_bits(one, two) for one, two in zip(held.storages, copies, strict=True))
 
 
@@ -199,7 +200,7 @@ def test_addresses_beyond_two_to_the_31_elements(
     pool = KVPool.wrap(([k], [v]), layout, rope)
     before = k.clone(), v.clone()
     moves = np.array([(source, dest, 1, 40)], dtype=MOVES)
-    fused.move_rows(pool._tensors, *arguments(pool, moves, slots), geometry_of(pool))
+    fused.move_rows(pool._tensors[0], *arguments(pool, moves, slots), geometry_of(pool))
     rotated = reference.rotate(before[0].view(-1, 12)[source].unsqueeze(0), rope, 40)
     for rows, old, row in zip(
         (k, v), before, (rotated[0], before[1].view(-1, 12)[source]), strict=True
@@ -224,7 +225,7 @@ def test_bases_that_are_not_aligned() -> None:
     other = whole.clone()
     given = arguments(pool, random_moves(3, 24), 24)
     reference.move_rows([other[1:].view(2, 6, 4, 3, 16)], *given, geometry_of(pool))
-    fused.move_rows(pool._tensors, *given, geometry_of(pool))
+    fused.move_rows(pool._tensors[0], *given, geometry_of(pool))
     assert same_bits(whole, other)
 
 
@@ -247,3 +248,120 @@ def test_geometry_survives_being_numbers() -> None:
         pool = form.pool(held, form.sizes(), spec("other-windows-by-layer"))
         geometry = geometry_of(pool)
         assert Geometry.from_ints(geometry.to_ints()) == geometry
+
+
+# --- codes ----------------------------------------------------------------------------------------
+
+
+# The interpreter computes in numpy, which warns of NaN and infinity.
+NAN = pytest.mark.filterwarnings("ignore:(invalid value|overflow):RuntimeWarning")
+
+
+def check_codes(
+    form: Form,
+    quant: str,
+    rope: RopeSpec,
+    seed: int,
+    *,
+    is_tame: bool = True,
+    fill: int | None = None,
+    moves: NDArray[Any] | None = None,
+    **changes: int,
+) -> int:
+    """The same bytes and the same count as the reference; returns the count."""
+    it = coded(form, quant, rope, seed=seed, device=DEVICE, is_tame=is_tame, **changes)
+    if fill is not None:
+        for view in it.pool.k:
+            view.fill_(fill)
+    num_slots = it.pool.num_blocks * it.layout.block_size
+    given = arguments(it.pool, random_moves(seed, num_slots) if moves is None else moves, num_slots)
+    of_k = it.pool._form
+    assert of_k is not None
+    copies, tensors = clone_of(it.held, it.pool)
+    counts = [torch.zeros(1, dtype=torch.int64, device=DEVICE) for _ in range(2)]
+    geometry = geometry_of(it.pool)
+    reference.requantize_rows(tensors, counts[0], *given, geometry, of_k)
+    triton_codes.requantize_rows(it.pool._tensors[0], counts[1], *given, geometry, of_k)
+    for storage, copy in zip(it.held.storages, copies, strict=True):
+        assert torch.equal(storage, copy)
+    assert torch.equal(*counts)
+    return int(counts[0])
+
+
+@NAN
+@pytest.mark.parametrize("quant", CODED)
+def test_codes_on_every_form(quant: str) -> None:
+    for number, form in enumerate(forms_of(quant)[::5]):
+        check_codes(form, quant, spec("some-layers-without"), seed=number)
+
+
+@NAN
+@pytest.mark.parametrize("quant", ["fp8_e5m2", "fp8_per_token_head", "fp8_index"])
+@pytest.mark.parametrize("rope", [name for name in ROPES if name != "none"])
+def test_codes_with_every_rope(quant: str, rope: str) -> None:
+    check_codes(forms_of(quant)[0], quant, spec(rope), seed=5)
+
+
+@NAN
+@settings(max_examples=15)
+@given(
+    quant=st.sampled_from(CODED),
+    rope=st.sampled_from([name for name in ROPES if name != "none"]),
+    number=st.integers(0, 99),
+    blocks=st.integers(1, 9),
+    block_size=st.integers(1, 7),
+    is_tame=st.booleans(),
+    seed=st.integers(0, 2**32),
+)
+def test_codes_of_random_plans(
+    quant: str, rope: str, number: int, blocks: int, block_size: int, is_tame: bool, seed: int
+) -> None:
+    forms = forms_of(quant)
+    changes: dict[str, Any] = {"blocks": blocks, "block_size": block_size}
+    form = forms[number % len(forms)]
+    check_codes(form, quant, spec(rope), seed, is_tame=is_tame, **changes)
+
+
+@pytest.mark.parametrize(("quant", "fill"), [("fp8_e4m3", 0x7E), ("fp8_e5m2", 0x7B), ("int8", 127)])
+def test_codes_that_saturate_are_counted(quant: str, fill: int) -> None:
+    moves = np.array([(0, 20, 9, 1)], dtype=MOVES)
+    assert check_codes(FORMS[0], quant, spec("neox"), seed=5, fill=fill, moves=moves) > 0
+
+
+@NAN
+@pytest.mark.parametrize("name", LARGEST)
+def test_every_code_is_read_and_rounded_as_in_the_reference(name: str) -> None:
+    """A row of every pair of codes that rotates by a quarter: each becomes its partner."""
+    kind = {"e4m3": "fp8_e4m3", "e5m2": "fp8_e5m2", "int8": "int8"}[name]
+    layout = KVLayout(
+        num_layers=1, num_kv_heads=1, head_dim=512, v_head_dim=1, dtype="uint8", quant=kind
+    )
+    rope = RopeSpec((Rotary((float(np.pi / 2),) * 256),), 512)
+    both = []
+    for run in (reference.requantize_rows, triton_codes.requantize_rows):
+        pool = KVPool(layout, rope, num_blocks=2, device=DEVICE)
+        pool.k[0][0, 0, 0] = torch.arange(512).to(torch.uint8)
+        moves = np.array([(0, 16, 1, 1)], dtype=MOVES)
+        given = arguments(pool, moves, 32)
+        count = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+        assert pool._form is not None
+        run(pool._tensors[0], count, *given, geometry_of(pool), pool._form)
+        both.append((pool.k[0].clone(), int(count)))
+    assert torch.equal(both[0][0], both[1][0])
+    assert both[0][1] == both[1][1]
+    code = {"e4m3": codes.E4M3, "e5m2": codes.E5M2, "int8": codes.INT8}[name]
+    got = codes.decode(both[1][0][1, 0, 0].cpu(), code).numpy()
+    numbers = NUMBERS[name]
+    finite = np.isfinite(numbers) & (np.abs(numbers) <= LARGEST[name])
+    # sin is 1 in float32, cos 6e-17.
+    np.testing.assert_array_equal(got[256:][finite], numbers[finite])
+
+
+def test_bytes_without_a_delta_are_copied_by_the_first_kernel() -> None:
+    it = coded(FORMS[0], "fp8_per_token_head", spec("neox"), device=DEVICE, is_tame=False)
+    copies, tensors = clone_of(it.held, it.pool)
+    moves = np.array([(3, 20, 9, 0)], dtype=MOVES)
+    given = arguments(it.pool, moves, 35)
+    reference.move_rows(tensors, *given, geometry_of(it.pool))
+    fused.move_rows(it.pool._tensors[0], *given, geometry_of(it.pool))
+    assert all(map(torch.equal, it.held.storages, copies))

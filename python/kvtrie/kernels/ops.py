@@ -1,6 +1,6 @@
-"""The copy of rows as a torch custom op: ``kvtrie::move_rows``.
+"""Copies of rows as torch custom ops: ``kvtrie::move_rows`` and, for codes, ``requantize_rows``.
 
-It declares what it mutates, so that ``torch.compile`` orders it with other readers and writers of
+They declare what they mutate, so that ``torch.compile`` orders it with other readers and writers of
 the pool. CPU tensors go to the reference, CUDA tensors to the Triton kernel, without fallback.
 """
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from kvtrie.kernels import reference
+from kvtrie.kernels.codes import CodeForm
 from kvtrie.kernels.geometry import Geometry
 
 if TYPE_CHECKING:
@@ -25,6 +26,10 @@ _LIBRARY: Final = torch.library.Library("kvtrie", "DEF")
 _LIBRARY.define(
     "move_rows(Tensor(a!)[] tensors, Tensor slots, Tensor cos, Tensor sin, SymInt[] geometry) -> ()"
 )
+_LIBRARY.define(
+    "requantize_rows(Tensor(a!)[] tensors, Tensor(b!) saturated, Tensor slots, Tensor cos, "
+    "Tensor sin, SymInt[] geometry, int[] form) -> ()"
+)
 
 
 def move_rows(
@@ -36,6 +41,23 @@ def move_rows(
     read and write foreign memory. No two tensors may overlap. ``slots`` are int32 or int64.
     """
     torch.ops.kvtrie.move_rows(tensors, slots, cos, sin, geometry)
+
+
+def requantize_rows(
+    tensors: Sequence[Tensor],
+    saturated: Tensor,
+    slots: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    geometry: Sequence[int],
+    form: Sequence[int],
+) -> None:
+    """Do the work of ``reference.requantize_rows``; ``form`` is ``CodeForm.to_ints()``.
+
+    All but ``tensors`` and ``saturated`` is on the CPU. Nothing else is checked, as in
+    ``move_rows``.
+    """
+    torch.ops.kvtrie.requantize_rows(tensors, saturated, slots, cos, sin, geometry, form)
 
 
 def _on_cpu(
@@ -53,12 +75,57 @@ def _on_cuda(
     fused.move_rows(tensors, slots, cos, sin, Geometry.from_ints(geometry))
 
 
+def _codes_on_cpu(
+    tensors: Sequence[Tensor],
+    saturated: Tensor,
+    slots: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    geometry: Sequence[int],
+    form: Sequence[int],
+) -> None:
+    of_k = CodeForm.from_ints(tuple(form))
+    at = Geometry.from_ints(geometry)
+    reference.requantize_rows(tensors, saturated, slots, cos, sin, at, of_k)
+
+
 def _on_nothing(
     tensors: Sequence[Tensor], slots: Tensor, cos: Tensor, sin: Tensor, geometry: Sequence[int]
 ) -> None:
     """The op on tensors without data: it returns nothing, and its mutations are declared."""
 
 
+def _codes_on_cuda(
+    tensors: Sequence[Tensor],
+    saturated: Tensor,
+    slots: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    geometry: Sequence[int],
+    form: Sequence[int],
+) -> None:
+    from kvtrie.kernels import triton_codes as fused  # noqa: PLC0415 - for CUDA alone
+
+    of_k = CodeForm.from_ints(tuple(form))
+    at = Geometry.from_ints(geometry)
+    fused.requantize_rows(tensors, saturated, slots, cos, sin, at, of_k)
+
+
+def _codes_on_nothing(
+    tensors: Sequence[Tensor],
+    saturated: Tensor,
+    slots: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    geometry: Sequence[int],
+    form: Sequence[int],
+) -> None:
+    """As ``_on_nothing``."""
+
+
 _LIBRARY.impl("move_rows", _on_cpu, "CPU")
 _LIBRARY.impl("move_rows", _on_cuda, "CUDA")
 torch.library.register_fake("kvtrie::move_rows", _on_nothing, lib=_LIBRARY)
+_LIBRARY.impl("requantize_rows", _codes_on_cpu, "CPU")
+_LIBRARY.impl("requantize_rows", _codes_on_cuda, "CUDA")
+torch.library.register_fake("kvtrie::requantize_rows", _codes_on_nothing, lib=_LIBRARY)

@@ -16,7 +16,9 @@ except ImportError as error:
     raise ImportError(_MISSING, name="torch") from error
 
 from kvtrie._core import UnsupportedRopeError
+from kvtrie.kernels import codes
 from kvtrie.kernels.geometry import Window
+from kvtrie.models.kv_types import SCALE_BYTES
 from kvtrie.rope import MAX_DELTA, RopeSpec
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
+    from kvtrie.kernels.codes import CodeForm
     from kvtrie.kernels.geometry import Geometry, Rows
     from kvtrie.rope import Rotary
 
@@ -124,6 +127,97 @@ def move_rows(
             scatter_rows(view, dests, gather_rows(view, sources))
 
 
+def requantize_rows(
+    tensors: Sequence[Tensor],
+    saturated: Tensor,
+    slots: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    geometry: Geometry,
+    form: CodeForm,
+) -> None:
+    """Copy rows of codes from slot to slot; rotate the window of K, and round it to codes again.
+
+    A row of K without an angle, in a layer without a window, or with a scale that is not finite is
+    copied bit for bit, and so is V. In other rows, numbers are float32 and rounded once:
+
+    * with one scale per layer, which cancels, the pairs that rotate get new codes;
+    * with a scale per row, that is computed again, and every channel gets a new code.
+
+    What is beyond the largest code saturates and is counted. A pair with NaN or infinity becomes
+    NaN.
+
+    Args:
+        tensors: As for ``move_rows``, uint8.
+        saturated: ``[1]``, int64, on the device of ``tensors``: the count is added to it.
+        slots: As for ``move_rows``.
+        cos: As for ``move_rows``, float32.
+        sin: As ``cos``.
+        geometry: As for ``move_rows``, in bytes. With ``IN_ROW``, a row of K ends with its scale;
+            with ``IN_V``, rows of V are the scales.
+        form: How K is coded.
+    """
+    at = geometry.placement
+    shape = (at.num_blocks, at.block_size, at.num_kv_heads)
+    device = tensors[0].device
+    sources, dests, angle_rows = slots.to(device=device, dtype=torch.int64).unbind()
+    rotated = (angle_rows >= 0).nonzero().flatten()
+    sides = [views(tensors, side, shape) for side in (at.k, at.v) if side is not None]
+    for layer, window in enumerate(geometry.windows):
+        rows = [gather_rows(side[layer], sources) for side in sides]
+        if window is not None and len(rotated):
+            of_rows = [
+                table[window.table, :, : window.num_pairs].to(device)[angle_rows[rotated]]
+                for table in (cos, sin)
+            ]
+            some = [side[rotated] for side in rows]
+            saturated += _requantize(
+                some, of_rows[0].unsqueeze(1), of_rows[1].unsqueeze(1), window, form
+            )
+            for side, new in zip(rows, some, strict=True):
+                side[rotated] = new
+        for view, side in zip((side[layer] for side in sides), rows, strict=True):
+            scatter_rows(view, dests, side)
+
+
+def _requantize(
+    sides: list[Tensor], cos: Tensor, sin: Tensor, window: Window, form: CodeForm
+) -> Tensor:
+    """Rotate rows of K, and their scales, in place; returns how many elements saturated."""
+    k = sides[0]
+    scale_bytes = None
+    if form.scales == codes.IN_ROW:
+        k, scale_bytes = k[..., :-SCALE_BYTES], k[..., -SCALE_BYTES:]
+    elif form.scales == codes.IN_V:
+        scale_bytes = sides[1]
+    numbers = codes.decode(k.contiguous(), form.code)
+    _rotate(numbers, cos, sin, window)
+    if scale_bytes is None:
+        new, saturated = codes.encode(numbers, form.code)
+        changes = _channels(window, (cos != 1) | (sin != 0), k.shape[-1]).expand(k.shape)
+        k.copy_(torch.where(changes, new, k))
+        return (saturated & changes).sum()
+    scale = scale_bytes.contiguous().view(torch.float32).squeeze(-1)
+    finite = torch.where(numbers.isfinite(), numbers.abs(), 0.0)
+    wanted = codes.scale_of(finite.amax(dim=-1) * scale, form)
+    new, saturated = codes.encode(numbers * (scale / wanted).unsqueeze(-1), form.code)
+    is_good = (scale.isfinite() & wanted.isfinite()).unsqueeze(-1)
+    k.copy_(torch.where(is_good, new, k))
+    new_bytes = wanted.unsqueeze(-1).view(torch.uint8)
+    scale_bytes.copy_(torch.where(is_good, new_bytes, scale_bytes))
+    return (saturated & is_good).sum()
+
+
+def _channels(window: Window, pairs: Tensor, num_channels: int) -> Tensor:
+    """Which channels are of these pairs ``[..., pairs]``: ``[..., channels]``."""
+    found = pairs.new_zeros((*pairs.shape[:-1], num_channels))
+    inside = (
+        pairs.repeat_interleave(2, dim=-1) if window.interleaved else torch.cat([pairs, pairs], -1)
+    )
+    found[..., window.start : window.start + 2 * window.num_pairs] = inside
+    return found
+
+
 def _rotate(rows: Tensor, cos: Tensor, sin: Tensor, window: Window) -> None:
     """Rotate the window of ``[..., dim]`` in place; angles broadcast to ``[..., pairs]``."""
     channels = rows[..., window.start : window.start + 2 * window.num_pairs]
@@ -202,8 +296,9 @@ def _check_rotate(k: Tensor, rope: object, layer: object) -> None:
             f"rotate: keys of {str(k.dtype).removeprefix('torch.')} cannot be rotated ({known} can)"
         )
         raise UnsupportedRopeError(msg)
-    if k.ndim < 2 or k.shape[-1] != rope.head_dim:
-        msg = f"rotate: k must be [..., tokens, {rope.head_dim}], not {list(k.shape)}"
+    dim = rope.dims[layer]
+    if k.ndim < 2 or k.shape[-1] != dim:
+        msg = f"rotate: k must be [..., tokens, {dim}], not {list(k.shape)}"
         raise ValueError(msg)
 
 

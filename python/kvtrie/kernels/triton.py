@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 # Bytes of KV per program, and its threads.
 TILE_BYTES: Final = 16_384
 NUM_WARPS: Final = 4
-_MAX_TILE_ROWS: Final = 128
+MAX_TILE_ROWS: Final = 128
 _ALIGNMENT: Final = 16
 
 _FLOATS: Final = {
@@ -46,12 +46,14 @@ _FLOATS: Final = {
     torch.float32: tl.float32,
     torch.float16: tl.float16,
     torch.bfloat16: tl.bfloat16,
+    # Bytes of quantised rows are copied here, and rotate elsewhere.
+    torch.uint8: tl.int8,
 }
-_INTS: Final = {8: tl.int64, 4: tl.int32, 2: tl.int16}
+_INTS: Final = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 
 
 @triton.jit
-def _row_offsets(
+def row_offsets(
     slots, heads, s_block, s_token, s_head, BLOCK_SIZE: tl.constexpr, LINEAR: tl.constexpr
 ):
     """Offsets of rows in elements, int64, as ``slots`` and ``heads`` are."""
@@ -142,13 +144,13 @@ def _move_rows(
     dest = tl.load(slots + tokens + token, mask=is_row, other=0).to(tl.int64)
 
     k = tl.multiple_of(tl.load(layer).to(tl.pointer_type(INT)), ALIGNMENT)
-    k_source = _row_offsets(source, head, k_block, k_token, k_head, BLOCK_SIZE, K_LINEAR)[:, None]
-    k_dest = _row_offsets(dest, head, k_block, k_token, k_head, BLOCK_SIZE, K_LINEAR)[:, None]
+    k_source = row_offsets(source, head, k_block, k_token, k_head, BLOCK_SIZE, K_LINEAR)[:, None]
+    k_dest = row_offsets(dest, head, k_block, k_token, k_head, BLOCK_SIZE, K_LINEAR)[:, None]
 
     if V_DIM > 0:
         v = tl.multiple_of(tl.load(layer + 1).to(tl.pointer_type(INT)), ALIGNMENT)
-        v_source = _row_offsets(source, head, v_block, v_token, v_head, BLOCK_SIZE, V_LINEAR)
-        v_dest = _row_offsets(dest, head, v_block, v_token, v_head, BLOCK_SIZE, V_LINEAR)
+        v_source = row_offsets(source, head, v_block, v_token, v_head, BLOCK_SIZE, V_LINEAR)
+        v_dest = row_offsets(dest, head, v_block, v_token, v_head, BLOCK_SIZE, V_LINEAR)
         v_at = tl.arange(0, V_TILE)[None, :]
         v_mask = is_row[:, None] & (v_at < V_DIM)
         v_at = v_at.to(tl.int64) * v_channel
@@ -232,8 +234,8 @@ def move_rows(
     if num_tokens == 0:
         return
     device = tensors[0].device
-    layers = _layers(tensors, geometry)
-    on_device = _upload([layers, slots, cos, sin], device)
+    layers = layers_of(tensors, geometry)
+    on_device = upload([layers, slots, cos, sin], device)
     angles = cos.shape[2] if cos.numel() else 0
     settings = _settings(geometry, tensors[0].dtype, layers, angles)
     v = geometry.placement.v
@@ -255,7 +257,8 @@ def move_rows(
         )
 
 
-def _layers(tensors: Sequence[Tensor], geometry: Geometry) -> Tensor:
+def layers_of(tensors: Sequence[Tensor], geometry: Geometry) -> Tensor:
+    """Of each layer: addresses of K and V, table (-1: none), start, pairs, whether interleaved."""
     k, v = geometry.placement.k, geometry.placement.v
     starts = [tensor.data_ptr() for tensor in tensors]
     item_size = tensors[0].element_size()
@@ -272,7 +275,7 @@ def _layers(tensors: Sequence[Tensor], geometry: Geometry) -> Tensor:
     return torch.tensor(rows, dtype=torch.int64)
 
 
-def _upload(parts: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+def upload(parts: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Copy all parts at once, each 16-byte aligned."""
     if device.type == "cpu":
         return list(parts)
@@ -313,17 +316,17 @@ def _settings(
     widths = [shape[1] for shape in shapes]
     rest = k.dim - 2 * min(widths, default=0)
     per_row = (k.dim + v_dim) * dtype.itemsize
-    rows = min(triton.next_power_of_2(max(TILE_BYTES // per_row, 1)), _MAX_TILE_ROWS)
+    rows = min(triton.next_power_of_2(max(TILE_BYTES // per_row, 1)), MAX_TILE_ROWS)
     return {
         "BLOCK_SIZE": at.block_size,
         "HEADS": at.num_kv_heads,
         "K_DIM": k.dim,
         "V_DIM": v_dim,
-        "K_LINEAR": _is_linear(k, at.block_size),
-        "V_LINEAR": v is not None and _is_linear(v, at.block_size),
+        "K_LINEAR": is_linear(k, at.block_size),
+        "V_LINEAR": v is not None and is_linear(v, at.block_size),
         "FLOAT": _FLOATS[dtype],
         "INT": _INTS[dtype.itemsize],
-        "MATH": tl.float32 if dtype.itemsize == 2 else tl.float64,
+        "MATH": tl.float32 if dtype.itemsize <= 2 else tl.float64,
         "BY_HAND": not isinstance(_move_rows, triton.JITFunction) and dtype == torch.bfloat16,
         "ALIGNMENT": _alignment(layers, dtype.itemsize),
         "ROTATES": bool(shapes),
@@ -341,7 +344,8 @@ def _settings(
     }
 
 
-def _is_linear(rows: Rows, block_size: int) -> bool:
+def is_linear(rows: Rows, block_size: int) -> bool:
+    """Whether rows of consecutive slots are one token stride apart."""
     block, token, _, _ = rows.strides
     return block == block_size * token
 

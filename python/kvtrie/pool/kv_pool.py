@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -14,7 +15,10 @@ except ImportError as error:
 
 from kvtrie._core import KvTrieError, LayoutError
 from kvtrie.kernels import ops, reference
+from kvtrie.kernels.codes import IN_LAYER, CodeForm
 from kvtrie.kernels.geometry import Geometry, Placement, Rows, Window
+from kvtrie.models.kv_types import DS_MLA_LATENT, DS_MLA_TAIL
+from kvtrie.pool import stored
 from kvtrie.pool.moves import check_moves
 from kvtrie.pool.placement import MAX_BLOCKS
 
@@ -48,10 +52,30 @@ class NonFiniteError(KvTrieError):
         return type(self), (str(self), self.block_ids)
 
 
+class ChainedRotationError(KvTrieError):
+    """K of a quantised pool would be rotated and rounded to codes a second time; nothing was moved.
+
+    Attributes:
+        hops: The most hops of the plan's KV.
+    """
+
+    def __init__(self, message: str, hops: int) -> None:
+        super().__init__(message)
+        self.hops = hops
+
+    def __reduce__(self) -> tuple[type[ChainedRotationError], tuple[str, int]]:
+        """Pickle both arguments."""
+        return type(self), (str(self), self.hops)
+
+
 class CopyEvent:
     """When the copies of one ``KVPool.apply`` are done.
 
     On a CPU they are done when the call returns. On a GPU they are queued on the current stream.
+
+    Attributes:
+        num_requantized: Elements of K that were rotated and rounded to codes again; without scales
+            of their own, those of pairs that rotate.
 
     Example:
         >>> import numpy as np
@@ -63,8 +87,15 @@ class CopyEvent:
         True
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        saturated: torch.Tensor | None = None,
+        num_requantized: int = 0,
+    ) -> None:
         self._device = device
+        self._saturated = saturated
+        self.num_requantized = num_requantized
         self._event: torch.cuda.Event | None = None
         if device.type == "cuda":
             self._event = torch.cuda.Event()
@@ -78,6 +109,18 @@ class CopyEvent:
         """
         if self._event is not None:
             self._event.wait(stream or torch.cuda.current_stream(self._device))
+
+    @property
+    def num_saturated(self) -> int:
+        """Elements of K that were beyond the largest code and are stored as that.
+
+        The device counts, and the first reading waits for the copies; ``apply`` does not.
+        """
+        if self._saturated is None:
+            return 0
+        # Another stream than that of the copies may be current.
+        self.synchronize()
+        return int(self._saturated.item())
 
     def query(self) -> bool:
         """Whether the copies are done."""
@@ -93,7 +136,8 @@ class KVPool:
     """K and V of all layers, in its own tensors or an engine's (``KVPool.wrap``).
 
     A pool of its own holds K in one tensor ``[layers, blocks, block_size, heads, head_dim]`` and V,
-    if there is one, in another. ``docs/pool.md`` has examples.
+    if there is one, in another; layers of another shape are in tensors of their own.
+    ``docs/pool.md`` has examples.
 
     Every method checks its slots, block ids and positions first: a call that raises has changed
     nothing. Methods write their destination slots and no others. On a GPU the work is queued on the
@@ -106,7 +150,8 @@ class KVPool:
         device: A CPU or a CUDA device.
 
     Raises:
-        LayoutError: ``rope`` has another geometry, or ``layout`` describes an engine's tensors.
+        LayoutError: ``rope`` has another geometry or layers with state, or ``layout`` describes an
+            engine's tensors.
         ValueError: ``num_blocks`` is out of range, or there is no kernel for the device.
         MemoryError: The device has no room; the message says the requested size.
 
@@ -144,26 +189,34 @@ class KVPool:
         _check_device(torch.device(device))
         _check_rope(layout, rope)
         dtype: torch.dtype = getattr(torch, layout.dtype)
-        sides = [layout.head_dim, layout.v_head_dim] if layout.v_head_dim else [layout.head_dim]
-        lead = (layout.num_layers, num_blocks, layout.block_size, layout.num_kv_heads)
-        try:
-            tensors = tuple(torch.zeros((*lead, dim), dtype=dtype, device=device) for dim in sides)
-        except (MemoryError, RuntimeError) as error:
-            gib = num_blocks * layout.bytes_per_block / 2**30
-            msg = (
-                f"KVPool: no room for num_blocks={num_blocks} of {layout.bytes_per_block} bytes "
-                f"({gib:.1f} GiB) on {device}"
+        parts: list[_Part] = []
+        for shape, layers in _shapes(layout).items():
+            heads, head_dim, v_head_dim = shape
+            if layout.quant is not None:
+                head_dim, v_head_dim = layout.k_row, layout.v_row
+            sides = [head_dim, v_head_dim] if v_head_dim else [head_dim]
+            lead = (len(layers), num_blocks, layout.block_size, heads)
+            try:
+                tensors = tuple(
+                    torch.zeros((*lead, dim), dtype=dtype, device=device) for dim in sides
+                )
+            except (MemoryError, RuntimeError) as error:
+                gib = num_blocks * layout.bytes_per_block / 2**30
+                msg = (
+                    f"KVPool: no room for num_blocks={num_blocks} of {layout.bytes_per_block} "
+                    f"bytes ({gib:.1f} GiB) on {device}"
+                )
+                raise MemoryError(msg) from error
+            rows = [_stacked(tensor, number) for number, tensor in enumerate(tensors)]
+            placement = Placement(
+                num_blocks,
+                layout.block_size,
+                heads,
+                rows[0],
+                rows[1] if v_head_dim else None,
             )
-            raise MemoryError(msg) from error
-        rows = [_stacked(tensor, number) for number, tensor in enumerate(tensors)]
-        placement = Placement(
-            num_blocks,
-            layout.block_size,
-            layout.num_kv_heads,
-            rows[0],
-            rows[1] if layout.v_head_dim else None,
-        )
-        self._set(layout, rope, tensors, placement)
+            parts.append(_Part(layers, tensors, placement))
+        self._set(layout, rope, parts)
 
     @classmethod
     def wrap(cls, tensors: object, layout: KVLayout, rope: RopeSpec | None = None) -> KVPool:
@@ -175,7 +228,8 @@ class KVPool:
             rope: As for the class.
 
         Raises:
-            LayoutError: The tensors do not match the layout, or ``rope`` is of another geometry.
+            LayoutError: The tensors do not match the layout, ``rope`` is of another geometry or has
+                layers with state, or rows of ``fp8_ds_mla`` are not at even addresses.
             ValueError: There is no kernel for the device.
             TypeError: ``tensors`` is neither a tensor nor a sequence of tensors.
 
@@ -200,29 +254,41 @@ class KVPool:
         _check_device(found.tensors[0].device)
         _check_rope(layout, rope)
         pool = cls.__new__(cls)
-        pool._set(layout, rope, found.tensors, found.placement)  # noqa: SLF001 - of its own class
+        layers = tuple(range(layout.num_layers))
+        pool._set(layout, rope, [_Part(layers, found.tensors, found.placement)])  # noqa: SLF001 - of its own class
         return pool
 
-    def _set(
-        self,
-        layout: KVLayout,
-        rope: RopeSpec | None,
-        tensors: tuple[torch.Tensor, ...],
-        placement: Placement,
-    ) -> None:
+    def _set(self, layout: KVLayout, rope: RopeSpec | None, parts: Sequence[_Part]) -> None:
+        windows, self._rotaries = _windows(layout, rope)
+        kind = layout.kv_type
+        self._form = None if kind is None else CodeForm.of(kind)
         self._layout = layout
         self._rope = rope
-        self._tensors = tensors
-        self._num_blocks = placement.num_blocks
-        self._dtype = tensors[0].dtype
-        self._device = tensors[0].device
-        windows, self._rotaries = _windows(layout, rope)
-        self._geometry = Geometry(placement, windows).to_ints()
-        shape = (placement.num_blocks, placement.block_size, placement.num_kv_heads)
-        self._k = tuple(reference.views(tensors, placement.k, shape))
-        self._v: tuple[torch.Tensor | None, ...] = (None,) * layout.num_layers
-        if placement.v is not None:
-            self._v = tuple(reference.views(tensors, placement.v, shape))
+        # Of each shape: what is moved, and where rows are in it.
+        self._tensors: list[tuple[torch.Tensor, ...]] = []
+        self._geometries: list[tuple[int, ...]] = []
+        k: dict[int, torch.Tensor] = {}
+        v: dict[int, torch.Tensor] = {}
+        for part in parts:
+            tensors, at = part.tensors, part.placement
+            # Indexing of float8 tensors is not implemented everywhere; bytes are moved.
+            if kind is not None:
+                tensors = tuple(tensor.view(torch.uint8) for tensor in tensors)
+            shape = (at.num_blocks, at.block_size, at.num_kv_heads)
+            k |= zip(part.layers, reference.views(tensors, at.k, shape), strict=True)
+            if at.v is not None:
+                v |= zip(part.layers, reference.views(tensors, at.v, shape), strict=True)
+            if kind is not None and self._form is None:
+                tensors, at = _as_bfloat16(tensors, at)
+            own = tuple(windows[layer] for layer in part.layers)
+            self._tensors.append(tensors)
+            self._geometries.append(Geometry(at, own).to_ints())
+        layers = range(layout.num_layers)
+        self._k = tuple(k[layer] for layer in layers)
+        self._v: tuple[torch.Tensor | None, ...] = tuple(v.get(layer) for layer in layers)
+        self._num_blocks = parts[0].placement.num_blocks
+        self._dtype = self._k[0].dtype
+        self._device = self._k[0].device
 
     @property
     def layout(self) -> KVLayout:
@@ -246,7 +312,7 @@ class KVPool:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Element type of the tensors."""
+        """Element type of rows: uint8 where the pool is quantised."""
         return self._dtype
 
     @property
@@ -256,19 +322,27 @@ class KVPool:
 
     @property
     def k(self) -> tuple[torch.Tensor, ...]:
-        """K, one view per layer: ``[num_blocks, block_size, kv_heads, head_dim]``."""
+        """K, one view per layer: ``[num_blocks, block_size, kv_heads, head_dim]``.
+
+        Of a quantised pool, bytes: rows of ``layout.k_row`` with the scale that is stored in them.
+        """
         return self._k
 
     @property
     def v(self) -> tuple[torch.Tensor | None, ...]:
-        """V per layer: ``[num_blocks, block_size, kv_heads, v_head_dim]``; or ``None``."""
+        """V per layer: ``[num_blocks, block_size, kv_heads, v_head_dim]``; or ``None``.
+
+        Of a quantised pool, bytes, as ``k``. For ``fp8_index``, the scales of K.
+        """
         return self._v
 
-    def apply(self, moves: NDArray[Any], *, check_finite: bool = False) -> CopyEvent:
+    def apply(
+        self, moves: NDArray[Any], *, check_finite: bool = False, hops: int | None = None
+    ) -> CopyEvent:
         """Carry out the copies of a plan in all layers: K is rotated by its delta, V is copied.
 
         The call needs no index: a worker process applies what ``plan.moves(table)`` returned to a
-        scheduler.
+        scheduler. In a quantised pool, a rotated row of K is rounded to codes again.
 
         Args:
             moves: A structured array with ``source_slot``, ``dest_slot``, ``num_tokens`` and
@@ -276,6 +350,8 @@ class KVPool:
             check_finite: Whether to check K and V of every source slot first, in all layers. The
                 check reads the sources once more, with the memory of 16,384 slots of one layer; on
                 a GPU the call waits for the device.
+            hops: Most hops of the KV of the plan, ``plan.segments["hops"].max()``. Needed where K
+                is rounded to codes again, which may happen once.
 
         Returns:
             An event that is done when the copies are. Sources may be released once every later
@@ -284,9 +360,10 @@ class KVPool:
         Raises:
             TypeError: ``moves`` is not such an array.
             ValueError: A slot is outside the pool, a move is empty, a delta is 2**31 or more
-                (beyond 2**27 where K rotates), a destination occurs twice, or a slot is both source
-                and destination.
-            LayoutError: A move has a delta and the pool has no ``rope``.
+                (beyond 2**27 where K rotates), a destination occurs twice, a slot is both source
+                and destination, or ``hops`` is needed and is not given or is below 1.
+            ChainedRotationError: K would be rounded to codes again, and ``hops`` is above 1.
+            LayoutError: A move has a delta, and the pool has no ``rope``.
             NonFiniteError: With ``check_finite``, K or V of a source slot is NaN or infinite.
         """
         pieces = check_moves(moves, self._num_blocks * self._layout.block_size)
@@ -296,13 +373,56 @@ class KVPool:
                 "and a pool without rope cannot rotate K"
             )
             raise LayoutError(msg)
-        if len(pieces.count):
-            slots, deltas = pieces.expand(self._num_blocks * self._layout.block_size)
-            if check_finite:
-                self._check_finite(slots[0])
-            cos, sin = _tables(self._rotaries, deltas, self._dtype)
-            ops.move_rows(self._tensors, torch.from_numpy(slots), cos, sin, self._geometry)
-        return CopyEvent(self._device)
+        is_coded = self._form is not None and bool(self._rotaries) and bool(pieces.delta.any())
+        if is_coded:
+            self._check_hops(hops)
+        if not len(pieces.count):
+            return CopyEvent(self._device)
+        slots, deltas = pieces.expand(self._num_blocks * self._layout.block_size)
+        if check_finite:
+            self._check_finite(slots[0])
+        cos, sin = _tables(self._rotaries, deltas, self._dtype)
+        places = torch.from_numpy(slots)
+        if self._form is None or not is_coded:
+            for tensors, geometry in zip(self._tensors, self._geometries, strict=True):
+                ops.move_rows(tensors, places, cos, sin, geometry)
+            return CopyEvent(self._device)
+        saturated = torch.zeros(1, dtype=torch.int64, device=self._device)
+        form = self._form.to_ints()
+        for tensors, geometry in zip(self._tensors, self._geometries, strict=True):
+            ops.requantize_rows(tensors, saturated, places, cos, sin, geometry, form)
+        num_rows = int(pieces.count[pieces.delta != 0].sum()) * self._layout.num_kv_heads
+        return CopyEvent(self._device, saturated, num_rows * self._coded_channels())
+
+    def _check_hops(self, hops: int | None) -> None:
+        """Refuse what would round codes a second time."""
+        name = self._layout.quant
+        if isinstance(hops, bool) or not isinstance(hops, int | np.integer | None):
+            msg = f"KVPool.apply: hops must be an int, not {hops!r}"
+            raise TypeError(msg)
+        if hops is None:
+            msg = (
+                f"KVPool.apply: a move has a delta, and K of {name} may be rounded to codes again "
+                'only once: give hops=plan.segments["hops"].max()'
+            )
+            raise ValueError(msg)
+        if hops < 1:
+            msg = f"KVPool.apply: hops is {hops}, and a plan with a delta has at least 1"
+            raise ValueError(msg)
+        if hops > 1:
+            msg = (
+                f"KVPool.apply: KV of the plan has {hops} hops, and K of {name} may be rotated "
+                "only once, because each rotation rounds its codes again: plan with max_hops=1"
+            )
+            raise ChainedRotationError(msg, int(hops))
+
+    def _coded_channels(self) -> int:
+        """Channels of K that get new codes where a token rotates, in all layers together."""
+        layers = self._rope.layers if self._rope is not None else ()
+        rotaries = [rotary for rotary in layers if rotary is not None]
+        if self._form is not None and self._form.scales != IN_LAYER:
+            return self._layout.head_dim * len(rotaries)
+        return sum(2 * sum(value != 0 for value in rotary.inv_freq) for rotary in rotaries)
 
     def gather(
         self, blocks: BlockIds, start: int, end: int
@@ -316,12 +436,14 @@ class KVPool:
 
         Returns:
             K ``[num_layers, end - start, kv_heads, head_dim]`` and V, as many rows ``v_head_dim``
-            wide; ``None`` where there is no V.
+            wide; ``None`` where there is no V. Of a quantised pool, rows of ``k`` and ``v``.
 
         Raises:
             TypeError: ``blocks`` does not hold integers.
             ValueError: A position is outside the table or a block is outside the pool.
+            LayoutError: The rows of layers differ in shape.
         """
+        self._check_uniform("gather")
         slots = self.slots(blocks, start, end)
         k = torch.stack([reference.gather_rows(view, slots) for view in self._k])
         views = [view for view in self._v if view is not None]
@@ -335,7 +457,8 @@ class KVPool:
         """Write KV to the positions of a block table, from ``start``.
 
         Args:
-            k: ``[num_layers, tokens, kv_heads, head_dim]``, in the pool's dtype, on its device.
+            k: ``[num_layers, tokens, kv_heads, head_dim]``, in the pool's dtype, on its device. Of
+                a quantised pool: bytes, as ``gather`` returns them.
             v: As many rows, ``v_head_dim`` wide; ``None`` where there is no V.
             blocks: As for ``gather``.
             start: Position of the first token.
@@ -344,15 +467,20 @@ class KVPool:
             TypeError: As for ``gather``.
             ValueError: A shape, dtype or device does not match, a position is outside the table,
                 a block is outside the pool, or a written block occurs twice.
+            LayoutError: The rows of layers differ in shape.
         """
+        self._check_uniform("scatter")
         layout = self._layout
         num_tokens = k.shape[1] if k.dim() > 1 else 0
-        self._check_given("k", k, num_tokens, layout.head_dim)
-        if (v is None) != (layout.v_head_dim == 0):
-            msg = f"KVPool.scatter: v is {type(v)}, the pool's v_head_dim is {layout.v_head_dim}"
+        self._check_given("k", k, num_tokens, layout.k_row)
+        if (v is None) != (layout.v_row == 0):
+            msg = (
+                f"KVPool.scatter: v is {type(v)}, the pool's v_head_dim is {layout.v_head_dim} "
+                f"(rows of {layout.v_row})"
+            )
             raise ValueError(msg)
         if v is not None:
-            self._check_given("v", v, num_tokens, layout.v_head_dim)
+            self._check_given("v", v, num_tokens, layout.v_row)
         slots = self.slots(blocks, start, start + num_tokens, unique=True)
         for views, rows in ((self._k, k), (self._v, v)):
             for layer, view in enumerate(views):
@@ -398,18 +526,29 @@ class KVPool:
         """
         return torch.from_numpy(self._checked_blocks(blocks, 0, end)).to(self._device)
 
+    def _check_uniform(self, call: str) -> None:
+        if not self._layout.is_uniform:
+            msg = (
+                f"KVPool.{call}: the rows of this pool's layers differ in shape, so one tensor "
+                "cannot hold them; read or write k and v of each layer at slots"
+            )
+            raise LayoutError(msg)
+
     def _check_finite(self, sources: NDArray[np.integer[Any]]) -> None:
         """Refuse NaN and infinity in source slots; waits for the device once."""
         sources = np.unique(sources)
         slots = torch.from_numpy(sources.astype(np.int64)).to(self._device)
         bad = torch.zeros(len(slots), dtype=torch.bool, device=self._device)
-        for view in (*self._k, *self._v):
-            if view is None:
-                continue
-            for start in range(0, len(slots), _CHECKED_ROWS):
-                some = slice(start, start + _CHECKED_ROWS)
-                rows = reference.gather_rows(view, slots[some])
-                bad[some] |= ~rows.isfinite().flatten(1).all(dim=1)
+        kind = self._layout.kv_type
+        for views, is_v in ((self._k, False), (self._v, True)):
+            for view in views:
+                if view is None:
+                    continue
+                for start in range(0, len(slots), _CHECKED_ROWS):
+                    some = slice(start, start + _CHECKED_ROWS)
+                    rows = reference.gather_rows(view, slots[some])
+                    finite = rows.isfinite() if kind is None else stored.finite(rows, kind, is_v)
+                    bad[some] |= ~finite.flatten(1).all(dim=1)
         wrong = sources[bad.cpu().numpy()]
         if len(wrong):
             blocks = np.unique(wrong // self._layout.block_size).tolist()
@@ -476,16 +615,73 @@ def _check_rope(layout: KVLayout, rope: RopeSpec | None) -> None:
     if len(rope.layers) != layout.num_layers:
         msg = f"KVPool: rope has {len(rope.layers)} layers, the layout has {layout.num_layers}"
         raise LayoutError(msg)
-    if rope.head_dim != layout.head_dim:
-        msg = f"KVPool: rope has head_dim {rope.head_dim}, the layout has {layout.head_dim}"
+    if rope.state_layers:
+        msg = (
+            f"KVPool: the model keeps recurrent state in {len(rope.state_layers)} of its layers, "
+            "which belongs to one prefix and cannot be moved"
+        )
         raise LayoutError(msg)
-    for number, rotary in enumerate(rope.layers):
-        if rotary is not None and rotary.start + rotary.width > layout.head_dim:
+    of_layers = zip(rope.layers, rope.dims, layout.layers, strict=True)
+    for number, (rotary, dim, group) in enumerate(of_layers):
+        if dim != group.head_dim:
+            where = "" if layout.is_uniform and not rope.head_dims else f" in layer {number}"
+            msg = f"KVPool: rope has head_dim {dim}{where}, the layout has {group.head_dim}"
+            raise LayoutError(msg)
+        if rotary is not None and rotary.start < layout.first_rotated:
             msg = (
-                f"KVPool: layer {number} rotates channels [{rotary.start}, "
-                f"{rotary.start + rotary.width}) of a row of {layout.head_dim}"
+                f"KVPool: layer {number} rotates channels from {rotary.start} on, and those of "
+                f"{layout.quant} before {layout.first_rotated} are not rotated"
             )
             raise LayoutError(msg)
+
+
+def _as_bfloat16(
+    tensors: tuple[torch.Tensor, ...], placement: Placement
+) -> tuple[tuple[torch.Tensor, ...], Placement]:
+    """Rows of bytes as rows of bfloat16, of which the last ones rotate; the others keep their bits.
+
+    Raises:
+        LayoutError: A stride, an offset or an address is odd.
+    """
+    k = placement.k
+    starts = [at for one in tensors for at in (one.data_ptr(), one.storage_offset())]
+    numbers = (*k.strides[:3], *k.offsets, k.dim, *starts)
+    if k.strides[3] != 1 or any(number % 2 for number in numbers):
+        msg = (
+            "KVPool: rows with a bfloat16 part need channels next to each other, and even strides, "
+            f"offsets and addresses, not strides {k.strides} and offsets {k.offsets}"
+        )
+        raise LayoutError(msg)
+    of_two = [tensor.as_strided((_span(tensor),), (1,)) for tensor in tensors]
+    wide = tuple(tensor.view(torch.bfloat16) for tensor in of_two)
+    block, token, head, _ = (step // 2 for step in k.strides)
+    offsets = tuple(offset // 2 for offset in k.offsets)
+    rows = Rows(k.dim // 2, (block, token, head, 1), k.tensors, offsets)
+    at = placement
+    return wide, Placement(at.num_blocks, at.block_size, at.num_kv_heads, rows, None)
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """Elements from the first of a tensor to its last."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return 1 + sum((size - 1) * step for size, step in steps)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The layers of one shape: their tensors, and where rows are in them."""
+
+    layers: tuple[int, ...]
+    tensors: tuple[torch.Tensor, ...]
+    placement: Placement
+
+
+def _shapes(layout: KVLayout) -> dict[tuple[int, int, int], tuple[int, ...]]:
+    """The layers of each shape: KV heads, channels of K, channels of V."""
+    found: dict[tuple[int, int, int], tuple[int, ...]] = {}
+    for layer, group in enumerate(layout.layers):
+        found[group.shape] = (*found.get(group.shape, ()), layer)
+    return found
 
 
 def _stacked(tensor: torch.Tensor, number: int) -> Rows:
@@ -505,6 +701,7 @@ def _windows(
 ) -> tuple[tuple[Window | None, ...], tuple[Rotary, ...]]:
     """The window of each layer, and the Rotary of each table; equal layers share a table."""
     layers: tuple[Rotary | None, ...] = (None,) * layout.num_layers if rope is None else rope.layers
+    has_tail = layout.kv_type is not None and not layout.kv_type.requantizes
     tables: dict[Rotary, int] = {}
     windows: list[Window | None] = []
     for rotary in layers:
@@ -512,8 +709,11 @@ def _windows(
             windows.append(None)
             continue
         table = tables.setdefault(rotary, len(tables))
-        window = Window(table, rotary.start, len(rotary.inv_freq), rotary.interleaved)
-        windows.append(window)
+        start = rotary.start
+        if has_tail:
+            # The row in bfloat16: codes and scales, which stay, take two bytes each.
+            start += DS_MLA_TAIL // 2 - DS_MLA_LATENT
+        windows.append(Window(table, start, len(rotary.inv_freq), rotary.interleaved))
     return tuple(windows), tuple(tables)
 
 
@@ -523,9 +723,10 @@ def _tables(
     """Cosines and sines ``[tables, deltas, pairs]``, with the pairs of the widest, padded to four.
 
     Rows of a table then start at multiples of 16 bytes. Values are computed in float64, and rounded
-    to float32 for pools with two bytes per element: others would have more error than one rounding.
+    to float32 for pools with at most two bytes per element: others would have more error than one
+    rounding.
     """
-    precise = np.float32 if dtype.itemsize == 2 else np.float64
+    precise = np.float32 if dtype.itemsize <= 2 else np.float64
     widest = max((len(rotary.inv_freq) for rotary in rotaries), default=0)
     pairs = -(-widest // 4) * 4
     tables = np.zeros((2, len(rotaries), len(deltas), pairs), dtype=precise)

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from kvtrie._core import LayoutError
 from kvtrie.models.kv_shape import read_kv_shape
+from kvtrie.models.kv_types import DS_MLA_LATENT, KV_TYPES, KVType, refusal
 from kvtrie.pool import placement
+from kvtrie.pool.groups import KVGroup, by_layer, check_groups
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,16 +32,24 @@ class KVLayout:
         num_layers: Attention layers, each with its own K and V.
         num_kv_heads: KV heads per layer (fewer than query heads under GQA).
         head_dim: Channels of one head's row of K.
-        dtype: Name of the element type: ``float32``, ``float16``, ``bfloat16`` or ``float64``.
+        dtype: Name of the tensors' element type: ``float32``, ``float16``, ``bfloat16`` or
+            ``float64``; with ``quant`` that of a byte: ``uint8``, ``int8`` or a float8.
         block_size: Token slots per block, 1 to 4096.
         v_head_dim: Channels of one head's row of V. ``None``: as ``head_dim``. 0: there is no V
             (MLA latent rows serve as both).
         axes: Axes of an engine's tensors, as given to ``from_tensors``; ``None`` for a pool that
             makes its own.
+        quant: How quantised rows are stored: ``fp8_e4m3``, ``fp8_e5m2``, ``int8``,
+            ``fp8_per_token_head``, ``int8_per_token_head``, ``fp8_ds_mla`` or ``fp8_index``;
+            ``docs/pool.md`` has their bytes. ``None``: rows are floats.
+        groups: Layers that differ in shape or attend over a window; see ``kvtrie.pool.KVGroup``.
+            They hold every layer once, and the first has the sizes above. Empty: all layers are
+            alike and attend to all tokens before.
 
     Raises:
-        LayoutError: ``dtype`` cannot be held (int8, float8 and int4 need scales), or ``axes``
-            are malformed.
+        LayoutError: ``dtype`` or ``quant`` cannot be held, they do not fit each other or the
+            sizes, ``axes`` are malformed, ``groups`` do not hold each layer once, or differ in
+            shape under ``quant``.
         ValueError: A size is out of range.
         TypeError: A size is not an integer.
 
@@ -59,6 +69,8 @@ class KVLayout:
     # None becomes head_dim in __post_init__: equal layouts compare equal, and readers see a number.
     v_head_dim: int = None  # type: ignore[assignment] # see above
     axes: str | None = None
+    quant: str | None = None
+    groups: tuple[KVGroup, ...] = ()
 
     def __post_init__(self) -> None:
         v_head_dim: int | None = self.v_head_dim
@@ -76,23 +88,116 @@ class KVLayout:
         if self.block_size > MAX_BLOCK_SIZE:
             msg = f"KVLayout: block_size must be at most {MAX_BLOCK_SIZE}, not {self.block_size}"
             raise ValueError(msg)
-        if self.dtype not in _ITEM_SIZES:
+        if self.quant is not None:
+            self._check_quant()
+        elif self.dtype not in _ITEM_SIZES:
             known = ", ".join(_ITEM_SIZES)
-            msg = f"KVLayout: a pool of {self.dtype!r} is not supported (this version: {known})"
+            msg = (
+                f"KVLayout: a pool of {self.dtype!r} is not supported without quant "
+                f"(floats are {known})"
+            )
             raise LayoutError(msg)
         if self.axes is not None:
             placement.parse_axes(self.axes, "KVLayout")
+        self._check_groups()
+
+    @property
+    def layers(self) -> tuple[KVGroup, ...]:
+        """The group of each layer."""
+        if self.groups:
+            return by_layer(self.groups)
+        whole = KVGroup(
+            layers=tuple(range(self.num_layers)),
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            v_head_dim=self.v_head_dim,
+        )
+        return (whole,) * self.num_layers
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether the rows of all layers have one shape."""
+        return len({group.shape for group in self.groups}) <= 1
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Tokens that a token attends to, per layer; ``None``: all before it."""
+        return tuple(group.window for group in self.layers)
+
+    def _check_groups(self) -> None:
+        shape = (self.num_kv_heads, self.head_dim, self.v_head_dim)
+        check_groups(self.groups, self.num_layers, shape)
+        if self.axes is not None and not self.is_uniform:
+            msg = "KVLayout: tensors of one axes have one shape; wrap the groups one by one"
+            raise LayoutError(msg)
+        if self.quant is not None and not self.is_uniform:
+            msg = f"KVLayout: layers of {self.quant} have one shape; give each a layout"
+            raise LayoutError(msg)
+        if len(self.groups) == 1 and self.groups[0].window is None:
+            object.__setattr__(self, "groups", ())
+
+    def _check_quant(self) -> None:
+        why = refusal(self.quant)
+        if why is not None:
+            msg = f"KVLayout: KV of {self.quant!r} is not supported: {why}"
+            raise LayoutError(msg)
+        kind = KV_TYPES[str(self.quant)]
+        if self.dtype not in kind.dtypes:
+            known = " or ".join(kind.dtypes)
+            msg = f"KVLayout: tensors of {kind.name} are {known}, not {self.dtype!r}"
+            raise LayoutError(msg)
+        if kind.head_dim not in (None, self.head_dim):
+            msg = f"KVLayout: {kind.name} has head_dim {kind.head_dim}, not {self.head_dim}"
+            raise LayoutError(msg)
+        if kind.is_single and (self.num_kv_heads, self.v_head_dim) != (1, 0):
+            msg = (
+                f"KVLayout: {kind.name} is one row per token, so num_kv_heads is 1 and v_head_dim "
+                f"0, not {self.num_kv_heads} and {self.v_head_dim}"
+            )
+            raise LayoutError(msg)
+
+    @property
+    def kv_type(self) -> KVType | None:
+        """How quantised rows are stored; None for floats."""
+        return None if self.quant is None else KV_TYPES[self.quant]
+
+    @property
+    def kv_dtype(self) -> str:
+        """What a gate or a namespace calls this KV: ``quant``, or the type of floats."""
+        return self.quant or self.dtype
+
+    @property
+    def k_row(self) -> int:
+        """Elements of a head's stored row of K: channels; of a quantised pool, bytes."""
+        kind = self.kv_type
+        return self.head_dim if kind is None else kind.k_row(self.head_dim)
+
+    @property
+    def v_row(self) -> int:
+        """Elements of a head's stored row of V; 0 for none. For ``fp8_index``, of the scale."""
+        kind = self.kv_type
+        return self.v_head_dim if kind is None else kind.v_row(self.v_head_dim)
+
+    @property
+    def first_rotated(self) -> int:
+        """The first channel of K that may rotate."""
+        kind = self.kv_type
+        return 0 if kind is None or kind.requantizes else DS_MLA_LATENT
 
     @property
     def item_size(self) -> int:
         """Bytes of one element."""
-        return _ITEM_SIZES[self.dtype]
+        return 1 if self.quant is not None else _ITEM_SIZES[self.dtype]
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes per token: K and V of all layers."""
-        channels = self.head_dim + self.v_head_dim
-        return self.num_layers * self.num_kv_heads * channels * self.item_size
+        """Bytes per token: K and V of all layers, with the scales that are stored with them."""
+        if self.quant is not None:
+            row = self.k_row + self.v_row
+            return self.num_layers * self.num_kv_heads * row * self.item_size
+        return self.item_size * sum(
+            group.num_kv_heads * (group.head_dim + group.v_head_dim) for group in self.layers
+        )
 
     @property
     def bytes_per_block(self) -> int:
@@ -109,6 +214,7 @@ class KVLayout:
         num_kv_heads: int,
         head_dim: int,
         v_head_dim: int | None = None,
+        quant: str | None = None,
     ) -> KVLayout:
         """Describe the pool that an engine holds, and verify the description.
 
@@ -125,11 +231,13 @@ class KVLayout:
             num_kv_heads: KV heads per layer on this device.
             head_dim: As for the class.
             v_head_dim: As for the class.
+            quant: As for the class. Then ``dim`` counts bytes, with a scale in the row, and
+                tensors have elements of one byte.
 
         Raises:
             LayoutError: Shapes do not fit, tensors differ in shape, strides, element type or
-                device, the element type needs scales, or two elements share an address or cannot
-                be verified not to.
+                device, the element type needs ``quant``, or two elements share an address or
+                cannot be verified not to.
             TypeError: ``tensors`` is neither a tensor nor a sequence of tensors.
 
         Example:
@@ -146,10 +254,11 @@ class KVLayout:
             num_layers=1,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            dtype="float32",
+            dtype="float32" if quant is None else "uint8",
             block_size=block_size,
             v_head_dim=v_head_dim,  # type: ignore[arg-type] # None: as head_dim
             axes=axes,
+            quant=quant,
         )
         found = sizes.place(tensors, "KVLayout.from_tensors")
         return replace(sizes, num_layers=found.num_layers, dtype=found.dtype)
@@ -167,7 +276,7 @@ class KVLayout:
         if self.axes is None:
             msg = f"{call}: the layout has no axes of tensors; see KVLayout.from_tensors"
             raise LayoutError(msg)
-        sizes = (self.block_size, self.num_kv_heads, self.head_dim, self.v_head_dim)
+        sizes = (self.block_size, self.num_kv_heads, self.k_row, self.v_row)
         return placement.place(tensors, self.axes, sizes, call=call)
 
     @classmethod
@@ -178,8 +287,11 @@ class KVLayout:
         dtype: object = None,
         *,
         mla: Literal["latent", "expanded"] = "latent",
+        regime: Literal["short"] | None = None,
     ) -> KVLayout:
-        """Read the geometry of a Hugging Face causal LM with full attention (MHA, GQA, MQA, MLA).
+        """Read the geometry of a Hugging Face causal LM: full attention, windows, MLA.
+
+        ``docs/models.md`` lists every model type.
 
         Args:
             config: A ``transformers`` config, or the mapping read from a ``config.json``.
@@ -189,12 +301,27 @@ class KVLayout:
                 ``[latent | k_pe]`` per token that serves as K and V, as in serving engines.
                 ``"expanded"``: heads of K ``[nope | rope]`` and heads of V, as attention expands
                 them.
+            regime: ``"short"``: no prompt is longer than the original length of LongRoPE or of
+                dynamic NTK, so that a token has one K. ``None``: such models are refused.
 
         Raises:
             LayoutError: The model stores anything other than one row of K and of V per token and
-                layer (sliding windows, state-space layers, ...), its KV does not depend on the
-                prefix alone (bidirectional attention, dynamic RoPE), or a field is missing.
-            ValueError: ``mla`` has another value.
+                layer (state, index rows, ...), its KV does not depend on the prefix alone
+                (bidirectional attention, dynamic RoPE), or a field is missing.
+            ValueError: ``mla`` or ``regime`` has another value.
         """
-        shape = read_kv_shape(config, dtype, mla)
-        return cls(block_size=block_size, **shape._asdict())
+        if regime not in {None, "short"}:
+            msg = f"KVLayout.from_config: regime must be 'short' or None, not {regime!r}"
+            raise ValueError(msg)
+        shape = read_kv_shape(config, dtype, mla, is_short=regime == "short")
+        groups = tuple(KVGroup(**group._asdict()) for group in shape.groups)
+        first = groups[0]
+        return cls(
+            num_layers=sum(len(group.layers) for group in groups),
+            num_kv_heads=first.num_kv_heads,
+            head_dim=first.head_dim,
+            v_head_dim=first.v_head_dim,
+            dtype=shape.dtype,
+            block_size=block_size,
+            groups=groups,
+        )

@@ -1,0 +1,167 @@
+"""What reuse costs Gemma 3 270M, whose layers differ in their window and in their RoPE base.
+
+    make models MODELS="smollm2 gemma3"
+    PYTHONPATH=benches:. python -m gemma3 [--model target/models/gemma-3-270m] [--turns 13]
+
+Gemma is fetched under its terms of use; nothing of it is kept here. Two measurements, in float32:
+
+* **Turns.** A text grows by a paragraph and by the model's own answer, turn by turn, to more than
+  three windows. Each answer through the engine must have the tokens of the model without a cache.
+* **Moved.** Of three texts a block of 400 tokens is deleted after a head of 200, and a run of 1,100
+  moves. The logits of the 64 tokens after it are compared with those of full recomputation: with
+  each layer rotated by its own base, by the base of full attention alone, and not rotated.
+
+Exit codes: 0 all thresholds hold, 1 one does not, 2 the model or the texts are missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+from real import texts
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import kvtrie
+from kvtrie.calibrate._engine import Model, divergence
+from kvtrie.engines.transformers import Generator
+from kvtrie.pool import KVPool
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from kvtrie.rope import RopeSpec
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+HEAD, BLOCK, RUN, TAIL = 200, 400, 1100, 64
+OWN, SHARED, UNROTATED = "each layer its own base", "one base for all layers", "not rotated"
+BLOCK_SIZE: Final = 16
+MOST_MOVED: Final = 0.01
+LEAST_ONE_BASE: Final = 1.0
+# Logits of a pass of another shape differ by rounding.
+MOST_LOGIT_ERROR: Final = 1e-3
+
+
+def turns(model: PreTrainedModel, words: list[int], count: int) -> tuple[int, int, float]:
+    """Answers with equal tokens, tokens at the end, and the largest difference of a logit."""
+    generator = Generator(model, num_blocks=256, block_size=BLOCK_SIZE)
+    prompt: list[int] = [model.config.bos_token_id]
+    equal, worst, step = 0, 0.0, 110
+    for turn in range(count):
+        prompt += words[turn * step : (turn + 1) * step]
+        done = generator.generate(prompt, max_new_tokens=12, ignore_eos=True, return_logits=True)
+        if turn and done.usage.exact < len(prompt) - step - 2 * BLOCK_SIZE:
+            print(f"turn {turn}: only {done.usage.exact} of {len(prompt)} tokens were reused")
+            return equal, len(prompt), float("inf")
+        with torch.inference_mode():
+            whole = torch.tensor([[*prompt, *done.tokens[:-1]]])
+            rows = model(input_ids=whole, use_cache=False, logits_to_keep=len(done.tokens)).logits
+        equal += rows[0].argmax(-1).tolist() == done.tokens
+        if done.logits is not None:
+            worst = max(worst, float((rows[0] - done.logits).abs().max()))
+        prompt += done.tokens
+    return equal, len(prompt), worst
+
+
+def one_base(rope: RopeSpec, windows: tuple[int | None, ...]) -> RopeSpec:
+    """The rotation of full attention in all layers."""
+    full = rope.layers[windows.index(None)]
+    return replace(rope, layers=(full,) * len(rope.layers))
+
+
+def moved(model: Model, words: list[int]) -> dict[str, tuple[float, float]]:
+    """KL and share of equal first choices of each way to move a run."""
+    bos = model.model.config.bos_token_id
+    old = [bos, *words[: HEAD + BLOCK + RUN]]
+    new = [*old[: HEAD + 1], *old[HEAD + BLOCK + 1 :], *words[HEAD + BLOCK + RUN :][:TAIL]]
+    with torch.inference_mode():
+        whole = model.model(
+            input_ids=torch.tensor([new]), use_cache=False, logits_to_keep=TAIL
+        ).logits[0]
+    blocks = 2 * (-(-len(old) // BLOCK_SIZE) + 1) + 4
+    space = kvtrie.Namespace(model="gemma", salt=kvtrie.SHARED)
+    table = np.arange(-(-len(old) // BLOCK_SIZE), dtype=np.int32)
+    base = model.pool(blocks * BLOCK_SIZE)
+    model.paged(base, kvtrie.TokenSequence(old, space), table, 0, len(old))
+    ropes = {
+        OWN: model.rope,
+        SHARED: one_base(model.rope, model.layout.windows),
+        UNROTATED: model.rope,
+    }
+    found = {}
+    for name, rope in ropes.items():
+        index = kvtrie.RadixIndex(num_blocks=blocks, block_size=BLOCK_SIZE, seed=0)
+        index.insert(
+            kvtrie.TokenSequence(old, space), table, num_computed=len(old), source=kvtrie.COMPUTED
+        )
+        pool = KVPool(model.layout, rope, num_blocks=blocks)
+        for mine, other in zip((*pool.k, *pool.v), (*base.k, *base.v), strict=True):
+            if mine is not None and other is not None:
+                mine.copy_(other)
+        seq = kvtrie.TokenSequence(new, space)
+        policy = kvtrie.ReusePolicy(min_run=16, scope="namespace")
+        with index.plan(seq, policy, keep_last=TAIL) as plan:
+            fresh = np.arange(len(table), len(table) + plan.num_new_blocks, dtype=np.int32)
+            now = np.concatenate([plan.blocks, fresh])
+            moves = plan.moves(now)
+            if name == UNROTATED:
+                moves["delta"] = 0
+            pool.apply(moves)
+            *gaps, (start, end) = plan.gaps.tolist()
+            if plan.num_approximate < RUN - 2 * BLOCK_SIZE or end - start < TAIL:
+                msg = f"only {plan.num_approximate} tokens were moved, and the last gap is {start}"
+                raise SystemExit(msg)
+            for one in gaps:
+                model.paged(pool, seq, now, *one)
+            rows = model.paged(pool, seq, now, start, end, TAIL)
+        kl = float(divergence(whole, rows).mean())
+        found[name] = kl, float((whole.argmax(-1) == rows.argmax(-1)).float().mean())
+    return found
+
+
+def main() -> int:
+    """Measure, print, and compare with the thresholds."""
+    parser = argparse.ArgumentParser(description="What reuse costs Gemma 3 270M.")
+    parser.add_argument("--model", type=Path, default=ROOT / "target" / "models" / "gemma-3-270m")
+    parser.add_argument("--turns", type=int, default=13)
+    given = parser.parse_args()
+    if not (given.model / "config.json").is_file():
+        print(f"{given.model}: no model; make models MODELS=gemma3 fetches it", file=sys.stderr)
+        return 2
+    try:
+        files = texts.fetch()
+    except texts.TextError as error:
+        print(error, file=sys.stderr)
+        return 2
+    tokenizer: Any = AutoTokenizer.from_pretrained(given.model, local_files_only=True)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        given.model, dtype=torch.float32, local_files_only=True
+    ).eval()
+    text = "\n".join(file.read_text(encoding="utf-8") for file in files)
+    words = [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
+    needed = HEAD + BLOCK + RUN + TAIL
+    equal, length, worst = turns(model, words, given.turns)
+    print(f"{equal} of {given.turns} turns have the tokens of no cache, up to {length} tokens")
+    print(f"largest difference of a logit: {worst:.2e}")
+    holds = equal == given.turns and worst <= MOST_LOGIT_ERROR
+    own = Model(model, BLOCK_SIZE)
+    rows = [moved(own, words[at * needed :][:needed]) for at in range(3)]
+    for name in rows[0]:
+        kl = sum(row[name][0] for row in rows) / len(rows)
+        top = sum(row[name][1] for row in rows) / len(rows)
+        print(f"{name}: KL {kl:.4f}, top-1 {top:.3f}")
+        if name == OWN:
+            holds &= kl <= MOST_MOVED
+        elif name == SHARED:
+            holds &= kl > LEAST_ONE_BASE
+    print("holds" if holds else "a threshold does not hold")
+    return 0 if holds else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
