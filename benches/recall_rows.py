@@ -69,7 +69,7 @@ def document(kind: str, questions: int, seed: int) -> Row:
     return {
         "kvtrie": version("kvtrie"),
         "model": model_id(model.model),
-        "kv_dtype": model.layout.dtype,
+        "kv_dtype": model.layout.kv_dtype,
         "data": "the recall task",
         "block_size": BLOCK_SIZE,
         "min_run": MIN_RUN,

@@ -216,6 +216,23 @@ def test_read_older_versions_are_refused_by_name(
     )
 
 
+@pytest.mark.parametrize("version", [None, 1, 3])
+def test_read_another_chooser_is_refused(path: Path, document: Any, version: Any) -> None:
+    entry = document["policies"][0]
+    entry["policy"] |= {"repair": "probe", "recompute_share": 0.2, "recompute_first": 0}
+    entry["chooser"] = 2
+    write(path, document)
+    kept = gates.read(path)
+    assert kept.measured[0].policy.repair == "probe"
+    kept.write(path)
+    assert gates.read(path) == kept
+    entry["chooser"] = version
+    write(path, document)
+    shown = 1 if version is None else version
+    with pytest.raises(gates.GateMismatchError, match=f"version {shown} of the chooser 'probe'"):
+        gates.read(path)
+
+
 @pytest.mark.parametrize("version", [0, 4, True, 3.0, "3", None, 10**30])
 def test_read_another_version_is_refused(path: Path, version: Any, document: Any) -> None:
     document["version"] = version

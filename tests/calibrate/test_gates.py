@@ -163,6 +163,37 @@ def test_gate_of_another_model_is_refused(running: dict[str, str]) -> None:
         gate().policy(POLICY)
 
 
+def stored(quant: str | None) -> str:
+    """What a layout calls its KV."""
+    dtype = "bfloat16" if quant is None else "uint8"
+    return kvtrie.KVLayout(
+        num_layers=1, num_kv_heads=1, head_dim=64, dtype=dtype, quant=quant
+    ).kv_dtype
+
+
+@pytest.mark.parametrize(
+    ("measured", "running"),
+    [
+        (None, "fp8_e4m3"),
+        ("fp8_e4m3", None),
+        ("fp8_e4m3", "fp8_e5m2"),
+        ("fp8_e4m3", "fp8_per_token_head"),
+        ("int8_per_token_head", "int8"),
+    ],
+)
+def test_gate_of_another_kv_type_is_refused(measured: str | None, running: str | None) -> None:
+    """However KV is quantised: the error of a moved key depends on it."""
+    one = replace(gate(), kv_dtype=stored(measured))
+    for call in (one.ladder, lambda **its: one.policy(POLICY, **its)):
+        assert call(model="m@1", kv_dtype=stored(measured)).is_cleared
+        with pytest.raises(gates.GateMismatchError) as caught:
+            call(model="m@1", kv_dtype=stored(running))
+        assert f"kv_dtype {stored(measured)!r}, not {stored(running)!r}" in str(caught.value)
+    # The file says it, too.
+    again = replace(one, kv_dtype=stored(running)).to_json()
+    assert f'"kv_dtype": "{stored(running)}"' in again
+
+
 def test_zero_right_of_400_clear_nothing() -> None:
     nothing = replace(FLOOR, questions=400, right_full=0)
     own = replace(GOOD, questions=400, right_full=0)

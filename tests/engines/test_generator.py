@@ -278,9 +278,19 @@ def test_model_in_training_mode_is_refused(models: Models) -> None:
     ("config", "named"),
     [
         pytest.param(
-            lambda: transformers.MistralConfig(num_hidden_layers=1, hidden_size=32, vocab_size=50),
-            "sliding_window=4096",
-            id="sliding-window",
+            lambda: transformers.Llama4TextConfig(
+                vocab_size=50,
+                num_hidden_layers=2,
+                hidden_size=32,
+                intermediate_size=32,
+                intermediate_size_mlp=32,
+                num_local_experts=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                head_dim=8,
+            ),
+            "edges of its chunks are absolute",
+            id="chunks",
         ),
         pytest.param(
             lambda: transformers.BertConfig(

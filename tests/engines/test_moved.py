@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformers
 from tests.cleared import BAD, GOOD, gate, kind
+from tests.engines.architectures import WINDOWS
 from transformers import DynamicCache
 
 import kvtrie
@@ -45,6 +46,9 @@ ROPE_MODELS = (
     "glm",
     "smollm3",
     "deepseek-v3",
+    "phi3-longrope",
+    "llama-ntk",
+    *WINDOWS,
 )
 
 
@@ -58,7 +62,8 @@ def planned(generator: Generator, prompt: list[int]) -> Any:
 def rows_at(
     model: PreTrainedModel, text: Sequence[int], delta: int
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    cache = DynamicCache(config=model.config)
+    # Without the config it keeps all rows, of layers with a window too.
+    cache = DynamicCache()
     positions = torch.arange(len(text)) + delta
     with torch.inference_mode():
         model(
@@ -75,7 +80,7 @@ def assembled(
     model: PreTrainedModel, text: Sequence[int], prompt: Sequence[int], segments: Any
 ) -> torch.Tensor:
     """The last row of logits of a prompt, with what a plan reuses taken from one cached text."""
-    cache = DynamicCache(config=model.config)
+    cache = DynamicCache()
     logits = torch.empty(0)
     with torch.inference_mode():
         for part in segments:

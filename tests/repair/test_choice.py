@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvtrie
-from kvtrie.repair import Fronts, Moved, Ngrams, Scored
-from kvtrie.repair.choice import as_ranges
+from kvtrie.repair import Fronts, Moved, Ngrams, Probed, Scored
+from kvtrie.repair.choice import WINDOW, as_ranges, smoothed
 from kvtrie.repair.ngrams import MAX_ORDER, MAX_PATHS, changed, matches
 
 SPACE = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
@@ -131,6 +131,35 @@ def test_half_of_the_budget_goes_to_fronts(share: float) -> None:
         assert 44 in positions  # the highest score
     # A chooser repeats itself.
     assert chosen.tolist() == Scored(lambda _: scores).choose(moved, share).tolist()
+
+
+@given(st.dictionaries(st.integers(0, 60), st.floats(0, 1), max_size=40))
+def test_smoothed_scores_are_means_of_what_is_near(scores: dict[int, float]) -> None:
+    at = sorted(scores)
+    found = smoothed(np.array([scores[one] for one in at]), np.array(at, dtype=np.int64))
+    for one, value in zip(at, found, strict=True):
+        near = [scores[other] for other in at if abs(other - one) <= WINDOW // 2]
+        assert value == pytest.approx(sum(near) / len(near), abs=1e-9)
+
+
+def test_what_is_not_a_number_counts_as_nothing_changed() -> None:
+    found = smoothed(np.array([1.0, np.nan, 1.0]), np.array([0, 1, 2]))
+    assert found == pytest.approx([2 / 3] * 3)
+
+
+def test_the_probe_prefers_phrases_to_single_tokens() -> None:
+    # Half of the scores' budget: one high score alone, or five neighbours that are nearly as high.
+    moved = moved_of([0] * 102, [(1, 101, 130)], [])
+    scores = np.zeros(100)
+    scores[40], scores[70:75] = 1.0, 0.9
+    chosen = Probed(scores).choose(moved, 0.04)
+    positions = [at for start, end in chosen.tolist() for at in range(start, end)]
+    assert positions == [1, 72, 73, 74]  # a quarter at the front
+
+
+def test_a_part_of_the_budget_is_from_0_to_1() -> None:
+    with pytest.raises(ValueError, match=r"fronts must be from 0 to 1, not 1\.5"):
+        Scored(lambda moved: np.zeros(len(moved.positions)), fronts=1.5)
 
 
 def test_nothing_moved_is_nothing_chosen() -> None:

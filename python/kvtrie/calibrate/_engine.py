@@ -25,6 +25,7 @@ from kvtrie.engines._repair import Repair
 from kvtrie.engines._runner import Runner
 from kvtrie.engines._store import Store
 from kvtrie.gates import terms
+from kvtrie.kernels import reference
 from kvtrie.pool.kv_pool import KVPool
 from kvtrie.pool.layout import KVLayout
 from kvtrie.repair.probe import LayerProbe
@@ -65,7 +66,7 @@ class Model:
 
     @cached_property
     def probe(self) -> LayerProbe:
-        """The probe of its middle layer; LayoutError if it has none."""
+        """The probe that an engine with records has; LayoutError if the model has none."""
         if self.layout.v_head_dim == 0:
             msg = "records are of heads with K and V; this model caches latent rows"
             raise LayoutError(msg)
@@ -283,7 +284,10 @@ class Workspace:
         end = len(blocks) * self._model.layout.block_size
         lease.issue(end)
         ours, theirs = self._copier.pool, like._copier.pool
-        ours.scatter(*theirs.gather(blocks, 0, end), lease.table, 0)
+        at, to = theirs.slots(blocks, 0, end), ours.slots(lease.table, 0, end, unique=True)
+        for new, old in zip((*ours.k, *ours.v), (*theirs.k, *theirs.v), strict=True):
+            if new is not None and old is not None:
+                reference.scatter_rows(new, to, reference.gather_rows(old, at))
         if self._records is not None and like._records is not None:
             rows = like._records.read(theirs.slots(blocks, 0, end))
             if rows is not None:

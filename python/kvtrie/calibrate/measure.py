@@ -244,7 +244,7 @@ def calibrate(
         "model": model_id(model.model),
         "checkpoint": _digest(path),
         "template": template_id(tokenizer.chat_template),
-        "kv_dtype": model.layout.dtype,
+        "kv_dtype": model.layout.kv_dtype,
         "rope": rope_id(model.model.config),
         "device": str(model.model.device),
         "block_size": block_size,

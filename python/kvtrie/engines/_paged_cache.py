@@ -16,23 +16,23 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from kvtrie.pool.groups import KVGroup
     from kvtrie.pool.kv_pool import KVPool
-    from kvtrie.pool.layout import KVLayout
 
 
-def pool_rows(layout: KVLayout, keys: torch.Tensor, values: torch.Tensor) -> list[torch.Tensor]:
+def pool_rows(group: KVGroup, keys: torch.Tensor, values: torch.Tensor) -> list[torch.Tensor]:
     """What a pool stores of what transformers caches: K and V, or one latent row.
 
     For MLA, transformers caches the latent as keys and the rotated part of K as values.
     """
-    return [keys, values] if layout.v_head_dim else [torch.cat([keys, values], dim=-1)]
+    return [keys, values] if group.v_head_dim else [torch.cat([keys, values], dim=-1)]
 
 
 def check_rows(
-    layout: KVLayout, rows: list[torch.Tensor], num_tokens: int, dtype: torch.dtype, layer: int
+    group: KVGroup, rows: list[torch.Tensor], num_tokens: int, dtype: torch.dtype, layer: int
 ) -> None:
-    for name, states, dim in zip("KV", rows, (layout.head_dim, layout.v_head_dim), strict=False):
-        want = (1, layout.num_kv_heads, num_tokens, dim)
+    for name, states, dim in zip("KV", rows, (group.head_dim, group.v_head_dim), strict=False):
+        want = (1, group.num_kv_heads, num_tokens, dim)
         if tuple(states.shape) != want or states.dtype != dtype:
             msg = (
                 f"layer {layer} has {name} of shape {tuple(states.shape)} and {states.dtype}, "
@@ -55,14 +55,18 @@ class _PassSlots:
 
 
 class _PagedLayer(CacheLayerMixin):
-    """One layer: writes new rows to their slots, returns the rows of the whole table."""
+    """One layer: writes new rows to their slots, returns the rows of the whole table.
+
+    A layer with a window returns these as well: the model's mask hides what is before it.
+    """
 
     is_sliding = False
 
-    def __init__(self, slots: _PassSlots, layer: int) -> None:
+    def __init__(self, slots: _PassSlots, layer: int, group: KVGroup) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # transformers has no types here
         self._slots = slots
         self._layer = layer
+        self._group = group
         self.was_written = False
         self.is_initialized = True
 
@@ -78,8 +82,8 @@ class _PagedLayer(CacheLayerMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store ``[1, heads, tokens, dim]`` and return the same for every token so far."""
         slots, pool = self._slots, self._slots.pool
-        rows = pool_rows(pool.layout, key_states, value_states)
-        check_rows(pool.layout, rows, slots.num_tokens, pool.dtype, self._layer)
+        rows = pool_rows(self._group, key_states, value_states)
+        check_rows(self._group, rows, slots.num_tokens, pool.dtype, self._layer)
         self.was_written = True
         k = self._store(pool.k[self._layer], rows[0])
         v = pool.v[self._layer]
@@ -130,7 +134,9 @@ class PagedCache(Cache):
         self, pool: KVPool, table: NDArray[np.int32], ranges: Sequence[tuple[int, int]]
     ) -> None:
         slots = _PassSlots(pool, table, ranges)
-        self._paged = [_PagedLayer(slots, layer) for layer in range(pool.layout.num_layers)]
+        self._paged = [
+            _PagedLayer(slots, layer, group) for layer, group in enumerate(pool.layout.layers)
+        ]
         super().__init__(layers=list(self._paged))
 
     def check_written(self) -> None:

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvtrie._core import LayoutError, UnsupportedRopeError
 from kvtrie.engines._paged_cache import check_rows, pool_rows
 from kvtrie.kernels import reference
+from kvtrie.models.rope import short_regime
 from kvtrie.rope import RopeSpec
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def check_model(model: PreTrainedModel, layout: KVLayout) -> None:
 
     The KV of a token must not depend on the tokens after it.
     """
-    short, long = _cached(model, 2), _cached(model, 3)
+    short, long = _cached(model, layout, 2), _cached(model, layout, 3)
     if len(long) != layout.num_layers:
         msg = f"the model caches {len(long)} layers, its config says {layout.num_layers}"
         raise LayoutError(msg)
@@ -53,9 +54,9 @@ def check_model(model: PreTrainedModel, layout: KVLayout) -> None:
         raise LayoutError(msg)
     tolerance = TOLERANCE[layout.dtype]
     dtype = getattr(torch, layout.dtype)
-    for number, (before, after) in enumerate(zip(short, long, strict=True)):
-        old, new = pool_rows(layout, *before), pool_rows(layout, *after)
-        check_rows(layout, new, 3, dtype, number)
+    for number, group in enumerate(layout.layers):
+        old, new = pool_rows(group, *short[number]), pool_rows(group, *long[number])
+        check_rows(group, new, 3, dtype, number)
         for name, early, late in zip("KV", old, new, strict=False):
             change = (late[:, :, :2] - early).abs().max()
             if change > tolerance * late.abs().max():
@@ -77,7 +78,7 @@ def checked_rope(model: PreTrainedModel, layout: KVLayout) -> RopeSpec:
     # No config has the pairing of channels.
     for interleaved in (None, False, True):
         try:
-            rope = RopeSpec.from_config(model.config, interleaved=interleaved)
+            rope = RopeSpec.from_config(model.config, interleaved=interleaved, regime="short")
         except UnsupportedRopeError as error:
             refusal = refusal or error
         else:
@@ -85,8 +86,8 @@ def checked_rope(model: PreTrainedModel, layout: KVLayout) -> RopeSpec:
     # Before any pass: positions without RoPE may end where the probe begins.
     if not candidates and refusal is not None:
         raise refusal
-    here = _cached(model, _PROBED)
-    moved = [(shift, _cached(model, _PROBED, first=shift)) for shift in _shifts(model)]
+    here = _cached(model, layout, _PROBED)
+    moved = [(shift, _cached(model, layout, _PROBED, first=shift)) for shift in _shifts(model)]
     differs = None
     for rope in candidates:
         found = (_moves_otherwise(layout, rope, here, there, shift) for shift, there in moved)
@@ -101,8 +102,14 @@ def checked_rope(model: PreTrainedModel, layout: KVLayout) -> RopeSpec:
     raise UnsupportedRopeError(msg)
 
 
+def context_of(model: PreTrainedModel) -> int | None:
+    """Most tokens of a prompt whose K is that of shorter prompts; None: the config has no limit."""
+    limits = (getattr(model.config, "max_position_embeddings", None), short_regime(model.config))
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
 def _shifts(model: PreTrainedModel) -> list[int]:
-    context_len = getattr(model.config, "max_position_embeddings", None)
+    context_len = context_of(model)
     if context_len is None:
         return [_SHIFTS[0]]
     if context_len <= _PROBED:
@@ -121,8 +128,8 @@ def _moves_otherwise(
     """The first rows that, computed ``shift`` positions later, contradict this RoPE; or None."""
     # Models rotate float64 keys by float32 angles.
     tolerance = max(TOLERANCE[layout.dtype], TOLERANCE["float32"])
-    for number, (before, after) in enumerate(zip(here, there, strict=True)):
-        old, new = pool_rows(layout, *before), pool_rows(layout, *after)
+    for number, group in enumerate(layout.layers):
+        old, new = pool_rows(group, *here[number]), pool_rows(group, *there[number])
         old[0] = reference.rotate(old[0], rope, shift, layer=number)
         sizes = (_sizes(new[0], rope.layers[number]), new[-1].abs().max())
         for name, expected, found, size in zip("KV", old, new, sizes, strict=False):
@@ -158,9 +165,16 @@ def _sizes(keys: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
 
 
 def _cached(
-    model: PreTrainedModel, num_tokens: int, first: int = 0
+    model: PreTrainedModel, layout: KVLayout, num_tokens: int, first: int = 0
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     cache = DynamicCache(config=model.config)
+    for number, window in enumerate(layout.windows):
+        if window is not None and number < len(cache.layers):
+            if type(cache.layers[number]) is not DynamicSlidingWindowLayer:
+                msg = f"layer {number} caches no window, and its config says {window} tokens"
+                raise LayoutError(msg)
+            # The other kind drops what is before the window.
+            cache.layers[number] = DynamicLayer()
     ids = torch.arange(num_tokens, device=model.device).unsqueeze(0)
     options: dict[str, Any] = {}
     if "position_ids" in forward_inputs(model):
@@ -170,7 +184,7 @@ def _cached(
     found: list[tuple[torch.Tensor, torch.Tensor]] = []
     for number, layer in enumerate(cache.layers):
         if type(layer) is not DynamicLayer:
-            msg = f"layer {number} caches through {type(layer).__name__}, not full attention"
+            msg = f"layer {number} caches through {type(layer).__name__}: not what its config says"
             raise LayoutError(msg)
         if layer.keys is None or layer.values is None:
             msg = f"layer {number} stores no K and V through the transformers Cache interface"

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from kvtrie.kernels import reference
-from kvtrie.repair.choice import Fronts, Moved, Scored, as_ranges
+from kvtrie.repair.choice import Fronts, Moved, Probed, as_ranges
 from kvtrie.repair.ngrams import Ngrams
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 # The last tokens to compute are those of a question, at most these.
 _QUESTION: Final = 64
 
-# Tokens to compute that the probe sees, the last ones; it ignores those before them.
+# Tokens to compute before the last moved one that the probe runs through the layers up to its own.
 _MOST_SEEN: Final = 1024
 
 
@@ -39,7 +39,8 @@ class RepairCounts:
     Attributes:
         chosen: Plans whose policy leaves the choice to the engine, and got what it asks for.
         without_records: Plans that got fronts instead, because a token has no record, the records
-            are of another layer, size or element type, or too much is to compute anyway.
+            are of another layer, size or element type, or too much before the last moved token is
+            to compute anyway.
     """
 
     chosen: int = 0
@@ -124,19 +125,17 @@ class Repair:
         kept = records.read(slots)
         if kept is None or not self._runner.is_sparse:
             return None
-        gaps = _last(moved.gaps, _MOST_SEEN)
+        # The probe attends to what is before the last moved token; a question is after it.
+        end = len(moved.tokens) if policy.repair == "question" else int(positions[-1]) + 1
+        gaps = [tuple(gap) for gap in moved.gaps.tolist() if gap[0] < end]
+        if sum(stop - start for start, stop in gaps) > _MOST_SEEN:
+            return None
         with probe.seeing(stop=True) as seen:
-            self._runner.begin(moved.tokens, table, gaps)
-        end = gaps[-1][1]
+            if gaps:
+                self._runner.begin(moved.tokens, table, gaps)
         rows = [
             self._rows(layer[probe.layer], table, end) for layer in (self._pool.k, self._pool.v)
         ]
-        # What is to compute and was not seen has no KV yet.
-        known = np.ones(end, dtype=bool)
-        for start, stop in moved.gaps.tolist():
-            known[start : min(stop, gaps[0][0])] = False
-        if not known.all():
-            return None
         device = self._pool.device
         at = torch.from_numpy(positions).to(device)
         scores = probe.scores(*kept, at, rows[0], rows[1])
@@ -148,7 +147,7 @@ class Repair:
             # Half of the budget each: the better of the two ranks counts.
             scores = torch.maximum(_ranks(scores), _ranks(paid))
             return _Best(scores.cpu().numpy())
-        return Scored(lambda _: scores.cpu().numpy())
+        return Probed(scores.cpu().numpy())
 
     def _fits(self, probe: LayerProbe, records: Records) -> bool:
         return (records.layer, records.hidden, records.dtype) == (
@@ -212,14 +211,3 @@ def _ranks(scores: torch.Tensor) -> torch.Tensor:
 def _slots(pool: KVPool, table: NDArray[np.int32], positions: NDArray[np.int64]) -> torch.Tensor:
     slots = pool.slots(table, 0, int(positions[-1]) + 1)
     return slots[torch.from_numpy(positions).to(slots.device)]
-
-
-def _last(gaps: NDArray[np.int64], most: int) -> list[tuple[int, int]]:
-    """The last ``most`` positions of gaps."""
-    kept: list[tuple[int, int]] = []
-    for start, end in reversed(gaps.tolist()):
-        if most == 0:
-            break
-        kept.append((max(start, end - most), end))
-        most -= end - kept[-1][0]
-    return kept[::-1]

@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from kvtrie.engines._paged_cache import PagedCache
 from kvtrie.engines._probe import TOLERANCE, forward_inputs
+from kvtrie.kernels import reference
 from kvtrie.pool.kv_pool import KVPool
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 # Positions of a tiny prompt, and the gaps in it, by which sparse passes are checked.
 _CHECKED: Final = 9
 _CHECKED_GAPS: Final = ((2, 4), (6, 7), (8, 9))
+# Of the check, in a model with windows: shorter than the prompt.
+_CHECKED_WINDOW: Final = 3
 
 
 # Queries of a masked attention at once on a CPU, whose kernel computes what the mask hides; a GPU
@@ -78,6 +81,7 @@ class Runner:
         self._pool = pool
         self._inputs = forward_inputs(model)
         self._is_sparse = is_sparse
+        self._windows = pool.layout.windows
         self.repair: Repair | None = None
 
     @property
@@ -125,7 +129,7 @@ class Runner:
         if "logits_to_keep" in self._inputs:
             options["logits_to_keep"] = 1
         if len(ranges) > 1:
-            options["attention_mask"] = self._mask(positions, ranges[-1][1])
+            options["attention_mask"] = self._masks(positions, ranges[-1][1])
             narrowed = _UpToLast(positions.cpu().numpy(), _CHUNKS.get(device.type, 2048))
         tokens = torch.from_numpy(ids.astype(np.int64)).to(device).unsqueeze(0)
         with torch.inference_mode(), narrowed:
@@ -134,9 +138,20 @@ class Runner:
         row: torch.Tensor = out.logits[0, -1].float().cpu()
         return row
 
-    def _mask(self, positions: torch.Tensor, end: int) -> torch.Tensor:
-        """What each computed token attends to, ``[1, 1, tokens, end]``."""
-        seen = torch.arange(end, device=positions.device) <= positions.unsqueeze(1)
+    def _masks(self, positions: torch.Tensor, end: int) -> Any:  # noqa: ANN401 - what a model takes
+        """The mask of all layers, or those of full attention and of windows by their names."""
+        windows = sorted({window or 0 for window in self._windows})
+        masks = [self._mask(positions, end, window) for window in windows]
+        if len(masks) == 1:
+            return masks[0]
+        return dict(zip(("full_attention", "sliding_attention"), masks, strict=True))
+
+    def _mask(self, positions: torch.Tensor, end: int, window: int) -> torch.Tensor:
+        """What each computed token attends to, ``[1, 1, tokens, end]``; window 0: all before it."""
+        at = torch.arange(end, device=positions.device)
+        seen = at <= positions.unsqueeze(1)
+        if window:
+            seen &= at > positions.unsqueeze(1) - window
         if self._model.config._attn_implementation == "eager":  # noqa: SLF001 - as transformers does
             dtype = self._pool.dtype
             low = torch.tensor(torch.finfo(dtype).min, dtype=dtype, device=positions.device)
@@ -145,27 +160,43 @@ class Runner:
 
     def _check_sparse(self) -> bool:
         """Compare a tiny prompt computed at once with one whose gaps are computed in one pass."""
-        kind = getattr(self._model.config, "_attn_implementation", None)
+        config: Any = self._model.config
+        kind = getattr(config, "_attn_implementation", None)
         if "position_ids" not in self._inputs or kind not in ("sdpa", "eager"):
             return False
+        windows = {window for window in self._windows if window is not None}
+        if not windows:
+            return self._is_same_with_gaps()
+        if len(windows) > 1 or not hasattr(config, "sliding_window"):
+            return False
+        # Else the tiny prompt would be within every window.
+        windows_of_layers, window_of_model = self._windows, config.sliding_window
+        self._windows = tuple(window and _CHECKED_WINDOW for window in windows_of_layers)
+        config.sliding_window = _CHECKED_WINDOW
+        try:
+            return self._is_same_with_gaps()
+        finally:
+            self._windows = windows_of_layers
+            config.sliding_window = window_of_model
+
+    def _is_same_with_gaps(self) -> bool:
         layout = self._pool.layout
         table = np.arange(-(-_CHECKED // layout.block_size), dtype=np.int32)
         pool = KVPool(layout, num_blocks=len(table), device=self._pool.device)
+        every = [rows for rows in (*pool.k, *pool.v) if rows is not None]
+        slots = pool.slots(table, 0, _CHECKED)
         ids = np.arange(_CHECKED)
+        gaps = np.concatenate([np.arange(start, end) for start, end in _CHECKED_GAPS])
         try:
             whole = self._run(pool, ids, table, [(0, _CHECKED)])
-            kept = pool.gather(table, 0, _CHECKED)
-            gaps = np.concatenate([np.arange(start, end) for start, end in _CHECKED_GAPS])
-            for start, end in _CHECKED_GAPS:
-                k, v = (None if rows is None else rows[:, start:end] * 0 + 3 for rows in kept)
-                pool.scatter(torch.as_tensor(k), v, table, start)
+            kept = [reference.gather_rows(rows, slots) for rows in every]
+            for rows, old in zip(every, kept, strict=True):
+                reference.scatter_rows(rows, slots[gaps], torch.full_like(old[gaps], 3))
             sparse = self._run(pool, ids[gaps], table, _CHECKED_GAPS)
         except (TypeError, ValueError, RuntimeError, AttributeError):
             return False
-        found = pool.gather(table, 0, _CHECKED)
-        pairs = [(whole, sparse), *zip(kept, found, strict=True)]
+        found = [reference.gather_rows(rows, slots) for rows in every]
         return all(
             bool((new - old).abs().max() <= TOLERANCE[layout.dtype] * old.abs().max())
-            for old, new in pairs
-            if old is not None and new is not None
+            for old, new in [(whole, sparse), *zip(kept, found, strict=True)]
         )

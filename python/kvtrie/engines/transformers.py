@@ -1,4 +1,4 @@
-"""The embedded engine: any Hugging Face causal LM with full attention, over a shared KV pool.
+"""The embedded engine: Hugging Face causal LMs with full attention or windows, over a KV pool.
 
 Under ``kvtrie.EXACT_ONLY`` it gives the logits of the model without a cache, except for rounding. A
 step runs one model pass per request, without batching.
@@ -38,7 +38,7 @@ except ImportError as error:
     )
     raise ImportError(_MISSING) from error
 
-from kvtrie.engines._probe import check_model, checked_rope
+from kvtrie.engines._probe import check_model, checked_rope, context_of
 from kvtrie.engines._repair import Repair, RepairCounts
 from kvtrie.engines._request import Completion, Event, Options, Request, Usage
 from kvtrie.engines._runner import Runner
@@ -50,6 +50,7 @@ from kvtrie.engines._watch import Planned, Watched, Watcher
 from kvtrie.gates import Decision, Gate
 from kvtrie.models.directory import checked_model_dir
 from kvtrie.models.fingerprint import model_id, rope_id, template_id
+from kvtrie.models.rope import short_regime
 from kvtrie.pool.kv_pool import KVPool
 from kvtrie.pool.layout import KVLayout
 from kvtrie.repair.probe import LayerProbe
@@ -115,13 +116,13 @@ class Generator:
             do not depend on it.
         prefill_chunk: Most prompt tokens that one ``step`` computes for one request.
         records: Keep what the policies ``repair="probe"`` and ``"question"`` need of every cached
-            token, at the middle layer: ``"model"`` in the model's element type, ``"fp8"`` in about
-            half of that. ``records_bytes_per_token`` is what it takes. None: nothing is kept, and
-            these policies compute fronts.
+            token, at one layer two thirds up: ``"model"`` in the model's element type, ``"fp8"`` in
+            about half of that. ``records_bytes_per_token`` is what it takes. None: nothing is kept,
+            and these policies compute fronts.
 
     Raises:
         LayoutError: The model's KV cannot be held, or differs from its config; or ``records`` are
-            asked for and its middle layer cannot be probed.
+            asked for and that layer cannot be probed.
         UnsupportedRopeError: The policy is approximate and the model's KV cannot be moved.
         GateMismatchError: The gate is for another model, and the policy is approximate or None.
         ValueError: The model is in training mode, or an argument is out of range.
@@ -150,7 +151,10 @@ class Generator:
         if prefill_chunk < 1:
             msg = f"Generator: prefill_chunk must be at least 1, not {prefill_chunk}"
             raise ValueError(msg)
-        layout = KVLayout.from_config(model.config, block_size=block_size, dtype=model.dtype)
+        # Longer prompts than those of the short regime are refused.
+        layout = KVLayout.from_config(
+            model.config, block_size=block_size, dtype=model.dtype, regime="short"
+        )
         check_model(model, layout)
         rope: RopeSpec | None = None
         self._cannot_move: str | None = None
@@ -163,11 +167,12 @@ class Generator:
         self._seed = seed
         embeddings: Any = model.get_input_embeddings()
         self._vocab_size = int(embeddings.weight.shape[0])
-        self._context_len: int | None = getattr(model.config, "max_position_embeddings", None)
+        self._context_len = context_of(model)
+        self._has_regimes = short_regime(model.config) is not None
         self._eos_ids = _eos_ids(model, tokenizer)
         self._namespace = Namespace(
             model=model_id(model),
-            kv_dtype=layout.dtype,
+            kv_dtype=layout.kv_dtype,
             rope=rope_id(model.config),
             adapter=adapter,
             salt=salt,
@@ -385,7 +390,10 @@ class Generator:
                 )
                 raise ValueError(msg)
         if self._tokenizer.chat_template is None:
-            msg = "Generator: the tokenizer has no chat template, so it cannot take messages"
+            msg = (
+                "Generator: the tokenizer has no chat template, so it cannot take messages: set "
+                "tokenizer.chat_template, or pass text or token ids"
+            )
             raise ValueError(msg)
         ids: Any = self._tokenizer.apply_chat_template(
             messages,
@@ -506,7 +514,16 @@ class Generator:
         max_len = prompt_len + max_new_tokens
         if self._context_len is not None:
             if prompt_len > self._context_len:
-                msg = f"Generator: {prompt_len} prompt tokens, the model takes {self._context_len}"
+                why = "the model takes"
+                if self._has_regimes:
+                    why = (
+                        "and under its RoPE (LongRoPE or dynamic NTK) the K of every token differs "
+                        "above"
+                    )
+                msg = (
+                    f"Generator: {prompt_len} prompt tokens, {why} {self._context_len}: "
+                    "send less of the conversation"
+                )
                 raise ValueError(msg)
             # The last token is never run through the model.
             max_len = min(max_len, self._context_len + 1)

@@ -27,6 +27,8 @@ _OLDER: Final = {
     1: "it has no control, no check of full recomputation and no limits for KL and top 1",
     2: "it does not tell kinds of edit apart, and its limits are not relative to exact reuse",
 }
+CHOOSERS: Final = {"probe": 2, "question": 2}
+"""Versions of the choosers that read records: a verdict holds for the one that was measured."""
 _POLICY_FIELDS: Final = tuple(inspect.signature(ReusePolicy).parameters)
 _LISTS: Final = ("kl_excess", "top1_drop", "losses")
 _NUMBERS: Final = tuple(one.name for one in fields(Figures) if one.name not in _LISTS)
@@ -48,6 +50,7 @@ def as_text(gate: Gate) -> str:
             {
                 "name": one.name,
                 "policy": {name: _listed(getattr(one.policy, name)) for name in _POLICY_FIELDS},
+                **_chooser(one.policy),
                 "kinds": [_kind_document(kind, gate.thresholds) for kind in one.kinds],
             }
             for one in gate.measured
@@ -56,6 +59,10 @@ def as_text(gate: Gate) -> str:
     text = json.dumps(document, indent=1, ensure_ascii=False) + "\n"
     parse(text, "Gate.to_json")
     return text
+
+
+def _chooser(policy: ReusePolicy) -> dict[str, int]:
+    return {"chooser": CHOOSERS[policy.repair]} if policy.repair in CHOOSERS else {}
 
 
 def _kind_document(kind: Kind, thresholds: Thresholds) -> dict[str, Any]:
@@ -139,10 +146,22 @@ def _check_version(version: object, where: str) -> None:
         raise GateMismatchError(msg)
 
 
+def _check_chooser(version: object, repair: str, where: str) -> None:
+    if version != CHOOSERS[repair]:
+        msg = (
+            f"{where}: it was measured with version {short(1 if version is None else version)} of "
+            f"the chooser {repair!r}, this kvtrie has version {CHOOSERS[repair]}: run `kvtrie "
+            "calibrate` again"
+        )
+        raise GateMismatchError(msg)
+
+
 def _measured(entry: object, where: str, thresholds: Thresholds) -> Measured:
     found = Reader(entry, where)
     name = found.text("name")
     policy = _policy(found.take("policy"), where)
+    if policy.repair in CHOOSERS:
+        _check_chooser(found.optional("chooser"), policy.repair, where)
     kinds = tuple(
         _kind(one, f"{where}, kind {number}", thresholds)
         for number, one in enumerate(found.items("kinds", MAX_KINDS, least=0), start=1)

@@ -38,6 +38,9 @@ class Reader:
             return None
         return self.text(name)
 
+    def optional(self, name: str) -> object:
+        return self._left.pop(name, None)
+
     def items(self, name: str, most: int, least: int = 1) -> list[Any]:
         value = self.take(name)
         if not isinstance(value, list) or not least <= len(value) <= most:

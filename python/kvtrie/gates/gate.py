@@ -32,7 +32,8 @@ class Gate:
 
     Args:
         model: Name and fingerprint, as in the engine's namespace.
-        kv_dtype: Element type of the measured KV.
+        kv_dtype: Type of the measured KV, as ``KVLayout.kv_dtype`` names it: of floats the element
+            type, else how it is quantised.
         rope: RoPE settings, as in the engine's namespace.
         thresholds: What a kind of edit must keep.
         measured: The policies, each with its kinds.
@@ -79,12 +80,12 @@ class Gate:
             model: The running model, as in the engine's namespace.
             checkpoint: Digest of the running model's directory, for an engine that names models in
                 another way. ``model`` or ``checkpoint`` must be given.
-            kv_dtype: Element type of the running KV; None: not compared.
+            kv_dtype: Type of the running KV, as ``KVLayout.kv_dtype``; None: not compared.
             rope: RoPE settings of the running model; None: not compared.
             template: Digest of the running chat template; None: not compared.
 
         Raises:
-            GateMismatchError: The gate is for another model, element type, RoPE setting or chat
+            GateMismatchError: The gate is for another model, KV type, RoPE setting or chat
                 template, or does not say which checkpoint was measured.
             ValueError: Neither ``model`` nor ``checkpoint`` is given.
         """

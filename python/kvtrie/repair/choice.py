@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from kvtrie._core import ReusePlan
 
 _APPROXIMATE, _COMPUTE = 1, 2
+
+WINDOW: Final = 5
+"""Positions over which `smoothed` averages: tokens that matter come in phrases."""
 
 
 @dataclass(frozen=True)
@@ -109,22 +112,32 @@ class Fronts:
 
 
 class Scored:
-    """Half of the budget on fronts of runs, the other half on the tokens of highest score.
+    """A part of the budget on fronts of runs, the rest on the tokens of highest score.
 
     Equal scores go to the lower position. Costs a sort of the moved tokens next to the scores.
 
     Args:
         score: Scores of ``moved.positions``, float ``[tokens]``; not-a-number counts as lowest.
+        fronts: The part of the budget that goes to fronts, 0 to 1.
+
+    Raises:
+        ValueError: ``fronts`` is out of range.
     """
 
-    def __init__(self, score: Callable[[Moved], NDArray[np.floating[Any]]]) -> None:
+    def __init__(
+        self, score: Callable[[Moved], NDArray[np.floating[Any]]], fronts: float = 0.5
+    ) -> None:
+        if not 0 <= fronts <= 1:
+            msg = f"Scored: fronts must be from 0 to 1, not {fronts}"
+            raise ValueError(msg)
         self._score = score
+        self._fronts = fronts
 
     def choose(self, moved: Moved, share: float) -> NDArray[np.int64]:
         """See ``Chooser``."""
         positions = moved.positions
         wanted = math.ceil(share * len(positions))
-        fronts = front_positions(moved.runs, wanted // 2)
+        fronts = front_positions(moved.runs, math.floor(self._fronts * wanted))
         scores = np.nan_to_num(self._score(moved).astype(np.float64), nan=-np.inf)
         scores[np.isin(positions, fronts)] = -np.inf
         best = np.argsort(-scores, kind="stable")[: max(0, wanted - len(fronts))]
@@ -136,6 +149,38 @@ class Scored:
             more = more[~np.isin(more, chosen)][: wanted - len(chosen)]
             chosen = np.union1d(chosen, more)
         return as_ranges(chosen)
+
+
+class Probed(Scored):
+    """What ``repair="probe"`` does with the probe's scores: a quarter fronts, the rest by score.
+
+    Scores are `smoothed` first. Both were chosen on the tuning conversations of ``make fidelity``.
+    Gate files have the version of what is done here (``CHOOSERS`` of ``kvtrie.gates``): a change of
+    it raises that.
+
+    Args:
+        scores: The probe's, of ``moved.positions``, float ``[tokens]``.
+    """
+
+    def __init__(self, scores: NDArray[np.floating[Any]]) -> None:
+        super().__init__(lambda moved: smoothed(scores, moved.positions), fronts=0.25)
+
+
+def smoothed(
+    scores: NDArray[np.floating[Any]], positions: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    """The mean of each score and of those at the ``WINDOW`` positions around it, as far as moved.
+
+    Args:
+        scores: Of ``positions``, float ``[tokens]``; not-a-number counts as 0.
+        positions: Ascending, int64 ``[tokens]``.
+    """
+    known = np.nan_to_num(np.asarray(scores, dtype=np.float64), nan=0.0)
+    sums = np.concatenate([[0.0], np.cumsum(known)])
+    first = np.searchsorted(positions, positions - WINDOW // 2)
+    end = np.searchsorted(positions, positions + WINDOW // 2, side="right")
+    means: NDArray[np.float64] = (sums[end] - sums[first]) / (end - first)
+    return means
 
 
 def front_positions(runs: NDArray[np.int64], wanted: int) -> NDArray[np.int64]:

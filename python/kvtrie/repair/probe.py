@@ -1,9 +1,10 @@
 """Scores moved tokens by how much one layer's attention output changes in the assembled context.
 
-The layer is near the middle. Of each moved token its input h and its attention output o were kept
-when its KV was computed (``Records``). Attending from h again, at the new position, to the KV that
-is assembled for the prompt gives what the output would be there. The score is the change next to
-what the layer passes on: ``|o_new - o_old| / |h + o_old|``, o after the output projection.
+The layer is two thirds up, where stale KV costs SmolLM2-135M most (``docs/repair.md``). Of each
+moved token its input h and its attention output o were kept when its KV was computed (``Records``).
+Attending from h again, at the new position, to the KV that is assembled for the prompt gives what
+the output would be there. The score is the change next to what the layer passes on:
+``|o_new - o_old| / |h + o_old|``, o after the output projection.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import torch
 from transformers import DynamicCache
 
 from kvtrie._core import LayoutError
+from kvtrie.models.config import ConfigFields
+from kvtrie.models.layers import layer_windows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,6 +33,11 @@ _TOLERANCE: Final = {
     torch.float16: 3e-2,
     torch.bfloat16: 1e-1,
 }
+
+
+def probed_layer(num_layers: int) -> int:
+    """The number of the layer that is probed by default: two thirds up."""
+    return 2 * num_layers // 3
 
 
 class _Stop(Exception):  # noqa: N818 - ends a pass, no error
@@ -59,11 +67,12 @@ class LayerProbe:
 
     Args:
         model: A causal LM in eval mode.
-        layer: The layer's number; None: the middle one.
+        layer: The layer's number; None: the one two thirds up.
 
     Raises:
-        LayoutError: The model has no such layer, or attending from its kept input does not give its
-            own attention output.
+        LayoutError: The model has no such layer, or one with a window; some layer of it has state
+            or chunks; or attending from the kept input does not give the layer's own attention
+            output.
     """
 
     def __init__(self, model: PreTrainedModel, layer: int | None = None) -> None:
@@ -72,7 +81,7 @@ class LayerProbe:
         if layers is None or getattr(decoder, "rotary_emb", None) is None:
             msg = f"{type(model).__name__} has no decoder layers with rotary embeddings to probe"
             raise LayoutError(msg)
-        self.layer = len(layers) // 2 if layer is None else layer
+        self.layer = probed_layer(len(layers)) if layer is None else layer
         if not 0 <= self.layer < len(layers):
             msg = f"layer {layer} is not one of the model's {len(layers)} layers"
             raise LayoutError(msg)
@@ -81,6 +90,14 @@ class LayerProbe:
         self._block = layers[self.layer]
         if not (hasattr(self._block, "self_attn") and hasattr(self._block, "input_layernorm")):
             msg = f"layer {self.layer} of {type(model).__name__} has no self_attn to probe"
+            raise LayoutError(msg)
+        fields = ConfigFields(model.config, "LayerProbe: cannot probe", LayoutError)
+        window = layer_windows(fields, len(layers))[self.layer]
+        if window is not None:
+            msg = (
+                f"layer {self.layer} of {type(model).__name__} attends over a window of "
+                f"{window} tokens: it is not probed"
+            )
             raise LayoutError(msg)
         self._check()
 

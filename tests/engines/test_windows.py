@@ -1,0 +1,235 @@
+"""Models whose layers differ in window, base, heads or width: groups of one pool."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from tests.engines.architectures import WINDOWS
+
+import kvtrie
+from kvtrie import LayoutError
+from kvtrie.engines._runner import Runner
+from kvtrie.engines.transformers import Generator
+from kvtrie.kernels import reference as kernels
+from kvtrie.pool import KVGroup, KVLayout, KVPool
+from kvtrie.rope import RopeSpec, Rotary
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from transformers import PreTrainedModel
+
+    Make = Callable[..., Generator]
+    Ids = Callable[..., np.ndarray]
+    Check = Callable[[Generator], None]
+    Models = Callable[[str], PreTrainedModel]
+
+APPROXIMATE = kvtrie.ReusePolicy(min_run=16, scope="namespace")
+FIELDS = ("source_slot", "dest_slot", "num_tokens", "delta")
+
+
+@pytest.mark.parametrize("architecture", ["gemma3", "gpt-oss", "gemma4"])
+def test_append_only_turns_equal_a_model_without_cache(
+    architecture: str, make: Make, ids: Ids, reference: Any, check_drained: Check
+) -> None:
+    generator, plain = make(architecture), reference(architecture)
+    prompt: list[int] = []
+    for turn in range(6):
+        before = len(prompt)
+        prompt += ids(13, seed=turn).tolist()
+        done = generator.generate(prompt, max_new_tokens=3, ignore_eos=True, return_logits=True)
+        assert done.usage.exact >= before - 4
+        assert done.tokens == plain.greedy(prompt, 3)
+        want = plain.logits(prompt, done.tokens)
+        torch.testing.assert_close(done.logits, want, atol=1e-4, rtol=0)
+        prompt += done.tokens
+    # Several windows of 11.
+    assert len(prompt) > 80
+    check_drained(generator)
+
+
+def first_layer(name: str, kind: str) -> PreTrainedModel:
+    """The model with layers of this kind first: K of layer 0 depends on tokens and position."""
+    config = WINDOWS[name]()
+    if name != "mistral" and config.layer_types[0] != kind:
+        fields = config.to_dict()
+        fields["layer_types"] = config.layer_types[::-1]
+        if fields.get("per_layer_config"):
+            last = config.num_hidden_layers - 1
+            fields["per_layer_config"] = {
+                last - int(layer): own for layer, own in fields["per_layer_config"].items()
+            }
+            # Gemma 4 makes its last layer one of full attention.
+            fields["layer_types"][-1] = "full_attention"
+            fields["per_layer_config"][last] = fields["per_layer_config"][0]
+        config = type(config)(**fields)
+    torch.manual_seed(0)
+    model: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(config).eval()
+    return model
+
+
+@pytest.mark.parametrize("kind", ["sliding_attention", "full_attention"])
+@pytest.mark.parametrize("name", [name for name in WINDOWS if name != "mistral"])
+def test_moved_keys_of_the_first_layer_are_those_of_recomputation(
+    name: str, kind: str, ids: Ids
+) -> None:
+    text = ids(120).tolist()
+    prompt = text[:30] + text[55:] + ids(4, seed=1).tolist()
+    model = first_layer(name, kind)
+    rows = []
+    for policy in (APPROXIMATE, kvtrie.EXACT_ONLY):
+        generator = Generator(model, num_blocks=128, block_size=4, gate="unchecked")
+        generator.generate(text, max_new_tokens=1)
+        request = generator.submit(prompt, max_new_tokens=2, ignore_eos=True, policy=policy)
+        generator.step()
+        job = generator._scheduler.running[0]
+        assert job.lease is not None
+        slots = generator.pool.slots(job.lease.table, 0, len(prompt))
+        rows.append([kernels.gather_rows(view, slots) for view in generator.pool.k])
+        generator.cancel(request)
+        assert (request.usage.moved >= 60) == policy.approximate
+        assert generator.pool.layout.windows[0] == (11 if kind == "sliding_attention" else None)
+    error = (rows[0][0] - rows[1][0]).abs().max() / rows[1][0].abs().max()
+    assert float(error) <= 1e-4
+
+
+def test_one_base_for_all_layers_would_be_noticed(make: Make) -> None:
+    generator = make("gemma3", num_blocks=128, gate="unchecked")
+    rope = generator.pool.rope
+    assert rope is not None
+    assert len(set(rope.layers)) == 2
+    shared = replace(rope, layers=(rope.layers[1],) * len(rope.layers))
+    keys = torch.randn(2, 60, 16)
+    for layer, differs in ((0, True), (1, False)):
+        own = kernels.rotate(keys, rope, -25, layer)
+        one = kernels.rotate(keys, shared, -25, layer)
+        assert bool((own - one).abs().max() > 0.1) == differs
+
+
+@pytest.mark.parametrize("architecture", ["gemma3", "gpt-oss", "mistral"])
+def test_masks_without_the_window_are_found_and_not_used(
+    architecture: str, models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = Generator(models(architecture), num_blocks=32, block_size=4).pool
+    assert Runner(models(architecture), pool).is_sparse
+    whole = Runner._mask
+    monkeypatch.setattr(
+        Runner, "_mask", lambda self, at, end, window: whole(self, at, end, window and window + 1)
+    )
+    assert not Runner(models(architecture), pool).is_sparse
+    assert models(architecture).config.sliding_window == 11
+
+
+def test_records_of_a_layer_with_a_window_are_refused(make: Make) -> None:
+    with pytest.raises(LayoutError, match=r"records: layer 2 of .* over a window of 11 tokens"):
+        make("gemma3", records="model")
+
+
+def test_the_namespace_tells_groups_apart(models: Models) -> None:
+    model = models("gemma3")
+    names = set()
+    for kinds in (["sliding_attention", "full_attention"] * 2, ["full_attention"] * 4):
+        config = transformers.Gemma3TextConfig(**{**model.config.to_dict(), "layer_types": kinds})
+        torch.manual_seed(0)
+        other = transformers.AutoModelForCausalLM.from_config(config).eval()
+        names.add(Generator(other, num_blocks=8, block_size=4).namespace().rope)
+    assert len(names) == 2
+    assert any(
+        "sliding_attention" in str(name) and '"sliding_window":11' in str(name) for name in names
+    )
+
+
+@pytest.mark.parametrize(("architecture", "most"), [("phi3-longrope", 256), ("llama-ntk", 511)])
+def test_prompts_of_another_regime_are_refused_by_name(
+    architecture: str, most: int, make: Make, ids: Ids, reference: Any
+) -> None:
+    generator, plain = make(architecture, num_blocks=256), reference(architecture)
+    with pytest.raises(ValueError, match=rf"LongRoPE or dynamic NTK.* differs above {most}:"):
+        generator.submit(ids(most + 1))
+    prompt = ids(most - 3).tolist()
+    done = generator.generate(prompt, max_new_tokens=9, ignore_eos=True)
+    # The last token is not run.
+    assert len(done.tokens) == 4
+    assert done.tokens == plain.greedy(prompt, 4)
+
+
+def two_shapes() -> tuple[KVLayout, RopeSpec]:
+    groups = (
+        KVGroup(layers=(0, 2), num_kv_heads=2, head_dim=8, window=5),
+        KVGroup(layers=(1,), num_kv_heads=1, head_dim=16, v_head_dim=12),
+    )
+    layout = KVLayout(
+        num_layers=3, num_kv_heads=2, head_dim=8, dtype="float32", block_size=4, groups=groups
+    )
+    narrow, wide = Rotary((1.0, 0.1)), Rotary((0.5, 0.05, 0.005), start=2)
+    return layout, RopeSpec(layers=(narrow, wide, None), head_dim=16, head_dims=(8, 16, 8))
+
+
+def test_a_pool_moves_each_group_with_its_own_shape_and_rotation() -> None:
+    layout, rope = two_shapes()
+    pool = KVPool(layout, rope, num_blocks=6)
+    assert [tuple(view.shape[2:]) for view in pool.k] == [(2, 8), (1, 16), (2, 8)]
+    assert [tuple(view.shape[2:]) for view in pool.v if view is not None] == [
+        *((2, 8), (1, 12), (2, 8))
+    ]
+    assert pool.num_bytes == sum(one.nbytes for part in pool._tensors for one in part)
+    for view in (*pool.k, *pool.v):
+        if view is not None:
+            view.copy_(torch.randn(view.shape))
+    every = [view.clone() for view in (*pool.k, *pool.v) if view is not None]
+    moves = np.array([(1, 12, 5, 11), (7, 18, 3, 0)], dtype=[(name, "i8") for name in FIELDS])
+    pool.apply(moves)
+    source, dest = torch.arange(1, 6), torch.arange(12, 17)
+    for layer, (old, new) in enumerate(zip(every[:3], pool.k, strict=True)):
+        rows = kernels.gather_rows(old, source).transpose(0, 1)
+        want = kernels.rotate(rows, rope, 11, layer).transpose(0, 1)
+        torch.testing.assert_close(kernels.gather_rows(new, dest), want, atol=1e-6, rtol=0)
+        assert (rope.layers[layer] is None) == torch.equal(want, rows.transpose(0, 1))
+        kept = torch.tensor([0, *range(1, 12), 17, 21, 22, 23])
+        assert torch.equal(kernels.gather_rows(new, kept), kernels.gather_rows(old, kept))
+        unrotated = torch.arange(18, 21)
+        assert torch.equal(
+            kernels.gather_rows(new, unrotated), kernels.gather_rows(old, unrotated - 11)
+        )
+    for old, values in zip(every[3:], pool.v, strict=True):
+        assert values is not None
+        assert torch.equal(kernels.gather_rows(values, dest), kernels.gather_rows(old, source))
+    with pytest.raises(LayoutError, match=r"KVPool\.gather: .*differ in shape"):
+        pool.gather([0], 0, 1)
+    with pytest.raises(LayoutError, match=r"KVPool\.scatter: .*differ in shape"):
+        pool.scatter(torch.zeros(3, 1, 2, 8), None, [0], 0)
+
+
+def test_a_rope_of_other_widths_and_one_with_state_are_refused() -> None:
+    layout, rope = two_shapes()
+    with pytest.raises(LayoutError, match="head_dim 16 in layer 0, the layout has 8"):
+        KVPool(layout, RopeSpec(layers=rope.layers, head_dim=16), num_blocks=1)
+    with pytest.raises(LayoutError, match="recurrent state in 2 of its layers"):
+        KVPool(layout, replace(rope, state_layers=(1, 3)), num_blocks=1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "said"),
+    [
+        ({"head_dims": (8, 16)}, ValueError, "head_dims has 2 of 3 layers"),
+        ({"head_dims": (8, 16, 0)}, ValueError, r"head_dims\[2\] must be at least 1, not 0"),
+        ({"head_dims": (8, 8, 8)}, ValueError, "head_dim is 16, the widest is 8"),
+        ({"head_dims": [8, 16, 8]}, TypeError, "head_dims must be tuple"),
+        ({"head_dims": (4, 16, 8), "layers": None}, ValueError, "beyond head_dim 3"),
+        ({"state_layers": (-1,)}, ValueError, r"state_layers\[0\] must be at least 0"),
+        ({"state_layers": (True,)}, TypeError, r"state_layers\[0\] must be int"),
+    ],
+)
+def test_widths_and_state_of_a_spec_are_checked(
+    changes: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    _, rope = two_shapes()
+    if "layers" in changes:
+        changes = {"head_dims": (3, 16, 8)}
+    with pytest.raises(error, match=said):
+        replace(rope, **changes)
