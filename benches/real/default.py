@@ -4,26 +4,29 @@
 
 Nothing is measured. For each case with rows, the gate's ladder says by the plan which policy a
 request without one would get, and the row of that policy counts. A row for each kind of edit: which
-policies its cases got, what was computed, and what was lost. Exit code 1: a kind is at a loss that
+policies its cases got, how much of the prompt was moved, with the id of the conversation and in a
+request that names none, what was computed, and what was lost. Exit code 1: a kind is at a loss that
 the interval distinguishes from 0; 3: a policy of the ladder has no row of a case.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from kvtrie import gates
 from real import conversations, measure, recorded, summary, texts
-from real.plans import Shelf
+from real.plans import SESSION, Shelf
 from real.rows import Rows
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from real.cases import Tokens
     from real.reader import Reader
@@ -40,27 +43,53 @@ def named(gate: gates.Gate) -> dict[Any, str]:
     return {one.policy: one.name.removeprefix("rotated+") for one in gate.measured}
 
 
-def taken(reader: Reader, case: Tokens, ladder: gates.Decision, names: Mapping[Any, str]) -> str:
-    """The name of the policy that the default takes for a case."""
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What the default does with a case.
+
+    Attributes:
+        name: The policy.
+        moved: Share of the prompt that it moves or has in place approximately.
+    """
+
+    name: str
+    moved: float
+
+
+def filled(reader: Reader, case: Tokens) -> Shelf:
+    """The contexts of a case, cached without KV."""
     shelf = Shelf(reader, measure.room(case), records=False)
     for one, session in zip(case.contexts, measure.sessions(case), strict=True):
         shelf.name(one, session)
+    return shelf
+
+
+def taken(
+    shelf: Shelf,
+    case: Tokens,
+    ladder: gates.Decision,
+    names: Mapping[Any, str],
+    session: str | None = SESSION,
+) -> Taken:
+    """What the default does with a request of a conversation, or with one that names none."""
     decision = ladder
     while decision.policy.approximate:
-        with shelf.plan(case.prompt, decision.policy, case.moved_end) as plan:
+        with shelf.plan(case.prompt, decision.policy, case.moved_end, session) as plan:
             judged = decision.of(plan)
-            is_approximate = plan.num_approximate > 0
+            share = plan.num_approximate / len(case.prompt)
         if judged is decision:
-            return names[decision.policy] if is_approximate else "exact"
+            return Taken(names[decision.policy] if share else "exact", share)
         decision = judged
-    return "exact"
+    return Taken("exact", 0.0)
 
 
-def shown(kind: str, by: Counter[str], found: summary.Figures) -> str:
-    """One row of the table."""
+def shown(kind: str, got: Sequence[tuple[Taken, Taken]], found: summary.Figures) -> str:
+    """One row of the table: of each case what it got, with its conversation's id and without."""
+    by = Counter(own.name for own, _ in got)
     policies = ", ".join(f"`{name}` {count}" for name, count in sorted(by.items()))
+    moved = [f"{statistics.mean(one.moved for one in some):.1%}" for some in zip(*got, strict=True)]
     cells = [cell(found) for _, cell in summary.COLUMNS]
-    return f"| {kind} | {policies} | {' | '.join(cells)} |"
+    return f"| {kind} | {policies} | {' | '.join((*moved, *cells))} |"
 
 
 def is_at_a_loss(found: summary.Figures) -> bool:
@@ -99,23 +128,30 @@ def main() -> int:
     renderer = Renderer(AutoTokenizer.from_pretrained(MODEL, local_files_only=True))
     passages = recorded.load(texts.fetch())
     rows: dict[str, list[Any]] = {}
-    by: dict[str, Counter[str]] = {}
+    got: dict[str, list[tuple[Taken, Taken]]] = {}
     for (kind, size, seed), its in sorted(by_case.items()):
         writer = conversations.Writer(passages, options.set, seed, conversations.SIZES[size])
         tokens = renderer.tokens(conversations.KINDS[kind](writer))
-        name = taken(reader, tokens, ladder, named(gate))
-        if name not in its:
-            print(f"real.default: {kind}, seed {seed}: no row of {name}", file=sys.stderr)
+        shelf = filled(reader, tokens)
+        own, nameless = (
+            taken(shelf, tokens, ladder, named(gate), session) for session in (SESSION, None)
+        )
+        if own.name not in its:
+            print(f"real.default: {kind}, seed {seed}: no row of {own.name}", file=sys.stderr)
             return 3
-        rows.setdefault(kind, []).append(its[name])
-        by.setdefault(kind, Counter())[name] += 1
-    names = " | ".join(name for name, _ in summary.COLUMNS)
-    print(f"| kind | taken | {names} |\n|---|---|{'--:|' * len(summary.COLUMNS)}")
+        rows.setdefault(kind, []).append(its[own.name])
+        got.setdefault(kind, []).append((own, nameless))
+    columns = ("moved", "moved without an id", *(name for name, _ in summary.COLUMNS))
+    print(f"| kind | taken | {' | '.join(columns)} |\n|---|---|{'--:|' * len(columns)}")
     found = {kind: summary.figures(some) for kind, some in rows.items()}
     for kind, one in found.items():
-        print(shown(kind, by[kind], one))
+        print(shown(kind, got[kind], one))
+    refused = [kind for kind, some in got.items() if {own.name for own, _ in some} == {"exact"}]
+    reused = [kind for kind in rows if kind not in refused]
+    if reused:
+        together = summary.figures([row for kind in reused for row in rows[kind]])
+        print(shown("all but exact", [one for kind in reused for one in got[kind]], together))
     losing = [kind for kind, one in found.items() if is_at_a_loss(one)]
-    refused = [kind for kind in found if set(by[kind]) == {"exact"}]
     print(
         f"\nexact alone: {', '.join(refused) or 'none'}; at a loss: {', '.join(losing) or 'none'}"
     )

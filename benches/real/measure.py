@@ -102,10 +102,13 @@ class Bench:
         self._reader = reader
         self._case = case
         self._shelf = Shelf(reader, room(case) + len(foreign[0]))
+        keys = []
         for ids, session in zip(case.contexts, sessions(case), strict=True):
             kept, _ = reader.full(ids)
+            keys.append(kept.k[reader.probed].clone())
             self._shelf.add(ids, kept, session=session)
             self._shelf.receive(ids, received(reader, kept))
+        self._keys = tuple(keys)
         self._foreign = self._shelf.park(*foreign)
         self.reference = reference(reader, case) if truth is None else truth
         self._view: View | None = None
@@ -119,10 +122,11 @@ class Bench:
             began = time.process_time()
             choice = policy.chooses(view, policy.share)
             plan, chosen, extra = view.plan, view.plan.is_computed | choice.chosen, choice.extra
+            k, v = choice.kv or (plan.k, plan.v)
         else:
             plan = self._plan(policy.reuse)
-            chosen, extra = plan.is_computed, 0.0
-        logits = replies(reader, case, self.reference.reply, plan.k, plan.v, chosen)
+            chosen, extra, k, v = plan.is_computed, 0.0, plan.k, plan.v
+        logits = replies(reader, case, self.reference.reply, k, v, chosen)
         seconds = time.process_time() - began
         return {
             "tokens": len(case.prompt),
@@ -150,6 +154,7 @@ class Bench:
                 moved_end=self._case.moved_end,
                 seed=int(self._case.digest, 16) % 2**31,
                 contexts=self._case.contexts,
+                keys=self._keys,
             )
         return self._view
 
@@ -175,14 +180,14 @@ def filled(reader: Reader, plan: Assembled, chosen: torch.Tensor) -> Kept:
 
 
 def received(reader: Reader, kept: Kept, chunk: int = 512) -> torch.Tensor:
-    """The mean attention that each token draws from those after it, at the middle layer."""
+    """The mean attention that each token draws from those after it, at the probed layer."""
     num = kept.k.shape[1]
     at = torch.arange(num)
     total = torch.zeros(num)
     for start in range(0, num, chunk):
         part = slice(start, start + chunk)
         q = reader.queries(kept.inputs[part], at[part])
-        total += reader.attention(q, at[part], kept.k[reader.middle], at).mean(0).sum(0)
+        total += reader.attention(q, at[part], kept.k[reader.probed], at).mean(0).sum(0)
     return total / (num - at)
 
 

@@ -8,9 +8,11 @@ import numpy as np
 import torch
 
 from kvtrie.engines._repair import _QUESTION, _Best, _ranks  # as the engine combines the two
-from kvtrie.repair import Fronts, Moved, Ngrams, Scored
+from kvtrie.repair import Fronts, Moved, Ngrams, Probed
 from kvtrie.repair.probe import LayerProbe
-from real.views import Choice, to_middle
+from kvtrie.repair.records import Records
+from real.plans import BLOCK
+from real.views import Choice, to_probed
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -36,35 +38,54 @@ def ngrams(view: View, share: float) -> Choice:
 
 
 def probe(view: View, share: float) -> Choice:
-    """Half fronts, half by how much the middle layer's attention output changes."""
-    return _chosen(view, share, Scored(lambda moved: changes(view, moved).numpy()), _cost(view))
+    """A quarter fronts, the rest by how much the probed layer's attention output changes."""
+    scores = changes(view, moved_by(view)).numpy()
+    # Gaps after the last moved token are not run for the probe.
+    end = int(view.plan.is_moved.nonzero().max()) + 1 if view.num_moved else 0
+    return _chosen(view, share, Probed(scores), _cost(view, end))
+
+
+def probe_fp8(view: View, share: float) -> Choice:
+    """The same from records in float8, as ``Generator(records="fp8")`` keeps them."""
+    moved = moved_by(view)
+    num, (_, hidden) = len(moved.positions), view.plan.inputs.shape
+    layer, dtype = view.reader.probed, view.plan.inputs.dtype
+    records = Records(-(-num // BLOCK), BLOCK, hidden, layer=layer, dtype=dtype, fp8=True)
+    at, slots = torch.from_numpy(moved.positions), torch.arange(num)
+    records.write(slots, view.plan.inputs[at], view.plan.outputs[at])
+    kept = records.read(slots)
+    if kept is None:
+        message = "records that were written are not known"
+        raise RuntimeError(message)
+    scores = _probe(view.reader).scores(*kept, at, view.gaps.k[layer], view.gaps.v[layer])
+    return _chosen(view, share, Probed(scores.numpy()), _cost(view, int(at.max()) + 1))
 
 
 def question(view: View, share: float) -> Choice:
     """By what the last tokens to compute attend to or by the probe: the better rank counts."""
     asked = torch.arange(len(view.plan.source))[view.plan.is_computed][-_QUESTION:]
-    layer = view.reader.middle
+    layer = view.reader.probed
     paid = _probe(view.reader).attention(
         view.gaps.inputs[asked], asked, view.gaps.k[layer], view.gaps.v[layer]
     )
     moved = moved_by(view)
     paid = paid[torch.from_numpy(moved.positions)]
     best = _Best(torch.maximum(_ranks(changes(view, moved)), _ranks(paid)).numpy())
-    return _chosen(view, share, best, _cost(view))
+    return _chosen(view, share, best, _cost(view, len(view.plan.source)))
 
 
 def changes(view: View, moved: Moved) -> torch.Tensor:
     """The probe's scores of what is moved."""
     at = torch.from_numpy(moved.positions)
-    layer, plan = view.reader.middle, view.plan
+    layer, plan = view.reader.probed, view.plan
     return _probe(view.reader).scores(
         plan.inputs[at], plan.outputs[at], at, view.gaps.k[layer], view.gaps.v[layer]
     )
 
 
-def _cost(view: View) -> float:
-    """Of the probe: the gaps up to the middle layer, and a part of that layer for what moved."""
-    return to_middle(view) + PROBE_COST * view.num_moved / view.reader.num_layers
+def _cost(view: View, end: int) -> float:
+    """Of the probe: gaps before ``end`` up to its layer, and a part of that for what moved."""
+    return to_probed(view, end) + PROBE_COST * view.num_moved / view.reader.num_layers
 
 
 def _chosen(view: View, share: float, chooser: Chooser, cost: float = 0.0) -> Choice:
@@ -93,5 +114,5 @@ def moved_by(view: View) -> Moved:
 
 def _probe(reader: Reader) -> LayerProbe:
     if id(reader) not in _PROBES:
-        _PROBES[id(reader)] = LayerProbe(reader.model, reader.middle)
+        _PROBES[id(reader)] = LayerProbe(reader.model, reader.probed)
     return _PROBES[id(reader)]

@@ -30,10 +30,13 @@ BLOCK: Final = 16
 MIN_RUN: Final = 16
 EXACT, MOVED, COMPUTE = 0, 1, 2
 
-REUSE: Final = ReusePolicy(max_hops=100)
+MANY_HOPS: Final = 100
+"""More than any row of edits has."""
+
+REUSE: Final = ReusePolicy(max_hops=MANY_HOPS)
 """What every approximate policy of the suite starts from: moved runs of the own conversation."""
 
-REUSE_OTHERS: Final = ReusePolicy(max_hops=100, scope="namespace")
+REUSE_OTHERS: Final = ReusePolicy(max_hops=MANY_HOPS, scope="namespace")
 """The same for kinds whose text is cached by other conversations."""
 
 SESSION: Final = "own"
@@ -63,7 +66,7 @@ class Assembled:
         v: Likewise.
         segments: The plan's.
         num_in_place: Tokens in whole blocks that are used where they are.
-        inputs: Records of the middle layer, as in `Kept`.
+        inputs: Records of the probed layer, as in `Kept`.
         outputs: Likewise.
     """
 
@@ -123,10 +126,16 @@ class Shelf:
         """Cache the whole blocks of a sequence without KV, to see what is planned."""
         self._insert(ids, self.allocator.allocate(len(ids) // BLOCK), COMPUTED, session)
 
-    def plan(self, ids: Sequence[int], policy: ReusePolicy, moved_end: int) -> ReusePlan:
-        """The plan of a prompt of the conversation ``SESSION``."""
+    def plan(
+        self,
+        ids: Sequence[int],
+        policy: ReusePolicy,
+        moved_end: int,
+        session: str | None = SESSION,
+    ) -> ReusePlan:
+        """The plan of a prompt; without a session, of a request that names no conversation."""
         seq = self.sequence(ids)
-        return self.index.plan(seq, policy, session=SESSION, moved_end=moved_end)
+        return self.index.plan(seq, policy, session=session, moved_end=moved_end)
 
     def receive(self, ids: Sequence[int], received: torch.Tensor) -> None:
         """Record what attention each token of a cached sequence drew."""

@@ -14,9 +14,10 @@ from typing import Final
 import torch
 
 from real import ours
-from real.views import Choice, View, to_middle, top
+from real.plans import MANY_HOPS
+from real.views import Choice, View, to_probed, top
 
-VERSION: Final = 2
+VERSION: Final = 3
 """Raised when what a policy chooses changes: rows of other versions are measured again."""
 
 # A deviation of K and V at this layer shows what all layers before it changed: CacheBlend's choice.
@@ -69,18 +70,80 @@ def sink(view: View, share: float) -> Choice:
 
 
 def asked(view: View) -> torch.Tensor:
-    """The attention of the last message's tokens, at the middle layer, over the mixed KV."""
-    reader, middle = view.reader, view.reader.middle
+    """The attention of the last message's tokens, at the probed layer, over the mixed KV."""
+    reader, layer = view.reader, view.reader.probed
     at = torch.arange(len(view.plan.source))
     tail = slice(view.moved_end, None)
     q = reader.queries(view.gaps.inputs[tail], at[tail])
-    return reader.attention(q, at[tail], view.gaps.k[middle], at).mean((0, 1))
+    return reader.attention(q, at[tail], view.gaps.k[layer], at).mean((0, 1))
 
 
 def query(view: View, share: float) -> Choice:
     """Query attention: those that the last message attends to most."""
     scores = asked(view)
-    return Choice(top(scores, view.plan.is_moved, view.budget(share)), to_middle(view))
+    return Choice(top(scores, view.plan.is_moved, view.budget(share)), to_probed(view, len(scores)))
+
+
+def lost(view: View, share: float) -> Choice:
+    """Those that attended most, where they come from, to text that is not before them here."""
+    scores = torch.zeros(len(view.plan.source))
+    for start, end, old in view.plan.runs:
+        context = view.context(start, end, old)
+        keys = view.keys[context][: old + end - start]
+        at = torch.arange(old, old + end - start)
+        q = view.reader.queries(view.plan.inputs[start:end], at)
+        weights = view.reader.attention(q, at, keys, torch.arange(len(keys))).mean(0)
+        gone = ~view.kept(context, start)[: len(keys)]
+        gone[old:] = False
+        scores[start:end] = weights[:, gone].sum(-1)
+    return Choice(top(scores, view.plan.is_moved, view.budget(share)), _probing(view))
+
+
+def corrected(view: View, share: float) -> Choice:
+    """Fronts, and the mean of what changed there added to the KV of each run's rest."""
+    chosen = ours.fronts(view, share).chosen
+    at = torch.arange(len(chosen))
+    some = view.plan.is_computed | chosen
+    new, _ = view.reader.mixed(
+        view.plan.ids[some], at[some], (view.plan.k[:, ~some], view.plan.v[:, ~some], at[~some])
+    )
+    k, v = view.plan.k.clone(), view.plan.v.clone()
+    rank = some.cumsum(0) - 1
+    for start, end, _ in view.plan.runs:
+        front = at[start:end][chosen[start:end]]
+        rest = at[start:end][~chosen[start:end]]
+        if not len(front) or not len(rest):
+            continue
+        old_k = view.reader.rotated(k[:, front], -front)
+        new_k = view.reader.rotated(new.k[:, rank[front]], -front)
+        change = (new_k - old_k).float().mean(1, keepdim=True)
+        k[:, rest] += view.reader.rotated(change.expand(-1, len(rest), -1, -1), rest).to(k.dtype)
+        change = (new.v[:, rank[front]] - v[:, front]).float().mean(1, keepdim=True)
+        v[:, rest] += change.to(v.dtype)
+    return Choice(chosen, 0.0, (k, v))
+
+
+def layers(view: View, some: slice) -> Choice:
+    """Nothing is computed, but what is moved has its true KV in some layers."""
+    k, v, moved = view.plan.k.clone(), view.plan.v.clone(), view.plan.is_moved
+    for mixed, true in ((k, view.truth.k), (v, view.truth.v)):
+        mixed[some, moved] = true[some, moved]
+    return Choice(torch.zeros_like(moved), 0.0, (k, v))
+
+
+def lower(view: View, _share: float) -> Choice:
+    """True KV in the lower half of the layers."""
+    return layers(view, slice(view.reader.num_layers // 2))
+
+
+def upper(view: View, _share: float) -> Choice:
+    """True KV in the upper half of the layers."""
+    return layers(view, slice(view.reader.num_layers // 2, None))
+
+
+def _probing(view: View) -> float:
+    """What attending from one layer's kept inputs costs, in tokens."""
+    return ours.PROBE_COST * view.num_moved / view.reader.num_layers
 
 
 def _first(number: int) -> Chooser:
@@ -101,6 +164,7 @@ class Policy:
         share: Of the moved tokens.
         reuse: ``exact``, ``moved``, or a control: ``unrotated`` or ``foreign``.
         source: Whose method it is.
+        max_hops: Of the plans of edits in a row; those of single edits need one.
     """
 
     name: str
@@ -108,6 +172,7 @@ class Policy:
     share: float = 0.0
     reuse: str = "moved"
     source: str = "kvtrie"
+    max_hops: int = MANY_HOPS
 
 
 def _shares(name: str, chooses: Chooser, source: str, *per_cent: int) -> list[Policy]:
@@ -126,13 +191,21 @@ POLICIES: Final = {
         *_shares("blend", blend, "CacheBlend", 20),
         *_shares("sink", sink, "attention sink", 20),
         *_shares("query", query, "query attention", 20),
+        *_shares("lost", lost, "recorded lost attention", 20),
+        *_shares("corrected", corrected, "K and V corrected", 20),
         *_shares("fronts", ours.fronts, "kvtrie", 20, 30),
         *_shares("ngrams", ours.ngrams, "kvtrie", 20),
-        *_shares("probe", ours.probe, "kvtrie", 20, 30),
+        *_shares("probe", ours.probe, "kvtrie", 15, 20, 28),
+        Policy("probe20fp8", ours.probe_fp8, 0.2),
         *_shares("question", ours.question, "kvtrie", 20, 30),
         *_shares("oracle", oracle, "bound", 20, 30),
+        Policy("lower", lower, source="true KV below the middle layer"),
+        Policy("upper", upper, source="true KV from the middle layer on"),
     )
 }
 """All policies by name; ``exact`` first, as it is the floor."""
+
+ONE_HOP: Final = Policy("rotated, one hop", max_hops=1)
+"""`ReusePolicy`'s default: of edits in a row, what was moved once is computed the next time."""
 
 CONTROLS: Final = ("unrotated", "foreign")

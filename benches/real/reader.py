@@ -14,18 +14,20 @@ import torch
 from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from kvtrie.repair.probe import probed_layer
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """KV of tokens, and what choosers read: for each, at the middle layer, its input and output.
+    """KV of tokens, and what choosers read: for each, at the probed layer, its input and output.
 
     Attributes:
         k: ``[layers, tokens, heads, dim]``.
         v: Likewise.
-        inputs: The middle layer's input, ``[tokens, hidden]``.
+        inputs: The probed layer's input, ``[tokens, hidden]``.
         outputs: What the layer's attention adds to it, ``[tokens, hidden]``.
     """
 
@@ -42,9 +44,9 @@ class Reader:
         self.model = model
         self.core = model.model
         self.num_layers = int(model.config.num_hidden_layers)
-        self.middle = self.num_layers // 2
+        self.probed = probed_layer(self.num_layers)
         self._seen: dict[str, torch.Tensor] = {}
-        layer = self.core.layers[self.middle]
+        layer = self.core.layers[self.probed]
         layer.register_forward_pre_hook(self._see_input, with_kwargs=True)
         layer.self_attn.register_forward_hook(self._see_output)
 
@@ -116,8 +118,8 @@ class Reader:
     # --- what choosers ask ------------------------------------------------------------------------
 
     def queries(self, inputs: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Rotated queries of the middle layer: ``[heads, tokens, dim]``."""
-        layer = self.core.layers[self.middle]
+        """Rotated queries of the probed layer: ``[heads, tokens, dim]``."""
+        layer = self.core.layers[self.probed]
         with torch.inference_mode():
             q = layer.self_attn.q_proj(layer.input_layernorm(inputs))
             q = q.view(len(inputs), -1, layer.self_attn.head_dim).transpose(0, 1)
@@ -126,11 +128,20 @@ class Reader:
         rows: torch.Tensor = q[0]
         return rows
 
+    def rotated(self, k: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+        """K of all layers, rotated by so many positions: ``[layers, tokens, heads, dim]``."""
+        rows = k.float().transpose(1, 2)
+        cos, sin = self.core.rotary_emb(rows, by.abs()[None])
+        sin = sin * by.sign()[None, :, None]
+        rows, _ = apply_rotary_pos_emb(rows, rows, cos, sin)
+        found: torch.Tensor = rows.transpose(1, 2)
+        return found
+
     def attention(
         self, q: torch.Tensor, q_at: torch.Tensor, k: torch.Tensor, k_at: torch.Tensor
     ) -> torch.Tensor:
-        """Weights of the middle layer: ``[heads, queries, keys]`` in float32."""
-        scale = self.core.layers[self.middle].self_attn.scaling
+        """Weights of the probed layer: ``[heads, queries, keys]`` in float32."""
+        scale = self.core.layers[self.probed].self_attn.scaling
         grouped = k.transpose(0, 1).repeat_interleave(len(q) // k.shape[1], dim=0)
         scores = (q @ grouped.transpose(1, 2)).float() * scale
         weights: torch.Tensor = scores.masked_fill(k_at > q_at[:, None], float("-inf")).softmax(-1)
@@ -145,8 +156,8 @@ class Reader:
         k_at: torch.Tensor,
         chunk: int = 512,
     ) -> torch.Tensor:
-        """What the middle layer's attention adds for tokens with these inputs, over this KV."""
-        layer = self.core.layers[self.middle].self_attn
+        """What the probed layer's attention adds for tokens with these inputs, over this KV."""
+        layer = self.core.layers[self.probed].self_attn
         found = []
         for start in range(0, len(inputs), chunk):
             part = slice(start, start + chunk)

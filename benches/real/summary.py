@@ -145,14 +145,15 @@ def chained(rows: Sequence[Row]) -> Figures:
     the answers lost and gained over all steps in a row, against full recomputation.
     """
     found: Figures = {}
-    for name in policies.POLICIES:
+    for name in (*policies.POLICIES, policies.ONE_HOP.name):
         chains: dict[int, dict[str, dict[int, Row]]] = {}
         for row in rows:
             if row["policy"] == name and row["kind"] in CHAINED:
                 chain = chains.setdefault(row["seed"], {kind: {} for kind in CHAINED})
                 chain[row["kind"]][row["step"]] = row
-        is_control = name in policies.CONTROLS
-        kinds = CHAINED[1:] if is_control else CHAINED
+        kinds = CHAINED[1:] if name in policies.CONTROLS else CHAINED
+        if name == policies.ONE_HOP.name:
+            kinds = CHAINED[:1]
         complete = [
             one for one in chains.values() if all(len(one[kind]) == STEPS for kind in kinds)
         ]
@@ -237,6 +238,8 @@ def render(document: Figures) -> str:
                 lines += ["", f"### {title}, prompts of {size} tokens", ""]
                 lines += _table(found["groups"][group])
         lines += ["", f"### KL by kind, prompts of {size} tokens", "", *_by_kind(found["kinds"])]
+        lines += ["", f"### KL 99 %, and top 1 next to exact reuse's, at {size} tokens", ""]
+        lines += _tails(found["kinds"])
         lines += ["", f"### Points lost by kind, prompts of {size} tokens", ""]
         lines += _lost(found["kinds"])
     for size, found in document["seeds"].items():
@@ -364,8 +367,8 @@ def _by_kind(kinds: Figures) -> list[str]:
     return lines
 
 
-LOST: Final = ("exact", "rotated", "fronts20", "fronts30", "probe20", "probe30", "question20")
-"""Policies of the table of losses, with the controls."""
+LOST: Final = ("exact", "rotated", "fronts20", "fronts30", "probe15", "probe20", "probe28")
+"""Policies of the tables of tails and of losses, the latter with the controls."""
 
 
 def _lost(kinds: Figures) -> list[str]:
@@ -380,6 +383,22 @@ def _lost(kinds: Figures) -> list[str]:
         row = one["exact"]
         cells = [str(row["cases"]), f"{row['right_full']}/{row['questions']}"]
         cells += [points(one[name]) for name in names]
+        lines.append(f"| {kind} ({conversations.IDS[kind]}) | " + " | ".join(cells) + " |")
+    return lines
+
+
+def _tails(kinds: Figures) -> list[str]:
+    """The tail of the KL by kind, and top 1 as a share of exact reuse's."""
+    names = [name for name in LOST if all(name in one for one in kinds.values())]
+    lines = [
+        "| kind | " + " | ".join(f"`{name}`" for name in names) + " |",
+        "|---|" + "--:|" * len(names),
+    ]
+    for kind, one in kinds.items():
+        cells = [
+            f"{small(one[name]['kl_p99'])}, {one[name]['top1'] / one['exact']['top1']:.1%}"
+            for name in names
+        ]
         lines.append(f"| {kind} ({conversations.IDS[kind]}) | " + " | ".join(cells) + " |")
     return lines
 
@@ -413,7 +432,8 @@ def _chains(chains: Figures) -> list[str]:
         "|---|" + "--:|" * (STEPS + 5),
     ]
     for name, one in chains.items():
-        alone, row = _mean(one["alone"]), one.get("ten", [])
+        # Moved once, a policy of one hop is `rotated`.
+        alone, row = _mean(one.get("alone", chains["rotated"]["alone"])), one.get("ten", [])
         shown = one["ten_figures"] if row else one["alone_figures"]
         cells = [*map(small, row), small(_mean(row))] if row else [""] * (STEPS + 1)
         cells += [small(alone), f"{_mean(row) / alone:.2f}" if row and alone else ""]
@@ -484,19 +504,38 @@ def document(rows: Sequence[Row], wording: str) -> Figures:
     }
 
 
+def completed(found: Figures, before: Figures) -> Figures:
+    """The figures with those of sizes and of edits in a row that were measured before, not now."""
+    if any(found[name] != before[name] for name in ("set", "model", "dtype")):
+        return found
+    both = {name: before[name] | found[name] for name in ("sizes", "seeds", "first_token")}
+    by_size = {
+        name: {size: some[size] for size in conversations.SIZES if size in some}
+        for name, some in both.items()
+    }
+    chains = found["chains"] or before["chains"]
+    return found | by_size | {"chains": chains, "undetected": undetected(by_size["sizes"])}
+
+
 def main(path: Path, *, quick: bool, wording: str) -> int:
-    """Write figures and page from the rows; a quick run only prints."""
+    """Write figures and page from the rows; a quick run only prints.
+
+    What the rows have nothing of stays as it was measured before.
+    """
     rows = [row for row in Rows(path).by_key.values() if row["set"] == wording]
     if not rows:
         print("fidelity: nothing has been measured")
         return 1
     found = document(rows, wording)
+    blind = found["undetected"]
+    if not quick and FIGURES.exists():
+        found = completed(found, json.loads(FIGURES.read_text(encoding="utf-8")))
     text = render(found)
     print(text)
     if not quick and wording == "reporting":
         FIGURES.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         PAGE.write_text(put(PAGE.read_text(encoding="utf-8"), text), encoding="utf-8")
-    for name in found["undetected"]:
+    for name in blind:
         size, _, kind = name.partition(" ")
         row = found["sizes"][size]["kinds"][kind]["exact"]
         cases = counted(row["cases"], "conversation")
@@ -505,4 +544,4 @@ def main(path: Path, *, quick: bool, wording: str) -> int:
             f"{cases}: its figures show nothing; measure more of them (--cases, --easy or --long)",
             file=sys.stderr,
         )
-    return 1 if found["undetected"] else 0
+    return 1 if blind else 0

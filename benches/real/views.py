@@ -25,6 +25,7 @@ class View:
         moved_end: Where the last message starts.
         seed: Of random choices.
         contexts: The cached sequences.
+        keys: For each of them K of the probed layer, ``[tokens, heads, dim]``.
     """
 
     reader: Reader
@@ -35,10 +36,29 @@ class View:
     moved_end: int
     seed: int
     contexts: tuple[tuple[int, ...], ...] = ()
+    keys: tuple[torch.Tensor, ...] = ()
 
     @property
     def num_moved(self) -> int:
         return int(self.plan.is_moved.sum())
+
+    def context(self, start: int, end: int, old: int) -> int:
+        """The number of the cached sequence that a run is copied from."""
+        ids = tuple(self.plan.ids[start:end].tolist())
+        length = end - start
+        return next(n for n, one in enumerate(self.contexts) if one[old : old + length] == ids)
+
+    def kept(self, context: int, before: int) -> torch.Tensor:
+        """Which tokens of a cached sequence are in the prompt too, ahead of a position."""
+        found = torch.zeros(len(self.contexts[context]), dtype=torch.bool)
+        ids = self.contexts[context]
+        exact = self.plan.ids[: int((self.plan.source == 0).sum())].tolist()
+        same = next((n for n, (a, b) in enumerate(zip(exact, ids, strict=False)) if a != b), None)
+        found[: min(len(exact), len(ids)) if same is None else same] = True
+        for start, end, old in self.plan.runs:
+            if start < before and self.context(start, end, old) == context:
+                found[old : old + end - start] = True
+        return found
 
     def budget(self, share: float) -> int:
         return round(share * self.num_moved)
@@ -46,10 +66,17 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Tokens to compute in addition to the gaps, and what it cost to find them, in tokens."""
+    """Tokens to compute in addition to the gaps.
+
+    Attributes:
+        chosen: bool, per token of the prompt.
+        extra: What it cost to find them, in tokens.
+        kv: What is used instead of the plan's K and V, if anything is.
+    """
 
     chosen: torch.Tensor
     extra: float = 0.0
+    kv: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 def top(scores: torch.Tensor, allowed: torch.Tensor, count: int) -> torch.Tensor:
@@ -60,6 +87,6 @@ def top(scores: torch.Tensor, allowed: torch.Tensor, count: int) -> torch.Tensor
     return chosen
 
 
-def to_middle(view: View) -> float:
-    """What it costs to know the middle layer's keys of the gaps, in tokens: half of their pass."""
-    return int(view.plan.is_computed.sum()) * view.reader.middle / view.reader.num_layers
+def to_probed(view: View, end: int) -> float:
+    """What it costs to know the probed layer's keys of gaps before ``end``, in tokens."""
+    return int(view.plan.is_computed[:end].sum()) * view.reader.probed / view.reader.num_layers

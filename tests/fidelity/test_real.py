@@ -22,7 +22,7 @@ from real import (
     texts,
 )
 from real.cases import Renderer
-from real.plans import BLOCK, REUSE, Shelf
+from real.plans import BLOCK, REUSE, SESSION, Shelf
 from real.reader import Reader
 from real.recorded import Passage
 from real.rows import Rows
@@ -30,6 +30,8 @@ from real.views import Choice, View
 from tests.byte_tokenizer import byte_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from kvtrie import EXACT_ONLY, ReusePolicy
+from kvtrie.engines._repair import Repair
 from kvtrie.engines.transformers import Generator
 from kvtrie.gates import Box
 from kvtrie.gates.decision import Decision, Judged, Ladder
@@ -121,7 +123,7 @@ def test_probe_repeats_what_the_layer_said_in_an_unchanged_context(reader: Reade
     kept, _ = reader.full(ids)
     at = torch.arange(100)
     again = reader.attended(
-        kept.inputs, at, kept.k[reader.middle], kept.v[reader.middle], at, chunk=33
+        kept.inputs, at, kept.k[reader.probed], kept.v[reader.probed], at, chunk=33
     )
     assert torch.allclose(again, kept.outputs, atol=1e-4)
 
@@ -189,7 +191,20 @@ def test_default_takes_the_cheapest_policy_cleared_for_the_plan(
     )
     ladder = Ladder(REUSE, True, "", None, rungs)
     case = renderer.tokens(written("date"))
-    assert default.taken(reader, case, ladder, names) == taken
+    got = default.taken(default.filled(reader, case), case, ladder, names)
+    assert got.name == taken
+    assert (got.moved > 0) == (taken != "exact")
+
+
+def test_default_moves_what_is_of_the_own_conversation(reader: Reader, renderer: Renderer) -> None:
+    names = {REUSE: "rotated"}
+    ladder = Decision(REUSE, True, "", None)
+    for kind in ("strip all", "assembled"):
+        case = renderer.tokens(written(kind))
+        shelf = default.filled(reader, case)
+        for session in (SESSION, "another", None):
+            got = default.taken(shelf, case, ladder, names, session)
+            assert (got.moved > 0) == ((kind, session) == ("strip all", SESSION))
 
 
 # --- edits ----------------------------------------------------------------------------------------
@@ -322,6 +337,46 @@ def test_probe_finds_nothing_where_nothing_changed(reader: Reader) -> None:
     assert ours.changes(view, ours.moved_by(view)).mean() < changed / 100
 
 
+@pytest.mark.parametrize("name", ["ngrams", "probe", "question"])
+def test_engine_computes_the_tokens_that_the_suite_measures(
+    name: str,
+    reader: Reader,
+    renderer: Renderer,
+    bench: measure.Bench,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = renderer.tokens(written("reorder"))
+    num_blocks = measure.room(case) // BLOCK
+    engine = Generator(reader.model, num_blocks=num_blocks, gate="unchecked", records="model")
+    for ids, session in zip(case.contexts, measure.sessions(case), strict=True):
+        engine.generate(list(ids), max_new_tokens=1, policy=EXACT_ONLY, session=session)
+    chosen = torch.zeros(len(case.prompt), dtype=torch.bool)
+    of_plan = Repair._chooser
+
+    class Seen:
+        def __init__(self, chooser: Any) -> None:
+            self._chooser = chooser
+
+        def choose(self, moved: Any, share: float) -> Any:
+            ranges = self._chooser.choose(moved, share)
+            for start, end in ranges:
+                chosen[int(start) : int(end)] = True
+            return ranges
+
+    monkeypatch.setattr(Repair, "_chooser", lambda *given: Seen(of_plan(*given)))
+    policy = ReusePolicy(recompute_share=0.2, repair=name, max_hops=REUSE.max_hops)
+    engine.generate(
+        list(case.prompt),
+        max_new_tokens=1,
+        policy=policy,
+        session=SESSION,
+        moved_end=case.moved_end,
+    )
+    own = policies.POLICIES[f"{name}20"].chooses(bench.view(), 0.2).chosen
+    assert own.any()
+    assert torch.equal(chosen, own)
+
+
 def test_chain_over_exact_kv_stays_exact(reader: Reader, renderer: Renderer) -> None:
     writer = conversations.Writer(PASSAGES, "reporting", 3, conversations.Size("tiny", 3, 1, 3))
     steps = [renderer.tokens(one) for one in conversations.ten_edits(writer, steps=2)]
@@ -331,6 +386,80 @@ def test_chain_over_exact_kv_stays_exact(reader: Reader, renderer: Renderer) -> 
     approximate = list(chains.rows(reader, steps, truths, policies.POLICIES["rotated"]))
     assert all(row["moved"] > BLOCK for row in approximate)
     assert max(approximate[1]["kl_reply"]) > 1e-4
+
+
+def test_what_was_moved_once_is_computed_under_one_hop(reader: Reader, renderer: Renderer) -> None:
+    writer = conversations.Writer(PASSAGES, "reporting", 3, conversations.Size("tiny", 3, 1, 3))
+    steps = [renderer.tokens(one) for one in conversations.ten_edits(writer, steps=2)]
+    truths = [measure.reference(reader, one) for one in steps]
+    many = list(chains.rows(reader, steps, truths, policies.POLICIES["rotated"]))
+    one = list(chains.rows(reader, steps, truths, policies.ONE_HOP))
+    assert one[0] == many[0]
+    assert one[1]["moved"] < many[1]["moved"]
+    assert one[1]["computed"] > many[1]["computed"]
+
+
+def test_true_kv_in_half_of_the_layers(bench: measure.Bench) -> None:
+    view = bench.view()
+    half = view.reader.num_layers // 2
+    moved = view.plan.is_moved
+    for choose, some in ((policies.lower, slice(half)), (policies.upper, slice(half, None))):
+        choice = choose(view, 0)
+        assert not choice.chosen.any()
+        assert choice.kv is not None
+        for given, plan, true in zip(
+            choice.kv, (view.plan.k, view.plan.v), (view.truth.k, view.truth.v), strict=True
+        ):
+            assert torch.equal(given[some][:, moved], true[some][:, moved])
+            is_stale = torch.ones(len(given), dtype=torch.bool)
+            is_stale[some] = False
+            assert torch.equal(given[is_stale], plan[is_stale])
+            assert torch.equal(given[:, ~moved], plan[:, ~moved])
+
+
+def test_keys_are_rotated_as_the_model_does(reader: Reader) -> None:
+    ids = list(range(3, 30))
+    kept, _ = reader.full(ids)
+    # The first layer's keys depend on token and position alone.
+    later = reader.full([7] * 9 + ids)[0].k[:1, 9:]
+    by = torch.full((len(ids),), 9)
+    assert torch.allclose(reader.rotated(kept.k[:1], by), later.float(), atol=1e-4)
+    assert torch.allclose(reader.rotated(later, -by), kept.k[:1].float(), atol=1e-4)
+
+
+def test_lost_attention_is_to_what_is_not_in_the_prompt(bench: measure.Bench) -> None:
+    view = bench.view()
+    (start, end, old), *_ = view.plan.runs
+    context = view.context(start, end, old)
+    ids = view.contexts[context]
+    kept = view.kept(context, start)
+    before = set(view.plan.ids[:start].tolist())
+    assert not kept[old:].any()
+    assert all(ids[at] in before for at in kept.nonzero()[:, 0].tolist())
+    assert kept.any()
+    chosen = policies.lost(view, 0.2).chosen
+    assert int(chosen.sum()) == view.budget(0.2)
+    assert not (chosen & ~view.plan.is_moved).any()
+
+
+def test_corrected_kv_differs_in_what_is_neither_in_place_nor_computed(
+    bench: measure.Bench,
+) -> None:
+    view = bench.view()
+    choice = policies.corrected(view, 0.2)
+    assert choice.kv is not None
+    changed = (choice.kv[1] != view.plan.v).flatten(2).any(2).any(0)
+    assert changed.any()
+    assert not (changed & ~view.plan.is_moved).any()
+    assert not (changed & choice.chosen).any()
+
+
+def test_records_in_float8_choose_nearly_the_same(bench: measure.Bench) -> None:
+    view = bench.view()
+    one, other = ours.probe(view, 0.3), ours.probe_fp8(view, 0.3)
+    assert int(one.chosen.sum()) == int(other.chosen.sum())
+    assert int((one.chosen & other.chosen).sum()) > 0.6 * int(one.chosen.sum())
+    assert one.extra == other.extra
 
 
 def test_caller_s_full_recomputation_is_used(reader: Reader, renderer: Renderer) -> None:
@@ -499,6 +628,17 @@ def test_kind_whose_control_is_not_bad_is_named() -> None:
     assert summary.document(rows, "reporting")["undetected"] == []
 
 
+def test_sizes_that_were_not_measured_again_stay() -> None:
+    before = summary.document([row("exact"), row("exact", size="4k", kl_reply=[0.5])], "reporting")
+    found = summary.document([row("exact", size="4k")], "reporting")
+    both = summary.completed(found, before)
+    assert list(both["sizes"]) == ["1k", "4k"]
+    assert both["sizes"]["1k"] == before["sizes"]["1k"]
+    assert both["sizes"]["4k"] == found["sizes"]["4k"] != before["sizes"]["4k"]
+    other = found | {"model": "another"}
+    assert summary.completed(other, before) == other
+
+
 def test_run_whose_control_is_not_bad_says_what_to_do(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -550,6 +690,9 @@ def test_readme_quotes_the_figures() -> None:
         f"hard edits and {summary.small(easy['rotated']['kl'])} after easy ones, exact reuse at "
         f"most {summary.small(floor)}, in {cases} conversations"
     ) in readme
+    probed = hard["probe28"]
+    assert 0.3 < probed["cost"] < 0.34
+    assert f"it is {summary.small(probed['kl'])} after hard edits" in readme
 
 
 def test_page_says_what_was_not_measured() -> None:
