@@ -23,6 +23,7 @@ from kvtrie.metrics.families import FAMILIES
 from kvtrie.metrics.generator import FIRST_TOKEN_BUCKETS, GeneratorCounter
 from kvtrie.metrics.prompts import OTHER, REUSES, Prompts
 from kvtrie.router import TurnTracker
+from kvtrie.router.splicing import OUTCOMES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -306,6 +307,7 @@ def _of_tracker(tracker: TurnTracker) -> dict[str, Samples | _Histogram]:
             "tracker_kept": now.kept,
             "tracker_prompt_tokens": now.prompt_tokens,
             "tracker_transfers": now.transfers,
+            "tracker_spliced_tokens": now.spliced_tokens,
         }
     )
     found["kvtrie_tracker_dropped"] = _by(now.dropped, ("expired", "room", "replaced", "forgotten"))
@@ -313,6 +315,7 @@ def _of_tracker(tracker: TurnTracker) -> dict[str, Samples | _Histogram]:
     found["kvtrie_tracker_answers"] = _by(
         now.answers, ("exact_extension", "alias", "moved_runs", "common_prefix", "start_over")
     )
+    found["kvtrie_tracker_splices"] = _by(now.splices, OUTCOMES)
     found["kvtrie_tracker_tokens"] = _by(
         {"exact": now.exact_tokens, "approximate": now.approximate_tokens}
     )

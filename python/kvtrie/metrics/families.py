@@ -222,5 +222,18 @@ FAMILIES: Final = (
         "tracker",
         "Times that compare() handed out kv_transfer_params.",
     ),
+    MetricFamily(
+        "kvtrie_tracker_splices",
+        "counter",
+        "tracker",
+        "Prompts of splice(), by outcome.",
+        ("outcome",),
+    ),
+    MetricFamily(
+        "kvtrie_tracker_spliced_tokens",
+        "counter",
+        "tracker",
+        "Tokens of these prompts with ids of a history.",
+    ),
 )
 """All metrics, in the order in which they are exported."""

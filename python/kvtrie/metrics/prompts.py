@@ -150,9 +150,9 @@ class Prompts:
         is_computed = reuse == REUSES.index("recomputed")
         with self._lock:
             names = self._names
-            kinds = _kinds(names, len(seq), spans)
-            computed = _by_kind(labels[is_computed], kinds[is_computed], NAMES, names)
-            self._totals.prompt.update(_by_kind(reuse, kinds, REUSES, names))
+            kinds = kinds_of(names, len(seq), spans)
+            computed = by_kind(labels[is_computed], kinds[is_computed], NAMES, names)
+            self._totals.prompt.update(by_kind(reuse, kinds, REUSES, names))
             self._totals.computed.update(computed)
             self._totals.copied.update(exact=int(copied[0]), moved=int(copied[1]))
             self._salts[self._first_block(seq)] = seq.namespace.salt
@@ -179,8 +179,8 @@ class Prompts:
         return hash(seq[: self._index.block_size].tobytes())
 
 
-def _kinds(names: list[str], num_tokens: int, spans: Iterable[Span]) -> NDArray[np.int64]:
-    """The number of each token's kind; new names are added."""
+def kinds_of(names: list[str], num_tokens: int, spans: Iterable[Span]) -> NDArray[np.int64]:
+    """The number of each token's kind in ``names``, to which the first 64 kinds are added."""
     kinds = np.zeros(num_tokens, np.int64)
     for span in sorted(spans, key=lambda span: (span.start, -span.end)):
         if span.kind not in names and len(names) < _MAX_KINDS:
@@ -190,12 +190,13 @@ def _kinds(names: list[str], num_tokens: int, spans: Iterable[Span]) -> NDArray[
     return kinds
 
 
-def _by_kind(
+def by_kind(
     what: NDArray[np.integer],
     kinds: NDArray[np.int64],
     labels: tuple[str, ...],
     names: list[str],
 ) -> Counter[tuple[str, str]]:
+    """Tokens by label and kind, of the code of each token's label and the number of its kind."""
     numbers = np.bincount(kinds * len(labels) + what)
     found: Counter[tuple[str, str]] = Counter()
     for at in np.flatnonzero(numbers).tolist():

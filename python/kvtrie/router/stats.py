@@ -25,6 +25,8 @@ class TrackerStats:
         exact_tokens: Those at the front that an engine has in place, exact.
         approximate_tokens: The same, approximate.
         transfers: Answers with parameters.
+        splices: Prompts of `splice` so far, by outcome.
+        spliced_tokens: Their tokens with ids of a history.
     """
 
     conversations: int = 0
@@ -38,3 +40,5 @@ class TrackerStats:
     exact_tokens: int = 0
     approximate_tokens: int = 0
     transfers: int = 0
+    splices: Counter[str] = field(default_factory=Counter)
+    spliced_tokens: int = 0

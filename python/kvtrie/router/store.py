@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 import numpy as np
 
@@ -86,12 +86,11 @@ class HistoryStore:
 
     def named(self, call: str, key: Key) -> list[History]:
         """The histories of a conversation, or an error that says why there are none."""
-        histories = self.conversations.get(key)
-        if histories is not None:
-            return histories
-        kept_at = self.expired.get(key)
-        self.stats.unknown["unknown" if kept_at is None else "expired"] += 1
-        if kept_at is not None:
+        missing = self.missing(key)
+        if missing is None:
+            return self.conversations[key]
+        if missing == "expired":
+            kept_at = self.expired[key]
             msg = (
                 f"{call}: conversation {key[1]!r} has expired: it was kept "
                 f"{self.now - kept_at:.3f} s ago, and ttl is {self._ttl:g} s"
@@ -103,6 +102,14 @@ class HistoryStore:
                 f"{self._ttl:g} s)"
             )
         raise StaleHandleError(msg)
+
+    def missing(self, key: Key) -> Literal["expired", "unknown"] | None:
+        """Why there is no such conversation, counted; None if there is."""
+        if key in self.conversations:
+            return None
+        why: Literal["expired", "unknown"] = "expired" if key in self.expired else "unknown"
+        self.stats.unknown[why] += 1
+        return why
 
     def drop(self, history: History, dead: list[History], cause: str) -> None:
         """Forget one history; tokens shared with others stay."""

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from copy import copy, deepcopy
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, SupportsIndex
+from typing import TYPE_CHECKING, Any, Final, Literal, SupportsIndex
 
 import numpy as np
 
@@ -29,6 +29,7 @@ from kvtrie.router import comparison
 from kvtrie.router.answer import TurnAnswer
 from kvtrie.router.arguments import (
     MAX_BLOCK_SIZE,
+    CompareArguments,
     block_sizes,
     checked_compare,
     checked_keep,
@@ -39,6 +40,7 @@ from kvtrie.router.arguments import (
 from kvtrie.router.comparison import Comparison
 from kvtrie.router.history import session_of
 from kvtrie.router.nixl_params import CutParams, cut_params
+from kvtrie.router.splicing import PromptSplicer, SplicedPrompt
 from kvtrie.router.store import HistoryStore
 
 if TYPE_CHECKING:
@@ -46,7 +48,6 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from kvtrie.router.arguments import CompareArguments
     from kvtrie.router.comparison import Seen
     from kvtrie.router.history import History
     from kvtrie.router.stats import TrackerStats
@@ -210,6 +211,7 @@ class TurnTracker:
                 dropped=copy(now.dropped),
                 unknown=copy(now.unknown),
                 answers=copy(now.answers),
+                splices=copy(now.splices),
             )
 
     def keep(
@@ -324,6 +326,62 @@ class TurnTracker:
         if take:
             return answer
         return replace(answer, kv_transfer_params=deepcopy(answer.kv_transfer_params))
+
+    def splice(
+        self,
+        rendered: str,
+        splicer: PromptSplicer,
+        namespace: Namespace,
+        *,
+        conversation: str | None = None,
+    ) -> SplicedPrompt:
+        """Encode a rendered prompt with the ids that an engine used, where the text is the same.
+
+        With a conversation id, they are of one of its eight newest histories; without one, of the
+        history with the longest common prefix. Histories with items are left out. Nothing is
+        touched or handed out: call `compare` with the result.
+
+        Args:
+            rendered: The prompt's text, as the chat template renders it.
+            splicer: Of the model's tokenizer.
+            namespace: The namespace of the histories.
+            conversation: Its id, or None. One that has expired or is unknown is no error: the
+                prompt is encoded, and the outcome says so.
+
+        Raises:
+            TypeError: An argument has the wrong type.
+        """
+        call = "TurnTracker.splice"
+        rendered = text(call, "rendered", rendered)
+        instance(call, "splicer", splicer, PromptSplicer, "a PromptSplicer")
+        instance(call, "namespace", namespace, Namespace, "a Namespace")
+        if conversation is not None:
+            conversation = text(call, "conversation", conversation)
+        now = self._read_clock()
+        dead: list[History] = []
+        self._expire_in_parts(now, dead)
+        if conversation is None:
+            plain = TokenSequence(splicer.encode(rendered), namespace)
+            asked = CompareArguments(plain, None, EXACT_ONLY, alias=False, keep_last=0, take=False)
+            with self._lock:
+                self._store.expire(now, dead)
+                seen = self._store.look_up(asked)
+            longest = self._longest(seen)
+            histories = [] if longest is None else [longest]
+            missing: Literal["expired", "unknown"] | None = None
+        else:
+            with self._lock:
+                self._store.expire(now, dead)
+                missing = self._store.missing((namespace, conversation))
+                kept = self._store.conversations.get((namespace, conversation), [])
+                histories = kept[: -_MOST_PLANNED - 1 : -1]
+        found = splicer.splice(rendered, [one.seq[:] for one in histories if not one.seq.items])
+        if missing is not None:
+            found = replace(found, outcome=missing)
+        with self._lock:
+            self._store.stats.splices[found.outcome] += 1
+            self._store.stats.spliced_tokens += found.num_kept
+        return found
 
     def forget(self, conversation: str, namespace: Namespace) -> None:
         """Forget a conversation, for example because its engine is gone.
