@@ -14,6 +14,7 @@ from kvtrie.tags.formats import Boundary, Channels, Drops, Format, MessageStart,
 from kvtrie.tags.presets import PRESETS, preset
 from kvtrie.tags.sections import Section, Turn
 from kvtrie.tags.spellings import Tokenizer
+from kvtrie.tags.stops import stops
 from kvtrie.tags.stream import Stream
 from kvtrie.tags.tagger import Tagger
 from kvtrie.tags.turns import Action, ClosedTurn, TurnDecision, TurnPolicy
@@ -37,4 +38,5 @@ __all__ = [
     "TurnDecision",
     "TurnPolicy",
     "preset",
+    "stops",
 ]
