@@ -78,9 +78,26 @@ def test_built_in_conversations(folder: Path) -> None:
     assert len(reasons) == done.stdout.count("differs at token") > 3
     assert "diverged" in reasons
     saved = (
-        r"^reasoning: with preserve=True, \d+ tokens less .* prompts are [1-9]\d* tokens longer$"
+        r"^reasoning: with preserve=True, \d+ fewer tokens .* prompts are [1-9]\d* tokens longer$"
     )
     assert re.search(saved, done.stdout, re.MULTILINE)
+
+
+def test_every_turn_is_in_the_text(folder: Path) -> None:
+    text = run(folder).stdout
+    document: dict[str, Any] = json.loads(run(folder, "--json").stdout)
+    (row,) = [one for one in document["rows"] if one["chat"] == "reasoning" and not one["switch"]]
+    begin = text.index("Turn by turn")
+    shown = text[begin:][text[begin:].index("\nreasoning ") :].splitlines()[1:5]
+    for at, (line, turn) in enumerate(zip(shown, row["measured"]["turns"], strict=True), 1):
+        movable = max(0, turn["reused"] - turn["prefix"])
+        computed = turn["prompt"] - turn["prefix"]
+        assert (turn["movable"], turn["computed"]) == (movable, computed)
+        numbers = [at, turn["prompt"], turn["prefix"], movable, computed]
+        assert re.findall(r"\d+", line)[:5] == list(map(str, numbers))
+        if turn["divergence"]:
+            where = f"token {turn['divergence']['position']}: the template dropped reasoning"
+            assert line.rstrip().endswith(where)
 
 
 def test_prompts_that_a_switch_makes_shorter(folder: Path, tmp_path: Path) -> None:
@@ -107,6 +124,25 @@ def test_own_conversation_as_json(folder: Path, talk: Path) -> None:
     assert turns[1]["divergence"]["cached"].startswith("<think>")
 
 
+def test_own_conversation_with_the_ids_that_an_engine_returned(
+    folder: Path, talk: Path, tmp_path: Path
+) -> None:
+    rows = [json.loads(line) for line in talk.read_text(encoding="utf-8").splitlines()]
+    reply = next(one for one in rows if one["role"] == "assistant")
+    reply["token_ids"] = [7, 8, 9]
+    own = tmp_path / "own.jsonl"
+    own.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    done = run(folder, own, "--json", "--block-size", "4", "--min-run", "8")
+    assert done.exit_code == 0, done.output
+    turns = json.loads(done.stdout)["rows"][0]["measured"]["turns"]
+    assert turns[0]["reply"] == 3
+    reply["token_ids"] = [10**9]
+    own.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    done = run(folder, own)
+    assert done.exit_code == 2
+    assert re.search("has the token id 1000000000; the tokenizer has [0-9]+ tokens", done.stderr)
+
+
 def test_page_is_complete_and_shows_text_as_text(folder: Path, talk: Path, tmp_path: Path) -> None:
     target = tmp_path / "lab.html"
     done = run(folder, talk, "--html", target, "--block-size", "4")
@@ -118,6 +154,10 @@ def test_page_is_complete_and_shows_text_as_text(folder: Path, talk: Path, tmp_p
     assert "<script" not in text
     assert "<think>\nthe tool & then" in page.text
     assert "<b>up</b>" in page.text
+    # Why, as the index explains it.
+    document: dict[str, Any] = json.loads(run(folder, talk, "--json", "--block-size", "4").stdout)
+    found = document["rows"][0]["measured"]["turns"][1]["divergence"]["reason"]
+    assert re.search(rf"the template dropped reasoning\s+{found}\s", page.text)
     assert [one.name for one in tmp_path.iterdir()] == ["talk.jsonl", "lab.html"] or {
         one.name for one in tmp_path.iterdir()
     } == {"talk.jsonl", "lab.html"}
@@ -125,8 +165,40 @@ def test_page_is_complete_and_shows_text_as_text(folder: Path, talk: Path, tmp_p
 
 def test_no_torch_is_needed(folder: Path, talk: Path) -> None:
     done = run_without_torch("lab", str(folder), str(talk))
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0, done.stderr
+    # Nothing but the progress: no warning of a library.
+    assert all(re.match(r"\d+/\d+ \w", line) for line in done.stderr.splitlines())
     assert "the template dropped reasoning" in done.stdout
+
+
+def test_the_tokenizer_may_be_named_by_its_file(folder: Path, talk: Path) -> None:
+    by_folder = run(folder, talk)
+    by_file = run(folder / "tokenizer.json", talk)
+    assert by_file.exit_code == 0, by_file.output
+    assert by_file.stdout == by_folder.stdout
+
+
+def test_rows_that_are_almost_as_by_default_are_counted(folder: Path, tmp_path: Path) -> None:
+    template = tmp_path / "mode.jinja"
+    template.write_text("{{ 'so ' if mode == 'deep' else '' }}" + QWEN3, encoding="utf-8")
+    given = ("--chat-template", template, "--set", "preserve=true")
+    done = run(folder, *given)
+    document: dict[str, Any] = json.loads(run(folder, *given, "--json").stdout)
+    default = {row["chat"]: row for row in document["rows"] if not row["switch"]}
+
+    def computed(row: dict[str, Any]) -> int:
+        return sum(turn["prompt"] - turn["prefix"] for turn in row["measured"]["turns"])
+
+    near = [
+        row
+        for row in document["rows"]
+        if row["switch"] and abs(computed(row) - (by := computed(default[row["chat"]]))) < by / 100
+    ]
+    assert f"Not shown: {len(near)} rows in which the computed tokens differ by" in done.stdout
+    assert len(re.findall(r"^\w[\w ]+ +mode=deep", done.stdout, re.MULTILINE)) == (
+        len(document["rows"]) - len(default) - len(near)
+    )
+    assert near
 
 
 def test_another_template_and_arguments(folder: Path, talk: Path, tmp_path: Path) -> None:
@@ -146,6 +218,7 @@ def test_another_template_and_arguments(folder: Path, talk: Path, tmp_path: Path
         (["{folder}", "nothing.jsonl"], "kvtrie: nothing.jsonl: No such file or directory"),
         (["{folder}", "--set", "x"], "kvtrie: --set 'x' is not NAME=VALUE"),
         (["{folder}", "--set", "x=y"], "kvtrie: --set x: 'y' is not JSON; text is written as"),
+        (["{folder}", "--set", "x=False"], "kvtrie: --set x: 'False' is not JSON; write x=false\n"),
         (["{folder}", "--chat-template", "none"], "kvtrie: none: No such file or directory"),
         (["{folder}", "--chat-template", "blank"], "kvtrie: blank: the chat template is empty\n"),
         (

@@ -16,6 +16,10 @@ CONVERSATIONS = int(os.environ.get("KVTRIE_LAB", "25"))
 WORDS = "note harbour blue seven where answer place rooms built early there late what so it".split()
 
 
+# The agent with its reasoning, and one result that goes after the first turn.
+PRUNED = lab.BUILT_IN["pruned"]
+
+
 def text(source: random.Random, most: int = 40) -> str:
     return " ".join(source.choice(WORDS) for _ in range(source.randint(1, most)))
 
@@ -115,7 +119,7 @@ def test_keeping_reasoning_and_moving_the_date_are_priced() -> None:
     report = lab.study(tokenizer_of("qwen3", QWEN3), list(lab.BUILT_IN.values()))
     saved = {(one.chat, one.change): one for one in report.savings}
     kept = saved["reasoning", "preserve=True"]
-    rows = {(row.chat, bool(row.switch)): row.measured for row in report.rows}
+    rows = {(row.chat, bool(row.switch)): row.measured for row in report.rows if not row.when}
     default, switched = rows["reasoning", False], rows["reasoning", True]
     assert default is not None
     assert switched is not None
@@ -123,6 +127,130 @@ def test_keeping_reasoning_and_moving_the_date_are_priced() -> None:
     assert kept.prompt_after > kept.prompt_before
     assert ("date", "the time at the end of the question") in saved
     assert all(one.after < one.before for one in report.savings)
+
+
+@pytest.mark.parametrize("name", ["reasoning", "agent"])
+def test_keeping_reasoning_is_priced_without_a_switch(name: str) -> None:
+    """What a template without the switch would save is what the switch of another one saves."""
+    chat = lab.BUILT_IN[name]
+    switched = lab.study(tokenizer_of("qwen3", QWEN3), [chat])
+    (by_switch,) = switched.savings
+    assert by_switch.change == "preserve=True"
+    without = QWEN3.replace("preserve or ", "")
+    assert "preserve" not in without
+    (kept,) = lab.study(tokenizer_of("qwen3", without), [chat]).savings
+    assert kept.change == "all reasoning kept in the history"
+    assert (kept.before, kept.prompt_before) == (by_switch.before, by_switch.prompt_before)
+    assert (kept.after, kept.prompt_after) == (by_switch.after, by_switch.prompt_after)
+
+
+def test_a_client_that_changes_its_history_has_no_price_for_kept_reasoning() -> None:
+    report = lab.study(tokenizer_of("qwen3", QWEN3.replace("preserve or ", "")), [PRUNED])
+    measured = report.rows[0].measured
+    assert measured is not None
+    assert "reasoning" in [turn.divergence.cause for turn in measured.turns if turn.divergence]
+    assert not report.savings
+
+
+# --- switches and what else a template reads --------------------------------------------------
+
+
+def reads(text: str) -> str:
+    """A template that writes something before the messages."""
+    return text + CHATML
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("{{ 'A' if mode == 'deep' else 'B' if 'flat' == mode else '' }}", ["deep", "flat"]),
+        ("{{ mode if mode in ['deep', 'flat'] else '' }}", ["deep", "flat"]),
+        ("{{ 'A' if mode | lower == 'deep' else '' }}", ["deep"]),
+        ("{% if mode is not defined %}{% set mode = 'deep' %}{% endif %}{{ mode ~ '!' }}", []),
+        ("{{ mode | default('deep') }}{{ 'x' if mode == 'flat' else '' }}", ["flat"]),
+        ("{{ 'A' if mode == 2 else '' }}", [2]),
+        ("{{ 'A' if mode else '' }}", [True]),
+        ("{{ 'A' if mode is defined and not mode else '' }}", [False]),
+        (
+            "{% for one in mode or [] %}{{ one if one == 'a' or one == 'b' else '' }}{% endfor %}",
+            [["a", "b"]],
+        ),
+    ],
+)
+def test_values_of_switches_are_those_that_a_template_knows(text: str, values: list[Any]) -> None:
+    template = lab.Template(tokenizer_of("qwen3", reads(text)))
+    found = list(template.switches([lab.BUILT_IN["chat"]]))
+    assert found == [{"mode": value} for value in values]
+
+
+def test_a_name_whose_values_are_not_known_is_named_and_not_tried() -> None:
+    text = "{{ 'You are ' + name }}{{ '!' if loud else '' }}"
+    text = text.replace(
+        "{{ 'You", "{% if name is not defined %}{% set name = '' %}{% endif %}{{ 'You"
+    )
+    report = lab.study(tokenizer_of("qwen3", reads(text)), [lab.BUILT_IN["chat"]])
+    assert report.unvaried == ("name",)
+    assert [row.switch for row in report.rows if not row.when] == [{}, {"loud": True}]
+    given = lab.study(
+        tokenizer_of("qwen3", reads(text)), [lab.BUILT_IN["chat"]], arguments={"name": "x"}
+    )
+    assert not given.unvaried
+
+
+def test_switches_after_the_fourth_are_named_and_not_tried() -> None:
+    names = [f"mode_{letter}" for letter in "abcdef"]
+    text = "".join(f"{{{{ '{name}!' if {name} else '' }}}}" for name in names)
+    report = lab.study(tokenizer_of("qwen3", reads(text)), [lab.BUILT_IN["chat"]])
+    tried = {name for row in report.rows for name in row.switch if not row.when}
+    assert tried == set(names[:4])
+    assert report.untried == ("mode_e", "mode_f")
+    assert not report.unvaried
+
+
+def changed(text: str, name: str) -> dict[str, list[int]]:
+    """Of each value and time of a name, the positions where a prompt of `chat` diverges."""
+    report = lab.study(tokenizer_of("qwen3", reads(text)), [lab.BUILT_IN["chat"]])
+    assert not [row.error for row in report.rows if row.error]
+    return {
+        f"{row.switch[name]} {row.when}": [
+            turn.divergence.position if turn.divergence else -1 for turn in row.measured.turns
+        ]
+        for row in report.rows
+        if name in row.switch and row.measured
+    }
+
+
+def test_a_switch_that_changes_halfway_costs_what_follows_it() -> None:
+    found = changed("{{ 'The answer' if mode == 'deep' else 'then' }}", "mode")
+    assert found["deep "] == [-1, -1, -1, -1]
+    assert found["deep halfway"] == [-1, -1, 0, -1]
+
+
+def test_tools_documents_and_dates_are_varied_where_a_template_reads_them() -> None:
+    tools = changed("{{ 'Tools:' }}{% for t in tools or [] %}{{ t | tojson }}{% endfor %}", "tools")
+    assert tools["one "] == [-1, -1, -1, -1]
+    at = tools["one more halfway"]
+    assert at[2] > 0
+    assert (at[0], at[1], at[3]) == (-1, -1, -1)
+    text = "{% for d in documents or [] %}{{ d.title ~ d.text }}{% endfor %}"
+    documents = changed(text, "documents")
+    assert documents["four "] == [-1, -1, -1, -1]
+    assert [one >= 0 for one in documents["reordered each turn"]] == [False, True, True, True]
+    for text, name in (
+        ("{{ strftime_now('%d') }}", "strftime_now"),
+        ("{% if date_string is defined %}{{ date_string }}{% endif %}", "date_string"),
+    ):
+        (days,) = changed(text, name).values()
+        assert [one >= 0 for one in days] == [False, True, True, True], name
+    assert not lab.study(tokenizer_of("qwen3", CHATML), [lab.BUILT_IN["chat"]]).rows[1:]
+
+
+def test_what_the_caller_passes_is_not_varied() -> None:
+    text = "{{ strftime_now('%d') }}{{ 'A' if mode == 'deep' else '' }}"
+    given = {"strftime_now": lambda _form: "1", "mode": "x"}
+    chats = [lab.BUILT_IN["chat"]]
+    report = lab.study(tokenizer_of("qwen3", reads(text)), chats, arguments=given)
+    assert len(report.rows) == 1
 
 
 def test_text_that_encodes_to_other_ids_than_were_sampled() -> None:
@@ -145,6 +273,43 @@ def test_text_that_encodes_to_other_ids_than_were_sampled() -> None:
     assert second.divergence is not None
     assert second.divergence.position == first.reencoded
     assert second.divergence.cause == "encoding"
+
+
+def test_ids_that_an_engine_returned_are_compared_with_those_of_the_text() -> None:
+    """The model spells a reply token by token where the encoder has longer tokens."""
+    tokenizer = tokenizer_of("qwen3", CHATML)
+    template = lab.Template(tokenizer)
+    asked: tuple[dict[str, Any], ...] = ({"role": "user", "content": "what is it"},)
+    reply = {"role": "assistant", "content": "the harbour"}
+    plain = (lab.ClientRequest(asked, reply), lab.ClientRequest((*asked, reply, *asked), reply))
+    usual = template.render(lab.Chat("usual", plain), plain[0])
+    spelled = [one for letter in reply["content"] for one in template.encode(letter)]
+    end = usual.sampled[len(template.encode(reply["content"])) :]
+    ids = [*spelled, *end]
+    sampled = {**reply, "token_ids": ids}
+    assert tokenizer.decode(ids) == usual.text
+    requests = (
+        lab.ClientRequest(asked, sampled),
+        lab.ClientRequest((*asked, sampled, *asked), reply),
+    )
+    chat = lab.Chat("spelled", requests)
+    first, second = lab.measure(template, chat, block_size=1, min_run=8).turns
+    assert first.reencoded is not None
+    assert first.reencoded >= len(usual.ids)
+    assert first.reply == len(ids)
+    assert second.divergence is not None
+    assert (second.divergence.position, second.divergence.cause) == (first.reencoded, "encoding")
+    without = lab.measure(template, lab.Chat("usual", plain), block_size=1, min_run=8).turns
+    assert without[0].reencoded is None
+    assert second.prefix < without[1].prefix
+
+
+def test_an_id_beyond_the_tokenizer_is_refused() -> None:
+    tokenizer = tokenizer_of("qwen3", CHATML)
+    reply = {"role": "assistant", "content": "it", "token_ids": [len(tokenizer)]}
+    chat = lab.Chat("talk", (lab.ClientRequest(({"role": "user", "content": "it"},), reply),))
+    with pytest.raises(lab.TemplateError, match=f"token id {len(tokenizer)}; the tokenizer has"):
+        lab.study(tokenizer, [chat])
 
 
 def test_a_template_that_refuses_a_conversation_is_quoted() -> None:

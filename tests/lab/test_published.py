@@ -192,6 +192,58 @@ def test_every_built_in_conversation_renders_and_the_format_is_known(name: str) 
     assert "reasoning" not in causes["chat"]
 
 
+def test_gpt_oss_tries_its_efforts_and_tools_of_its_own_and_no_error_is_shown() -> None:
+    report = lab.study(tokenizer("gptoss"), [lab.BUILT_IN["chat"], lab.BUILT_IN["reasoning"]])
+    assert not [row.error for row in report.rows if row.error]
+    # "medium" is what the template writes by default, so it changes nothing.
+    switches = {str(row.switch): row for row in report.rows if row.switch and not row.when}
+    expected = [{"builtin_tools": ["browser", "python"]}, {"tools": "one"}]
+    expected += [{"reasoning_effort": effort} for effort in ("low", "high")]
+    assert set(switches) == set(map(str, expected))
+    assert report.unvaried == ("model_identity",)
+    days = [row for row in report.rows if "strftime_now" in row.switch]
+    assert days
+    for row in days:
+        assert row.measured is not None
+        found = [turn.divergence for turn in row.measured.turns[1:]]
+        # The date is in the first message, before everything else that changes.
+        assert {one.position for one in found if one} == {found[0].position if found[0] else None}
+        assert {one.kind for one in found if one} == {"system"}
+
+
+def test_a_changed_last_word_is_not_called_another_encoding() -> None:
+    """A prompt that ends just after the change: most of what was compared came before it."""
+    template = lab.Template(tokenizer("gptoss"))
+    reply = {"role": "assistant", "content": "no"}
+    # Long tokens before the word, and little after it.
+    asked = [
+        lab.ClientRequest(({"role": "user", "content": " commentary" * 12 + f" {one}"},), reply)
+        for one in ("so", "it")
+    ]
+    first, second = lab.measure(template, lab.Chat("edited", tuple(asked)), min_run=8).turns
+    assert first.divergence is None
+    assert second.divergence is not None
+    assert second.divergence.cached.startswith(" so<|end|>")
+    assert second.divergence.prompt.startswith(" it<|end|>")
+    assert second.divergence.cause == "text"
+
+
+def test_a_change_near_reasoning_is_not_called_dropped_reasoning() -> None:
+    """A short conversation that gets a tool: the system message changes, and soon after it all."""
+    reply = {"role": "assistant", "content": "x", "reasoning_content": "because the answer"}
+    asked = ({"role": "user", "content": "what"},)
+    then = (*asked, reply, {"role": "user", "content": "then"})
+    requests = (
+        lab.ClientRequest(asked, reply),
+        lab.ClientRequest(then, reply, {"tools": [TOOL]}),
+    )
+    for name in ("qwen3", "glm4moe"):
+        template = lab.Template(tokenizer(name))
+        _, second = lab.measure(template, lab.Chat("short", requests), min_run=8).turns
+        assert second.divergence is not None
+        assert second.divergence.cause == "text"
+
+
 def test_templates_are_those_of_the_sources() -> None:
     listed = (FOLDER / "SOURCES.md").read_text(encoding="utf-8")
     for path in FOLDER.glob("*.jinja"):

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from kvtrie.lab import LookedUp, ReplayedChat, Row, TemplateReport
 
 _LONGEST: Final = 160
+_NEWS: Final = 0.01
 
 CAUSES: Final = {
     "reasoning": "the template dropped reasoning",
@@ -32,12 +33,14 @@ def show(report: TemplateReport) -> None:
     else:
         out.print(Text(f"chat format: {report.format}; reasoning dropped at: {report.drops}"))
     table = Table(box=None, pad_edge=False, title_justify="left")
-    for name in ("conversation", "switch"):
+    for name in ("conversation", "changed"):
         table.add_column(name)
     for name in ("turns", "prompt", "prefix hit", "computed", "with kvtrie", "re-encoded"):
         table.add_column(name, justify="right")
     table.add_column("first difference")
-    for row in report.rows:
+    default = {row.chat: row.measured for row in report.rows if not row.switch}
+    shown = [row for row in report.rows if _is_news(row, default[row.chat])]
+    for row in shown:
         table.add_row(*map(Text, _cells(row)))
     out.print(table)
     out.print(
@@ -47,6 +50,22 @@ def show(report: TemplateReport) -> None:
             "encodes to other ids than were sampled."
         )
     )
+    if left := len(report.rows) - len(shown):
+        out.print(
+            Text(
+                f"Not shown: {left} rows in which the computed tokens differ by less than 1 % "
+                "from those by default (--json and the page have them)."
+            )
+        )
+    if report.unvaried:
+        names = ", ".join(report.unvaried)
+        out.print(
+            Text(f"Not varied, as the template does not say their values: {names} (use --set).")
+        )
+    if report.untried:
+        names = ", ".join(report.untried)
+        out.print(Text(f"Not tried, as others come before: {names} (use --set)."))
+    _show_turns(out, report)
     for row in report.rows:
         turn = None if row.switch else _costliest(row.measured)
         if turn is not None:
@@ -57,21 +76,64 @@ def show(report: TemplateReport) -> None:
         length = f"{abs(longer)} tokens {'longer' if longer > 0 else 'shorter'}"
         out.print(
             Text(
-                f"{one.chat}: with {one.change}, {one.before - one.after} tokens less are computed "
-                f"({share:.0f} %), and prompts are {length if longer else 'as long'}"
+                f"{one.chat}: with {one.change}, {one.before - one.after} fewer tokens are "
+                f"computed ({share:.0f} %), and prompts are {length if longer else 'as long'}"
             )
         )
 
 
-def label(switch: dict[str, object]) -> str:
-    """A setting of the template's switches, in a cell."""
-    return ", ".join(f"{name}={value}" for name, value in switch.items()) or "default"
+def _is_news(row: Row, default: ReplayedChat | None) -> bool:
+    found = row.measured
+    if not row.switch or found is None or default is None:
+        return True
+    before, after = default.computed_by_prefix, found.computed_by_prefix
+    return abs(after - before) >= _NEWS * before
+
+
+def label(row: Row) -> str:
+    """What is other than by default, in a cell."""
+    named = ", ".join(f"{name}={_shown(value)}" for name, value in row.switch.items())
+    return f"{named}, {row.when}" if row.when else named or "default"
+
+
+def _shown(value: object) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _show_turns(out: Console, report: TemplateReport) -> None:
+    """Every turn by default."""
+    table = Table(title="\nTurn by turn", box=None, pad_edge=False, title_justify="left")
+    table.add_column("conversation")
+    for name in ("turn", "prompt", "prefix hit", "movable", "computed"):
+        table.add_column(name, justify="right")
+    table.add_column("first difference")
+    for row in report.rows:
+        turns = row.measured.turns if row.measured and not row.switch else ()
+        for at, turn in enumerate(turns, 1):
+            where = turn.divergence
+            cells = [
+                row.chat if at == 1 else "",
+                str(at),
+                str(turn.prompt),
+                str(turn.prefix),
+                str(turn.movable),
+                str(turn.computed),
+                f"token {where.position}: {CAUSES[where.cause]}" if where else "",
+            ]
+            table.add_row(*map(Text, cells))
+    out.print(table)
+    out.print(
+        Text(
+            "prefix hit: found by a prefix cache. movable: reused by kvtrie besides. computed: all "
+            "but the prefix hit."
+        )
+    )
 
 
 def _cells(row: Row) -> list[str]:
     found = row.measured
     if found is None:
-        return [row.chat, label(row.switch), *["-"] * 6, row.error]
+        return [row.chat, label(row), *["-"] * 6, row.error]
     turn = _costliest(found)
     where = ""
     if turn is not None and turn.divergence is not None:
@@ -79,7 +141,7 @@ def _cells(row: Row) -> list[str]:
         where = f"turn {at}, token {turn.divergence.position}: {CAUSES[turn.divergence.cause]}"
     return [
         row.chat,
-        label(row.switch),
+        label(row),
         str(len(found.turns)),
         str(found.prompt),
         str(found.prompt - found.computed_by_prefix),

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 
 from kvtrie.cli import _options, _output
 from kvtrie.cli._failure import fail, need
+from kvtrie.cli._progress import ticks
 from kvtrie.demo.conversations import load_conversations
+
+# As Python spells them. As text, each would be true for a template.
+_WORDS: Final = {"true": "true", "false": "false", "none": "null"}
 
 
 def lab(
@@ -67,7 +72,10 @@ def lab(
         else [from_conversation(one, f"line {one.line}") for one in conversations]
     )
     try:
-        report = study(loaded, chats, arguments=given, block_size=block_size, min_run=min_run)
+        with ticks(sys.stderr, most=10) as shown:
+            report = study(
+                loaded, chats, arguments=given, block_size=block_size, min_run=min_run, step=shown
+            )
     except (TemplateError, ValueError) as error:
         fail(f"{chat_template or tokenizer}: {error}")
     refused = [row.error for row in report.rows if row.error and not row.switch]
@@ -91,6 +99,8 @@ def _arguments(given: list[str]) -> dict[str, Any]:
         try:
             found[name] = json.loads(value)
         except ValueError:
+            if value.lower() in _WORDS:
+                fail(f"--set {name}: {value!r} is not JSON; write {name}={_WORDS[value.lower()]}")
             fail(f"--set {name}: {value!r} is not JSON; text is written as '{name}=\"{value}\"'")
     return found
 
@@ -105,6 +115,8 @@ def _conversations(chat: Path) -> list[Any]:
 
 
 def _loaded(directory: Path, chat_template: Path | None) -> Any:  # noqa: ANN401 - transformers has no types
+    if directory.name == "tokenizer.json" and directory.is_file():
+        directory = directory.parent
     if not directory.is_dir():
         fail(f"{directory}: not a directory (tokenizers are not downloaded)")
     template = None

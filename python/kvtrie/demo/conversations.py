@@ -88,7 +88,8 @@ def load_conversations(path: str | Path | None = None) -> list[Conversation]:
 
     A line is a JSON object of one of two forms. ``{"messages": [...], "tools": [...]}`` is a whole
     conversation (``tools`` is optional). ``{"role": ..., "content": ...}`` is one message;
-    consecutive lines of this form are one conversation. Blank lines are skipped.
+    consecutive lines of this form are one conversation. Blank lines are skipped. An assistant
+    message may have ``token_ids``, the ids that an engine returned for it.
 
     Args:
         path: The file, or None for the shipped conversation.
@@ -169,6 +170,7 @@ def _message(message: object, where: str) -> dict[str, Any]:
     if not isinstance(role, str) or role not in _ROLES:
         raise _bad(where, f"unknown role {role!r} (known: {', '.join(_ROLES)}).")
     _printable(message, where)
+    _check_ids(message.get("token_ids"), role, where)
     out = {**message, "role": _ROLES[role]}
     if role == "assistant" and out.get("tool_calls"):
         _check_calls(out["tool_calls"], where)
@@ -201,6 +203,18 @@ def _check_calls(calls: object, where: str) -> None:
             or not isinstance(function.get("arguments"), (str, dict))
         ):
             raise _bad(where, "a tool call needs a function with a name and arguments.")
+
+
+def _check_ids(ids: object, role: str, where: str) -> None:
+    if ids is None:
+        return
+    if role != "assistant":
+        raise _bad(where, f'"token_ids" are of an assistant message, not of a {role} message.')
+    if not isinstance(ids, list) or not ids:
+        raise _bad(where, '"token_ids" must be a list of at least one id.')
+    for one in ids:
+        if not isinstance(one, int) or isinstance(one, bool) or not 0 <= one < 1 << 32:
+            raise _bad(where, f"{one!r} is no token id: a whole number from 0 to {(1 << 32) - 1}.")
 
 
 def _printable(value: object, where: str) -> None:

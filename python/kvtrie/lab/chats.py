@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from kvtrie.calibrate import texts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from kvtrie.demo.conversations import Conversation
 
@@ -45,11 +45,15 @@ class ClientRequest:
 
     Attributes:
         messages: In OpenAI form; reasoning of replies is in ``reasoning_content``.
-        reply: The assistant message that the model generates.
+        reply: The assistant message that the model generates. Its ``token_ids``, if any, are what
+            the model sampled.
+        arguments: What is passed to the template with this request alone. ``tools`` replaces the
+            conversation's.
     """
 
     messages: tuple[Message, ...]
     reply: Message
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,6 +77,16 @@ class LookedUp:
     divergence: Divergence | None
     reencoded: int | None
 
+    @property
+    def movable(self) -> int:
+        """Tokens that kvtrie reuses and a prefix cache does not find."""
+        return max(0, self.reused - self.prefix)
+
+    @property
+    def computed(self) -> int:
+        """Prompt tokens that an engine with prefix caching computes."""
+        return self.prompt - self.prefix
+
 
 @dataclass(frozen=True, slots=True)
 class ReplayedChat:
@@ -93,7 +103,7 @@ class ReplayedChat:
     @property
     def computed_by_prefix(self) -> int:
         """Prompt tokens that an engine with prefix caching computes."""
-        return sum(one.prompt - one.prefix for one in self.turns)
+        return sum(one.computed for one in self.turns)
 
     @property
     def computed(self) -> int:
@@ -117,6 +127,29 @@ def measure(
         ValueError: ``block_size`` or ``min_run`` is out of range.
     """
     rendered = [template.render(chat, one) for one in chat.requests]
+    return measure_rendered(template, chat, rendered, block_size=block_size, min_run=min_run)
+
+
+def measure_rendered(
+    template: Template,
+    chat: Chat,
+    rendered: Sequence[Rendered],
+    *,
+    block_size: int,
+    min_run: int,
+) -> ReplayedChat:
+    """Replay a conversation of which the prompts are given.
+
+    Args:
+        template: What has rendered it.
+        chat: The conversation.
+        rendered: Its requests.
+        block_size: Tokens per block.
+        min_run: The shortest run that kvtrie moves.
+
+    Raises:
+        ValueError: ``block_size`` or ``min_run`` is out of range.
+    """
     reasoned = {str(one.reply.get("reasoning_content") or "")[:_MARK] for one in chat.requests}
     bench = _Replayed(template, rendered, frozenset(reasoned - {""}), block_size, min_run)
     return bench.measured(chat.name)
@@ -213,7 +246,7 @@ class _Replayed:
             position=at,
             reason=why.reason,
             kind=kind,
-            cause=self._cause(ids, cached, at),
+            cause=self._cause(ids, cached, at, kind),
             before=self._template.decode(ids[max(0, at - _SHOWN) : at]),
             cached=self._template.decode(cached[at : at + _SHOWN]),
             prompt=self._template.decode(ids[at : at + _SHOWN]),
@@ -231,14 +264,21 @@ class _Replayed:
         spans = self._template.tagger.spans(cached.tolist())
         return next((one.kind for one in spans if one.start - _MARK <= at < one.end), "")
 
-    def _cause(self, ids: NDArray[np.uint32], cached: NDArray[np.uint32], at: int) -> str:
+    def _cause(
+        self, ids: NDArray[np.uint32], cached: NDArray[np.uint32], at: int, kind: str
+    ) -> str:
         # From a little before: what differs may be the end of a mark.
         some = slice(max(0, at - _MARK), at + 2 * _SHOWN)
         old, new = self._template.decode(cached[some]), self._template.decode(ids[some])
-        if any(one in old and one not in new for one in self._reasoned):
+        # Reasoning that is only near may be gone as well.
+        is_there = self._template.tagger is None or kind == "reasoning"
+        if is_there and any(one in old and one not in new for one in self._reasoned):
             return "reasoning"
-        least = min(len(old), len(new)) * 2 // 3
-        return "encoding" if least and old[:least] == new[:least] else "text"
+        # A sequence that ends early has less text to compare, and a token may end in a character.
+        near = slice(max(0, at - _MARK), at + _MARK)
+        old, new = (self._template.decode(one[near]).rstrip("\ufffd") for one in (cached, ids))
+        least = min(len(old), len(new))
+        return "encoding" if old[:least] == new[:least] else "text"
 
     def _reencoded(self, one: Rendered) -> int | None:
         sampled = [*one.ids, *one.sampled]

@@ -1,7 +1,8 @@
 """A tokenizer with its chat template: prompts, what a model would answer, and the switches.
 
-What the model samples is the text that the template writes for the reply, up to its end mark, or
-the same with the reasoning written by hand where the template leaves it out at once.
+What the model sampled is in a reply's ``token_ids`` if the engine returned them. Else it is the
+text that the template writes for the reply, up to its end mark, or the same with the reasoning
+written by hand where the template leaves it out at once.
 """
 
 from __future__ import annotations
@@ -12,10 +13,8 @@ import traceback
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from jinja2 import TemplateError as JinjaError
-from jinja2 import meta
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
+from kvtrie.lab.switches import uses
+from kvtrie.lab.variations import is_date
 from kvtrie.tags import Tagger
 
 if TYPE_CHECKING:
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvtrie.lab.chats import Chat, ClientRequest
+    from kvtrie.lab.switches import Use
 
 # What every client or library passes.
 _GIVEN: Final = frozenset(
@@ -34,6 +34,8 @@ _GIVEN: Final = frozenset(
 )
 _MOST_SWITCHES: Final = 4
 _MARKS: Final = ("<think>", "</think>")
+SAMPLED_IDS: Final = "token_ids"
+"""Of a reply: the ids that the engine returned for it, as vLLM and SGLang name them."""
 
 
 class TemplateError(ValueError):
@@ -47,7 +49,8 @@ class Rendered:
     Attributes:
         prompt: Its text.
         ids: The prompt's ids.
-        sampled: Ids that the model samples for the reply; the KV of the last is never computed.
+        sampled: Ids that the model sampled for the reply, or those of its text; the KV of the last
+            is never computed.
         text: Their text.
     """
 
@@ -86,10 +89,14 @@ class Template:
         """A request of a conversation.
 
         Raises:
-            TemplateError: The template refuses it, with the template's words.
+            TemplateError: The template refuses it, with the template's words; or an id of the reply
+                is not one of the tokenizer's.
         """
-        prompt = self._text(request.messages, chat, opens=True)
-        whole = self._text([*request.messages, request.reply], chat, opens=False)
+        passed = request.arguments
+        prompt = self._text(request.messages, chat, passed, opens=True)
+        if sampled := request.reply.get(SAMPLED_IDS):
+            return Rendered(prompt, self.encode(prompt), list(sampled), self._said(chat, sampled))
+        whole = self._text([*request.messages, request.reply], chat, passed, opens=False)
         text = self._sampled(prompt, whole, request.reply)
         return Rendered(prompt, self.encode(prompt), self.encode(text), text)
 
@@ -101,62 +108,119 @@ class Template:
         """The text of ids."""
         return str(self.tokenizer.decode(ids.tolist(), skip_special_tokens=False))
 
+    def used(self) -> dict[str, Use]:
+        """The names that the template reads, with how it uses them."""
+        return uses(self.tokenizer.chat_template)
+
     def switches(self, chats: Sequence[Chat]) -> Iterator[dict[str, Any]]:
         """Arguments that change what the template makes of conversations, one at a time.
 
-        They are the names that the template reads and no library passes, each with True and with
-        False, if that changes a prompt or leaves a reply other than by default. At most
-        ``4`` names, in alphabetical order.
+        They are the names that the template reads and no library passes, each with the values that
+        the template compares it with, else with True and with False, if that changes a prompt or
+        leaves a reply other than by default. Values that no conversation can be rendered with are
+        left out. At most ``4`` names, in alphabetical order.
         """
-        default = self._outcome(chats, {})
         found = 0
-        for name in sorted(self._names() - _GIVEN - set(self.arguments)):
-            tried = [{name: True}, {name: False}]
-            some = [one for one in tried if self._outcome(chats, one) != default]
+        default = self._outcome(chats, {})
+        for name, use in self._switchable():
+            some = []
+            for value in use.values(name):
+                outcome = self._outcome(chats, {name: value})
+                if outcome != default and any(text is not None for text, _ in outcome):
+                    some.append({name: value})
             yield from some
             found += bool(some)
             if found == _MOST_SWITCHES:
                 return
 
-    def _names(self) -> set[str]:
-        text = self.tokenizer.chat_template
-        texts = list(text.values()) if isinstance(text, dict) else [text]
-        found: set[str] = set()
-        for one in texts:
-            try:
-                found |= meta.find_undeclared_variables(_environment().parse(one))
-            except JinjaError:
+    def untried(self, switches: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Names that could be switches too, after the most that `switches` returns."""
+        names = {name for one in switches for name in one}
+        if len(names) < _MOST_SWITCHES:
+            return []
+        return [name for name, _ in self._switchable() if name > max(names)]
+
+    def unvaried(self, chats: Sequence[Chat]) -> list[str]:
+        """Names that could be switches, but of which the template does not say the values."""
+        found = []
+        for name, use in self._switchable():
+            if use.is_own:
                 continue
+            tried = [self._outcome(chats, {name: value}) for value in use.values(name)]
+            if not any(text is not None for outcome in tried for text, _ in outcome):
+                found.append(name)
         return found
 
-    def _outcome(self, chats: Sequence[Chat], switch: dict[str, Any]) -> list[str]:
+    def after_reply(self, chat: Chat, earlier: ClientRequest, now: ClientRequest) -> str | None:
+        """What the template writes after the reply to an earlier request.
+
+        Args:
+            chat: The conversation.
+            earlier: The request.
+            now: A later one, whose history begins with the messages of the earlier and its reply.
+
+        Returns:
+            None if it does not, or if the reply calls tools, or cannot be told from what follows.
+
+        Raises:
+            TemplateError: The template refuses the conversation with another reply.
+        """
+        at = len(earlier.messages)
+        if len(now.messages) <= at or now.messages[:at] != earlier.messages:
+            return None
+        reply = now.messages[at]
+        if reply["role"] != "assistant" or reply.get("tool_calls"):
+            return None
+        # What follows is what two prompts that differ in the end of the reply have in common.
+        one, other = (
+            self._text(
+                [*now.messages[:at], {**reply, "content": content}, *now.messages[at + 1 :]],
+                chat,
+                now.arguments,
+                opens=True,
+            )
+            for content in ("A", "B")
+        )
+        common = _common(one[::-1], other[::-1])
+        return one[len(one) - common :] if common < min(len(one), len(other)) else None
+
+    def _switchable(self) -> Iterator[tuple[str, Use]]:
+        for name, use in sorted(self.used().items()):
+            if name not in _GIVEN and name not in self.arguments and not is_date(name):
+                yield name, use
+
+    def _outcome(
+        self, chats: Sequence[Chat], switch: dict[str, Any]
+    ) -> list[tuple[str | None, str]]:
         """The last prompt of each conversation, or why there is none."""
-        found = []
+        found: list[tuple[str | None, str]] = []
         for chat in chats:
+            last = chat.requests[-1]
+            passed = {**last.arguments, **switch}
             try:
-                found.append(self._text(chat.requests[-1].messages, chat, switch, opens=True))
+                found.append((self._text(last.messages, chat, passed, opens=True), ""))
             except TemplateError as error:
-                found.append(str(error))
+                found.append((None, str(error)))
         return found
 
     def _text(
         self,
         messages: Sequence[Any],
         chat: Chat,
-        switch: Mapping[str, Any] | None = None,
+        passed: Mapping[str, Any],
         *,
         opens: bool,
     ) -> str:
         reason: Exception | None = None
+        arguments = {"tools": list(chat.tools) or None, **self.arguments, **passed}
         # Templates want the arguments of a call as an object or as JSON text.
         for as_text in (False, True):
             try:
                 text = self.tokenizer.apply_chat_template(
                     [_spelled(one, as_text=as_text) for one in messages],
-                    tools=list(chat.tools) or None,
                     tokenize=False,
                     add_generation_prompt=opens,
-                    **{**self.arguments, **(switch or {})},
+                    **arguments,
                 )
             except Exception as error:  # noqa: BLE001 - a template may raise anything
                 reason = reason or error
@@ -168,6 +232,15 @@ class Template:
             said = f"line {line} of the template: {said}"
         msg = f"the template does not render {chat.name!r}: {said}"
         raise TemplateError(msg) from reason
+
+    def _said(self, chat: Chat, sampled: Sequence[int]) -> str:
+        if max(sampled) >= len(self.tokenizer):
+            msg = (
+                f"{chat.name!r} has the token id {max(sampled)}; the tokenizer has "
+                f"{len(self.tokenizer)} tokens"
+            )
+            raise TemplateError(msg)
+        return str(self.tokenizer.decode(sampled, skip_special_tokens=False))
 
     def _sampled(self, prompt: str, whole: str, reply: Mapping[str, Any]) -> str:
         reasoning = str(reply.get("reasoning_content") or "")
@@ -200,12 +273,6 @@ class Template:
         return _MARKS
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    return ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-
-
 def _spelled(message: Mapping[str, Any], *, as_text: bool) -> dict[str, Any]:
     """With the reasoning under all names that templates read, and arguments of calls in one form.
 
@@ -213,7 +280,7 @@ def _spelled(message: Mapping[str, Any], *, as_text: bool) -> dict[str, Any]:
         message: In OpenAI form.
         as_text: Whether arguments become JSON text, else what the text says.
     """
-    found = dict(message)
+    found = {name: value for name, value in message.items() if name != SAMPLED_IDS}
     if reasoning := message.get("reasoning_content"):
         found |= {"reasoning": reasoning, "thinking": reasoning}
     if calls := message.get("tool_calls"):
