@@ -114,11 +114,6 @@ def broken(model_dir: Path, tmp_path: Path) -> Callable[..., Path]:
         pytest.param({"remove": "tokenizer.json"}, ["cannot load"], id="no-tokenizer"),
         pytest.param({"remove": "chat_template.jinja"}, ["no chat template"], id="no-template"),
         pytest.param({"model_type": "unheard-of"}, ["unheard-of"], id="unknown-model"),
-        pytest.param(
-            {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 8},
-            ["sliding window"],
-            id="sliding-window",
-        ),
         pytest.param({"hidden_size": 64}, ["cannot load the model"], id="wrong-size"),
     ],
 )

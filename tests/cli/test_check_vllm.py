@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.cleared import gate as cleared_gate
+from tests.tags.templates import QWEN3, QWQ, tokenizer_of
 from typer.testing import CliRunner
 
+import kvtrie
+from kvtrie.calibrate import shipped
 from kvtrie.cli.app import app
 from kvtrie.integrations._asked import SettingsError
 from kvtrie.integrations.vllm import _check
+from kvtrie.models.fingerprint import checkpoint_digest, directory_template_id
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -71,7 +77,10 @@ def test_what_should_be_changed_is_no_error() -> None:
     ("changes", "why"),
     [
         ({"kv_connector": "KvTrieConnector"}, "did you mean 'KvtrieConnector'?"),
-        ({"kv_connector": None}, 'kv_connector must be "KvtrieConnector", it is missing'),
+        (
+            {"kv_connector": None},
+            'kv_connector must be "KvtrieConnector" or "KvtrieNixlConnector", it is missing',
+        ),
         ({"kv_connector_module_path": "kvtrie"}, "kv_connector_module_path must be"),
         ({"kv_role": "both"}, 'kv_role must be "kv_both" or'),
         ({"kv_load_failure_policy": "retry"}, 'must be "recompute" or "fail", not \'retry\''),
@@ -83,6 +92,12 @@ def test_what_should_be_changed_is_no_error() -> None:
             "policy: unknown key 'recompute_shares'; did you mean 'recompute_share'?",
         ),
         (extra(policy={"min_run": -1}), "policy: "),
+        (
+            extra(chat_format="qwen4"),
+            "chat_format: there is no preset 'qwen4'; did you mean 'qwen3'?",
+        ),
+        (extra(chat_format={"user": 1}), "no argument says where the assistant speaks"),
+        (extra(chat_format={"users": 1}), "users"),
         (extra(events={"endpoint": "tcp://*:5558"}), "events needs vLLM's own"),
     ],
 )
@@ -214,7 +229,13 @@ def test_connectors_next_to_it() -> None:
     assert "would publish approximate blocks as exact ones" in err
     code, _, err = run(*scheduler, **among("SimpleCPUOffloadConnector", mode="exact"))
     assert code == 2
-    assert '"mode": "exact" was not run next to other connectors' in err
+    assert '"mode": "exact" has no gaps to continue after: omit --scheduler-cls' in err
+    # Nothing is approximate, so it may come last.
+    changes = among("SimpleCPUOffloadConnector", mode="exact")
+    changes["kv_connector_extra_config"]["connectors"].reverse()
+    code, out, err = run("--kv-events-config", '{"enable_kv_cache_events": true}', **changes)
+    assert (code, err) == (0, "")
+    assert out.splitlines()[1:] == ["exact mode: nothing is moved"]
 
 
 def test_each_of_several_connectors_needs_what_vllm_needs_of_it() -> None:
@@ -238,6 +259,147 @@ def test_each_of_several_connectors_needs_what_vllm_needs_of_it() -> None:
     code, out, _ = run(*scheduler, **changes)
     assert code == 0
     assert 'set "kv_load_failure_policy": "recompute"' in out
+
+
+def test_a_transfer_connector(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_bytes(b"0" * 32)
+    mine = {"kv_connector": "KvtrieNixlConnector"}
+    mine["kv_connector_module_path"] = "kvtrie.integrations.vllm.transfer"
+    code, out, err = run(**mine, **extra(kvtrie_key_file=str(key), backends=["UCX"]))
+    assert (code, err) == (0, "")
+    assert out.splitlines()[-1] == "blocks of other engines are checked"
+    for given, why in (
+        ({"kvtrie_keyfile": str(key)}, "'kvtrie_keyfile'; did you mean 'kvtrie_key_file'?"),
+        # NIXL takes keys that it does not know, so this one was never missed.
+        ({"kv_trie_model": "m"}, "'kv_trie_model'; did you mean 'kvtrie_model'?"),
+        ({"kvtrie_gate": "g"}, "unknown key 'kvtrie_gate'"),
+        ({"kvtrie_model": 3}, "kvtrie_model must be a name, the same for sender and receiver"),
+        ({"kvtrie_key_file": str(tmp_path / "none")}, "none: No such file"),
+        ({"kvtrie_key_file": None}, "kvtrie_key_file must be the path of a file"),
+    ):
+        code, out, err = run(**mine, **extra(**{"kvtrie_key_file": str(key), **given}))
+        assert (code, out) == (2, "")
+        assert why in err
+    code, _, err = run(**mine | {"kv_connector_module_path": GOOD["kv_connector_module_path"]})
+    assert code == 2
+    assert "did you mean 'kvtrie.integrations.vllm.transfer'?" in err
+    scheduler = ("--scheduler-cls", "kvtrie.integrations.vllm.KvtrieScheduler")
+    code, _, err = run(*scheduler, **mine, **extra(kvtrie_key_file=str(key)))
+    assert code == 2
+    assert "omit --scheduler-cls" in err
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a template that drops reasoning, unless a request says `preserve`."""
+    folder = tmp_path_factory.mktemp("models") / "model"
+    shutil.copytree(shipped.model_path("gqa"), folder)
+    tokenizer_of("qwen3", QWEN3).save_pretrained(folder)
+    return folder
+
+
+def gate_of(path: Path, model: Path, **changes: Any) -> str:
+    """A gate file that clears moved runs of 16 tokens of the model."""
+    fields = {"checkpoint": checkpoint_digest(model), "template": directory_template_id(model)}
+    policy = kvtrie.ReusePolicy(approximate=True, min_run=16)
+    fields |= {"kv_dtype": "bfloat16", "rope": "{}", "model": "gqa@1"} | changes
+    cleared_gate(policy=policy, **fields).write(path)
+    return str(path)
+
+
+def test_what_the_model_says(tmp_path: Path, model: Path) -> None:
+    gate = gate_of(tmp_path / "gate.json", model)
+    code, out, err = run("--model", str(model), **extra(gate=gate))
+    assert (code, err) == (0, "")
+    assert out.splitlines()[-2:] == [
+        "chat format: qwen3; reasoning dropped at: next user message",
+        "the gate is of this model; cleared for edits of the kinds one cut (rotated)",
+    ]
+    # The policy of all requests may be wider than anything that was measured.
+    code, out, _ = run("--model", str(model), **extra(gate=gate, policy={"min_run": 8}))
+    assert code == 0
+    assert "the gate is of this model; exact reuse only: nothing that reuses as much" in out
+    code, out, _ = run("--model", str(model), **extra(mode="exact", chat_format=None))
+    assert out.splitlines()[-1] == "chat format: unknown"
+
+
+def other_checkpoint(folder: Path, model: Path) -> Path:
+    shutil.copytree(model, folder)
+    raw = bytearray((folder / "model.safetensors").read_bytes())
+    raw[-1] ^= 1  # what a fine-tuning changes, at its least
+    (folder / "model.safetensors").write_bytes(raw)
+    return folder
+
+
+def test_what_does_not_fit_the_model(tmp_path: Path, model: Path) -> None:
+    gate = gate_of(tmp_path / "gate.json", model)
+    other = other_checkpoint(tmp_path / "other", model)
+    (tmp_path / "chat.jinja").write_text(QWQ)
+    for folder, options, given, why in (
+        (other, (), {"gate": gate}, "measured with checkpoint"),
+        (model, ("--dtype", "float16"), {"gate": gate}, "measured with KV in bfloat16, but vLLM"),
+        (model, ("--kv-cache-dtype", "fp8"), {}, "--kv-cache-dtype fp8 is not one of"),
+        (model, ("--dtype", "bfloat1"), {}, "not 'bfloat1'; did you mean 'bfloat16'?"),
+        (model, ("--chat-template", str(tmp_path / "chat.jinja")), {"gate": gate}, "template"),
+        (model, (), {"chat_template": QWQ, "gate": gate}, "template"),
+        (model, (), {"chat_format": "glm"}, "chat_format: "),
+        (
+            model,
+            (),
+            {"template_arguments": {"preserves": True}},
+            "the chat template reads no 'preserves'; did you mean 'preserve'?",
+        ),
+        (tmp_path, (), {}, "config.json: No such file"),
+        (tmp_path / "none", (), {}, "is not a directory, and not in the hub's cache"),
+    ):
+        code, out, err = run("--model", str(folder), *options, **extra(**given))
+        assert (code, out) == (2, ""), (given, out)
+        (line,) = err.splitlines()
+        assert why in line
+    code, _, err = run("--dtype", "float16")
+    assert code == 2
+    assert "give --model too" in err
+
+
+def test_what_the_template_reads_decides(tmp_path: Path, model: Path) -> None:
+    (tmp_path / "chat.jinja").write_text(QWEN3.replace("preserve", "keep"))
+    asked = ("--model", str(model), "--chat-template", str(tmp_path / "chat.jinja"))
+    code, out, _ = run(*asked, **extra(template_arguments={"keep": True}))
+    assert code == 0
+    assert out.splitlines()[-1] == "chat format: qwen3; reasoning dropped at: never"
+    assert "chat template: --chat-template" in out.splitlines()
+
+
+def test_several_kinds_of_layers_are_said(tmp_path: Path, model: Path) -> None:
+    model = shutil.copytree(model, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    config |= {"layer_types": ["full_attention", "linear_attention"], "dtype": None}
+    (model / "config.json").write_text(json.dumps(config))
+    code, out, _ = run("--model", str(model))
+    assert code == 0
+    assert "of the kinds full_attention, linear_attention: where vLLM keeps" in out
+    assert "kinds" not in run("--model", str(model), **extra(mode="exact"))[1]
+    gate = gate_of(tmp_path / "gate.json", model)
+    assert "config.json has none; give --dtype" in run("--model", str(model), **extra(gate=gate))[1]
+    (model / "tokenizer.json").unlink()
+    assert "chat format: not checked" in run("--model", str(model))[1]
+
+
+def test_a_model_is_checked_without_vllm_torch_and_weights(tmp_path: Path, model: Path) -> None:
+    ignore = shutil.ignore_patterns("*.safetensors")
+    model = shutil.copytree(model, tmp_path / "model", ignore=ignore)
+    program = (
+        "import sys; sys.modules.update(dict.fromkeys(('vllm', 'torch')));"
+        "from kvtrie.integrations.vllm import _check, _model;"
+        "_check._version.installed = lambda: '0.32.0';"
+        f"options = _model.ModelOptions(model={str(model)!r});"
+        f"print(*_check.check({json.dumps(GOOD)!r}, model=options), sep='\\n')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert "chat format: qwen3; reasoning dropped at: next user message\n" in done.stdout
 
 
 def test_a_chat_template(tmp_path: Path) -> None:

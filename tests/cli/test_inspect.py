@@ -26,7 +26,7 @@ def folder(tmp_path: Path) -> Path:
     index, prompt = small()
     blob = index.snapshot()
     (tmp_path / "snapshot").write_bytes(blob)
-    (tmp_path / "newer").write_bytes(blob[:8] + (4).to_bytes(4, "little") + blob[12:])
+    (tmp_path / "newer").write_bytes(blob[:8] + (5).to_bytes(4, "little") + blob[12:])
     (tmp_path / "damaged").write_bytes(blob[:-1] + b"\x07")
     (tmp_path / "cut").write_bytes(blob[: len(blob) // 2])
     (tmp_path / "prompt").write_text(json.dumps(prompt), encoding="utf-8")
@@ -112,7 +112,10 @@ def test_no_torch_is_needed(folder: Path) -> None:
         (["."], ".: Is a directory"),
         (["a"], "a: neither a snapshot nor a log of kvtrie; to compare prompts, give two"),
         (["text"], "text: neither a snapshot nor a log"),
-        (["newer"], "newer: RadixIndex.pool_of_snapshot: version 4; this build reads version 3"),
+        (
+            ["newer"],
+            "newer: RadixIndex.pool_of_snapshot: version 5; this build reads versions 3 and 4",
+        ),
         (["damaged"], "damaged: RadixIndex.pool_of_snapshot: the checksum does not fit"),
         (["cut"], "cut: RadixIndex.pool_of_snapshot: "),
         (["log-broken"], "log-broken, line 5: the line is not JSON"),

@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree as ET
 
 import pytest
+from tests.byte_tokenizer import byte_tokenizer
 from tests.cli.test_lab import Page
 from tests.cli.test_without_torch import run as run_without_torch
+from tests.replay.test_logged import record, spans_of, traffic, with_users
+from tests.replay.test_texts import agents, lines, packed
 from tests.replay.traffic import mooncake, simulated, write
 from typer.testing import CliRunner
 
@@ -164,7 +167,10 @@ def test_no_torch_is_needed(log: Path, tmp_path: Path) -> None:
         (["azure.csv"], "kvtrie: azure.csv, line 1: the file has lengths only: "),
         (["traffic.jsonl.gz", "--pool", "64G"], "kvtrie: --pool 64G is in bytes, so it needs --mo"),
         (["traffic.jsonl.gz", "--pool", "much"], "kvtrie: --pool 'much' is not a number of tokens"),
-        (["traffic.jsonl.gz", "--pool", "3"], "kvtrie: --pool 3 is 0 blocks of 64 tokens, not"),
+        (
+            ["traffic.jsonl.gz", "--pool", "3"],
+            "kvtrie: --pool 3 is 3 tokens: 0 blocks of 64 tokens, not",
+        ),
         (["traffic.jsonl.gz", "--pool", "128"], "kvtrie: traffic.jsonl.gz, line "),
         (["traffic.jsonl.gz", "--overlay", "W99"], "kvtrie: --overlay 'W99' is not one of W01, "),
         (["traffic.jsonl.gz", "--model", "nowhere"], "kvtrie: nowhere: No such file or directory"),
@@ -221,3 +227,99 @@ def test_a_bad_size_ends_before_the_log_is_read(size: str) -> None:
     assert done.exit_code == 2
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"kvtrie: --pool {size} is ")
+
+
+# --- logs of the recorder ---------------------------------------------------------------------
+
+
+def test_a_log_shows_what_dead_reasoning_first_finds(tmp_path: Path) -> None:
+    turns = traffic(1)
+    record(tmp_path / "log", turns, spans=with_users(turns))
+    done = run(tmp_path / "log", "--pool", "2400", "--html", tmp_path / "page.html")
+    assert done.exit_code == 0, done.output
+    said = "reasoning is dropped when its turn is finished: 24 of 24 prompts that continue"
+    assert said in done.stdout
+    assert said in Page((tmp_path / "page.html").read_text(encoding="utf-8")).text
+    assert "dead reasoning first finds" in done.stdout
+    assert "not marked" not in done.stdout
+
+
+def test_a_log_that_does_not_show_what_becomes_of_reasoning(tmp_path: Path) -> None:
+    turns = traffic(1, turns=1)
+    record(tmp_path / "log", turns, spans=spans_of(turns))
+    done = run(tmp_path / "log", "--pool", "2000")
+    assert done.exit_code == 0, done.output
+    assert "the log marks reasoning, but no prompt in it continues a finished turn" in done.stdout
+    assert "% not known" in " ".join(done.stdout.split())
+    assert "not marked" not in done.stdout
+
+
+def test_what_a_log_lacks_is_said_in_text_and_json(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    turns = traffic(1, conversations=2)
+    record(path, turns, rate=1.0, names=False)
+    header, *lines = path.read_bytes().splitlines(keepends=True)
+    dropped = b'{"dropped":{"queue":5,"disk":2,"size":1}}\n'
+    sampled = header.replace(b'"rate":1.0', b'"rate":0.25')
+    path.write_bytes(b"".join([sampled, *lines[:-1], dropped, lines[-1][:-30]]))
+    gaps = json.loads(run(path, "--json", "--pool", "4000").stdout)["gaps"]
+    assert gaps == {
+        "rate": 0.25,
+        "without_session": len(turns) - 1,
+        "num_cut": 1,
+        "dropped": 8,
+        "recorders": 1,
+    }
+    text = run(path, "--pool", "4000").stdout
+    assert "sampled: 25 % of the sessions are in the log: what sessions share is found too " in text
+    assert "as much of this traffic as one 4 times as large has of all" in text
+    assert f"{len(turns) - 1} requests name no session and were sampled one by one" in text
+    assert "8 requests were not recorded: hit rates are too low" in text
+    assert "1 cut last line of the log: not read" in text
+
+
+def test_a_whole_log_lacks_nothing(tmp_path: Path) -> None:
+    turns = traffic(1, conversations=2)
+    record(tmp_path / "log", turns)
+    text = run(tmp_path / "log", "--pool", "4000").stdout
+    assert not re.search("sampled|too low|cut|processes", text)
+
+
+# --- traces of text ---------------------------------------------------------------------------
+
+
+def test_an_archive_of_texts_is_read_with_a_tokenizer_and_without(
+    log: Path, tmp_path: Path
+) -> None:
+    texts = {name: lines(rows) for name, rows in agents(1).items()}
+    path = packed(tmp_path / "agents.tar.gz", texts)
+    by_words = run(path, "--pool", "4000")
+    assert by_words.exit_code == 0, by_words.output
+    assert "(LMCache agent): 18 requests, " in by_words.stdout
+    assert "tokens are words and marks of the text, not a model's" in by_words.stdout
+    assert "not visible" not in by_words.stdout
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    arguments = ("--pool", "40000", "--tokenizer", tmp_path / "model", "--json")
+    by_bytes = run(path, *arguments)
+    assert by_bytes.exit_code == 0, by_bytes.output
+    document = json.loads(by_bytes.stdout)
+    assert document["tokens_are"] == "those of the tokenizer"
+    inputs = [row["input"] for rows in agents(1).values() for row in rows]
+    assert document["prompt_tokens"] == sum(map(len, inputs))
+    refused = run(log, *arguments)
+    assert refused.exit_code == 2
+    assert refused.stderr.endswith(
+        f"--tokenizer is for traces of text, and {log} (Mooncake) has none\n"
+    )
+
+
+@pytest.mark.parametrize("name", ["none", "model"])
+def test_a_tokenizer_that_cannot_be_read(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text(lines(agents(1)["0.jsonl"]), encoding="utf-8")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "tokenizer.json").write_text("{}", encoding="utf-8")
+    done = run(path, "--tokenizer", tmp_path / name)
+    assert done.exit_code == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert str(tmp_path / name) in done.stderr

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from kvtrie import Span
 from kvtrie.record import Finished, Recorder, RecordOptions
-from kvtrie.replay import TraceError, read_trace, replay
+from kvtrie.replay import LogGaps, TraceError, read_trace, replay
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -41,6 +42,8 @@ def traffic(seed: int, conversations: int = 6, turns: int = 5) -> list[Turn]:
 def record(path: Path, turns: list[Turn], **options: Any) -> None:
     given = {"path": str(path), **options}
     salts = given.pop("salts", {})
+    spans = given.pop("spans", [()] * len(turns))
+    names = given.pop("names", True)
     recorder = Recorder(RecordOptions(**given), block_size=16)
     for at, (name, tokens, num_prompt) in enumerate(turns):
         recorder.put(
@@ -48,7 +51,8 @@ def record(path: Path, turns: list[Turn], **options: Any) -> None:
                 tokens=np.array(tokens, np.uint32),
                 num_prompt=num_prompt,
                 request_id=f"request-{at}",
-                session=name,
+                session=name if names else None,
+                spans=spans[at],
                 salt=salts.get(name),
                 arrived=1000.0 + at,
                 took=1.0,
@@ -154,3 +158,131 @@ def test_a_log_that_is_cut_or_wrong(tmp_path: Path) -> None:
     path.write_bytes(lines[0])
     with pytest.raises(TraceError, match="the log has no whole request"):
         read_trace(path)
+
+
+# --- where a request is -----------------------------------------------------------------------
+
+
+def test_an_error_names_the_line_in_the_file_and_not_the_order_of_arrival(tmp_path: Path) -> None:
+    """The longest request is the last that arrives, and the first line of the older file."""
+    path = tmp_path / "log"
+    turns = traffic(2, conversations=1)
+    record(path, turns)
+    header, *lines = path.read_bytes().splitlines(keepends=True)
+    (tmp_path / "log.1").write_bytes(b"".join([header, *reversed(lines[-2:])]))
+    path.write_bytes(b"".join([header, *lines[:-2]]))
+    trace = read_trace(path)
+    found = [(one.file, one.line) for one in trace.requests]
+    expected = [(str(path), line) for line in (2, 3, 4)]
+    assert found == [*expected, (f"{path}.1", 3), (f"{path}.1", 2)]
+    with pytest.raises(TraceError, match=rf"^{path}\.1, line 2: the request has "):
+        replay(trace, [5])
+
+
+# --- reasoning --------------------------------------------------------------------------------
+
+
+def spans_of(turns: list[Turn]) -> list[tuple[Span, ...]]:
+    """As `traffic` makes it: prompts end with the user's tokens, replies begin with reasoning."""
+    return [
+        (
+            Span(num_prompt - 20, num_prompt, "user"),
+            Span(num_prompt, num_prompt + 70, "reasoning"),
+            Span(num_prompt + 70, len(tokens), "answer"),
+        )
+        for _, tokens, num_prompt in turns
+    ]
+
+
+def with_users(turns: list[Turn]) -> list[tuple[Span, ...]]:
+    """The spans of earlier user messages as well, which show that a user has spoken again."""
+    seen: dict[str, list[Span]] = {}
+    found = []
+    for (name, _, _), spans in zip(turns, spans_of(turns), strict=True):
+        users = seen.setdefault(name, [])
+        users.append(spans[0])
+        found.append((*users, *spans[1:]))
+    return found
+
+
+@pytest.mark.parametrize("names", [True, False], ids=["sessions", "no sessions"])
+@pytest.mark.parametrize("content", ["digests", "tokens"])
+def test_reasoning_that_prompts_drop_is_evicted_first(
+    tmp_path: Path, content: str, names: bool
+) -> None:
+    turns = traffic(1)
+    options = {"content": content, "names": names, "spans": with_users(turns)}
+    record(tmp_path / "log", turns, **options)
+    trace = read_trace(tmp_path / "log")
+    assert trace.marks_reasoning
+    for (_, _, num_prompt), one in zip(turns, trace.requests, strict=True):
+        assert one.dead == ((num_prompt, num_prompt + 70),)
+    said = "reasoning is dropped when its turn is finished: 24 of 24 prompts that continue"
+    assert trace.reasoning.startswith(said)
+    # The system prompt and six conversations; their reasoning does not fit as well.
+    (row,) = replay(trace, [150]).rows
+    assert row.dead_first is not None
+    assert row.dead_first.exact > row.prefix.exact
+
+
+@pytest.mark.parametrize("content", ["digests", "tokens"])
+def test_reasoning_that_stays_is_not_dead(tmp_path: Path, content: str) -> None:
+    rng = random.Random(3)
+    history = words(rng, 100)
+    turns, spans, known = [], [], []
+    for _ in range(4):
+        at = len(history)
+        known.append(Span(at, at + 30, "user"))
+        prompt = [*history, *words(rng, 30)]
+        known.append(Span(len(prompt), len(prompt) + 40, "reasoning"))
+        history = [*prompt, *words(rng, 90)]
+        turns.append(("c", history, len(prompt)))
+        spans.append(tuple(known))
+    record(tmp_path / "log", turns, content=content, spans=spans)
+    trace = read_trace(tmp_path / "log")
+    assert trace.marks_reasoning
+    assert not any(one.dead for one in trace.requests)
+    said = "reasoning stays in the history: 0 of 3 prompts that continue a finished turn are "
+    assert trace.reasoning.startswith(said)
+    (row,) = replay(trace, [60]).rows
+    assert row.dead_first == row.prefix
+
+
+def test_the_reasoning_of_a_tool_loop_dies_with_its_turn(tmp_path: Path) -> None:
+    rng = random.Random(4)
+    system, asked, reasoned, called, result, again, said, more = (words(rng, 40) for _ in range(8))
+    first = [*system, *asked, *reasoned, *called]
+    second = [*first, *result, *again, *said]
+    third = [*system, *asked, *called, *result, *said, *more, *words(rng, 20)]
+    user = Span(40, 80, "user")
+    loop = (user, Span(80, 120, "reasoning"), Span(120, 160, "tool_call"))
+    spans = [
+        loop,
+        (*loop, Span(160, 200, "tool_result"), Span(200, 240, "reasoning")),
+        (user, Span(200, 240, "user")),
+    ]
+    turns = [("c", first, 80), ("c", second, 200), ("c", third, 240)]
+    record(tmp_path / "log", turns, spans=spans)
+    dead = [one.dead for one in read_trace(tmp_path / "log").requests]
+    assert dead == [(), ((80, 120), (200, 240)), ()]
+
+
+def test_what_becomes_of_reasoning_may_not_be_shown(tmp_path: Path) -> None:
+    turns = traffic(1, turns=1)
+    record(tmp_path / "log", turns, spans=spans_of(turns))
+    trace = read_trace(tmp_path / "log")
+    assert not trace.marks_reasoning
+    said = "the log marks reasoning, but no prompt in it continues a finished turn that had some"
+    assert trace.reasoning.startswith(said)
+
+
+# --- what a log does not have -----------------------------------------------------------------
+
+
+def test_logs_of_two_processes_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    turns = traffic(1, conversations=2)
+    record(path, turns[:5])
+    path.rename(tmp_path / "log.1")
+    record(path, turns[5:])
+    assert read_trace(path).gaps == LogGaps(recorders=2)

@@ -32,3 +32,14 @@ def test_ten_sizes_take_less_than_a_minute(
     assert len(report.rows) == 10
     for row in report.rows:
         assert row.prefix.exact == row.kvtrie.exact <= row.optimum.exact <= report.unlimited.exact
+
+
+def test_the_texts_of_agents_are_found_where_they_moved() -> None:
+    path = TRACES / "lmcache_agent.tar.gz"
+    if not path.exists():
+        pytest.skip(f"the recorded trace {path} is not there")
+    trace = read_trace(path)
+    assert len(trace.requests) == 873
+    (row,) = replay(trace, [trace.num_ids]).rows
+    assert row.prefix.hit_rate == pytest.approx(0.932, abs=5e-4)
+    assert row.kvtrie.hit_rate == pytest.approx(0.961, abs=1e-3)

@@ -8,12 +8,12 @@ from rich.table import Table
 from rich.text import Text
 
 from kvtrie.cli._output import console
-from kvtrie.replay.report import NOT_MARKED, NOT_VISIBLE, POLICIES
+from kvtrie.replay.report import NOT_KNOWN, NOT_MARKED, NOT_VISIBLE, POLICIES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvtrie.replay import PoolRow, ReuseFigures, TrafficReport
+    from kvtrie.replay import LogGaps, PoolRow, ReuseFigures, TrafficReport
 
 _GB: Final = 1e9
 
@@ -41,8 +41,38 @@ def head(report: TrafficReport) -> list[str]:
     if report.synthetic:
         overlay = f"overlay {report.synthetic}"
         found.append(f"replies and reasoning are synthetic ({overlay}): the trace marks none")
+    if report.tokens_are:
+        found.append(f"tokens are {report.tokens_are}")
+    if report.reasoning:
+        found.append(report.reasoning)
     if not report.shows_moved_runs:
         found.append(f"{NOT_VISIBLE}: the trace names blocks and shows no tokens")
+    return [*found, *_gaps(report.gaps)]
+
+
+def _gaps(gaps: LogGaps | None) -> list[str]:
+    """What a log does not have, and what that does to the figures."""
+    if gaps is None:
+        return []
+    found = []
+    if gaps.rate < 1:
+        each = f"as one {1 / gaps.rate:,.3g} times as large has of all" if gaps.rate else "more"
+        found.append(
+            f"sampled: {100 * gaps.rate:.3g} % of the sessions are in the log: what sessions share "
+            f"is found too seldom, and a pool has room for as much of this traffic {each}"
+        )
+    if gaps.rate < 1 and gaps.without_session:
+        found.append(
+            f"{gaps.without_session:,} requests name no session and were sampled one by one: their "
+            "conversations have gaps, and hit rates are too low"
+        )
+    if gaps.dropped:
+        found.append(f"{gaps.dropped:,} requests were not recorded: hit rates are too low")
+    if gaps.num_cut:
+        lines = "1 cut last line" if gaps.num_cut == 1 else f"{gaps.num_cut} cut last lines"
+        found.append(f"{lines} of the log: not read")
+    if gaps.recorders > 1:
+        found.append(f"{gaps.recorders} processes wrote the log, each with a key of its own")
     return found
 
 
@@ -89,20 +119,23 @@ def _table(
     report: TrafficReport, title: str, cell: Callable[[ReuseFigures], str], bound: str
 ) -> tuple[str, list[str], list[list[str]]]:
     each = report.bytes_per_token
+    missing = NOT_KNOWN if report.reasoning else NOT_MARKED
     sizes = ["pool, tokens", *(["pool, GB"] if each else [])]
     rows = []
     for row in report.rows:
         begin = [f"{row.num_tokens:,}", *([f"{row.num_tokens * each / _GB:,.2f}"] if each else [])]
-        rows.append([*begin, *(_cell(row, name, cell, bound) for name in POLICIES)])
+        rows.append([*begin, *(_cell(row, name, cell, bound, missing) for name in POLICIES)])
     rest = [""] * (len(POLICIES) - 1)
     rows.append(["no limit", *([""] if each else []), cell(report.unlimited), *rest])
     return title, [*sizes, *POLICIES.values()], rows
 
 
-def _cell(row: PoolRow, name: str, cell: Callable[[ReuseFigures], str], bound: str) -> str:
+def _cell(
+    row: PoolRow, name: str, cell: Callable[[ReuseFigures], str], bound: str, missing: str
+) -> str:
     found: ReuseFigures | None = getattr(row, name)
     if found is None:
-        return NOT_MARKED
+        return missing
     if found.approximate is None:
         return f"{bound} {cell(found)}, {NOT_VISIBLE}"
     return cell(found)

@@ -8,6 +8,7 @@ import typer
 
 from kvtrie.cli._failure import fail
 from kvtrie.integrations.vllm import _check
+from kvtrie.integrations.vllm._model import ModelOptions
 
 
 def check_vllm(
@@ -20,6 +21,26 @@ def check_vllm(
     scheduler_cls: Annotated[
         str | None, typer.Option(metavar="CLASS", help="As vLLM gets it, if it does.")
     ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER_OR_ID",
+            help="What vLLM serves, a directory or a name in the hub's cache: also compare gate, "
+            "chat format and template arguments with it, in seconds. No weights are loaded.",
+        ),
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(metavar="TYPE", help="As vLLM gets it, for the gate; with --model.")
+    ] = "auto",
+    kv_cache_dtype: Annotated[
+        str, typer.Option(metavar="TYPE", help="As vLLM gets it; with --model.")
+    ] = "auto",
+    revision: Annotated[
+        str | None, typer.Option(metavar="NAME", help="As vLLM gets it; with --model.")
+    ] = None,
+    chat_template: Annotated[
+        str | None, typer.Option(metavar="FILE", help="As vLLM gets it, if it does.")
+    ] = None,
     probe: Annotated[
         bool,
         typer.Option(
@@ -29,11 +50,25 @@ def check_vllm(
 ) -> None:
     """Check vLLM's configuration for kvtrie: version, connector, settings and gate file.
 
-    Run it in vLLM's environment. Whether a gate is of the served model is seen when vLLM starts.
-    What depends on the model is checked by vLLM alone. Exit code 2 means that something is refused.
+    Run it in vLLM's environment. With --model, also what the model decides, as far as its config
+    and tokenizer show it; the rest is checked when vLLM starts. Exit code 2 means that something is
+    refused.
     """
+    served = None
+    if model is not None:
+        served = ModelOptions(
+            model=model, dtype=dtype, kv_cache_dtype=kv_cache_dtype, revision=revision
+        )
+    elif (dtype, kv_cache_dtype, revision) != ("auto", "auto", None):
+        fail("--dtype, --kv-cache-dtype and --revision are of a model: give --model too")
     try:
-        said = _check.check(kv_transfer_config, events=kv_events_config, scheduler=scheduler_cls)
+        said = _check.check(
+            kv_transfer_config,
+            events=kv_events_config,
+            scheduler=scheduler_cls,
+            chat_template=chat_template,
+            model=served,
+        )
         if probe:
             said.append(_check.probed())
     except ValueError as error:

@@ -7,7 +7,7 @@ import re
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -19,13 +19,18 @@ from kvtrie.pool.layout import KVLayout
 from kvtrie.replay import OVERLAYS, TraceError, TrafficReport, plot, read_trace
 from kvtrie.replay import replay as replay_trace
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kKMGT])(i?)B?)?")
 _POWERS: Final = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 _MOST_BLOCKS: Final = 2**31
 
 
 def replay(
-    log: Annotated[Path, typer.Argument(metavar="LOG", help="Recorded traffic, plain or .gz.")],
+    log: Annotated[
+        Path, typer.Argument(metavar="LOG", help="Recorded traffic, plain, .gz or .tar.gz.")
+    ],
     pool: Annotated[
         list[str] | None,
         typer.Option(
@@ -51,6 +56,13 @@ def replay(
         int | None,
         typer.Option(min=1, max=4096, help="Tokens per block, if the file does not tell."),
     ] = None,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIRECTORY",
+            help="Directory with tokenizer.json, for traces of text (default: words and marks).",
+        ),
+    ] = None,
     min_run: _options.MinRun = 16,
     as_json: _options.AsJson = False,
     html: _options.Html = None,
@@ -71,10 +83,13 @@ def replay(
         fail(f"--overlay {overlay!r} is not one of {', '.join(OVERLAYS)}")
     tokens = {one: _tokens(one, each) for one in pool or []}
     _output.check(html, svg)
+    encode = None if tokenizer is None else _encoder(tokenizer)
     try:
         with ticks(sys.stderr, most=10) as shown:
             shown.stage(f"reading {log}")
-            trace = read_trace(log, block_size)
+            trace = read_trace(log, block_size, encode)
+            if encode is not None and not trace.tokens_are:
+                fail(f"--tokenizer is for traces of text, and {log} ({trace.format}) has none")
             sizes = [_blocks(one, tokens[one], trace.block_size) for one in pool or []]
             if chosen is not None:
                 shown.stage(f"laying {chosen.name} over it")
@@ -101,6 +116,20 @@ def _write(report: TrafficReport, html: Path | None, svg: Path | None, *, has_si
         _output.write_whole(html, _replay_page.page(report, answers=has_sizes))
     if svg is not None:
         _output.write_whole(svg, plot.svg(report))
+
+
+def _encoder(tokenizer: Path) -> Callable[[str], list[int]]:
+    need("--tokenizer", "tokenizers")
+    from tokenizers import Tokenizer  # noqa: PLC0415 - of the extra
+
+    path = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
+    if not path.is_file():
+        fail(f"{path}: No such file (tokenizers are not downloaded)")
+    try:
+        loaded = Tokenizer.from_file(str(path))
+    except Exception as error:  # noqa: BLE001 - the library raises nothing narrower
+        fail(f"{path}: no tokenizer can be loaded: {error}")
+    return lambda text: list(loaded.encode(text, add_special_tokens=False).ids)
 
 
 def _bytes_per_token(model: Path | None, given: int | None) -> int | None:
@@ -140,7 +169,7 @@ def _blocks(given: str, tokens: float, block_size: int) -> int:
     blocks = int(tokens // block_size)
     if not 1 <= blocks <= _MOST_BLOCKS:
         fail(
-            f"--pool {given} is {blocks} blocks of {block_size} tokens, not from 1 to "
-            f"{_MOST_BLOCKS:,}"
+            f"--pool {given} is {int(tokens):,} tokens: {blocks} blocks of {block_size} tokens, "
+            f"not from 1 to {_MOST_BLOCKS:,}"
         )
     return blocks

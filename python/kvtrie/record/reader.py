@@ -87,11 +87,20 @@ class Log:
             LogLineError: A line is not a record.
             OSError: A file cannot be read.
         """
+        return (one for _, _, one in self.located())
+
+    def located(self) -> Iterator[tuple[Path, int, Recorded]]:
+        """Read the requests, each with its file and the number of its line there, from 1.
+
+        Raises:
+            LogLineError: A line is not a record.
+            OSError: A file cannot be read.
+        """
         self.num_cut, self.dropped = 0, Dropped()
         for path in self.files:
             yield from self._requests(path)
 
-    def _requests(self, path: Path) -> Iterator[Recorded]:
+    def _requests(self, path: Path) -> Iterator[tuple[Path, int, Recorded]]:
         with path.open("rb") as file:
             header = _read_header(path, file)
             if header is None:
@@ -117,7 +126,7 @@ class Log:
                     one = read_request(row, header)
                 except FieldError as error:
                     raise LogLineError(path, number, str(error)) from None
-                yield one
+                yield path, number, one
 
 
 def _header_of(path: Path) -> Header | None:

@@ -23,11 +23,20 @@ from kvtrie.replay.formats import FORMATS, TraceFormat, read_trace
 from kvtrie.replay.overlay import OVERLAYS, Overlay
 from kvtrie.replay.report import PoolRow, ReuseFigures, TrafficReport, default_sizes, replay
 from kvtrie.replay.source import TraceFile
-from kvtrie.replay.trace import Trace, TraceError, TraceRequest, chain_keys, chained, from_keys
+from kvtrie.replay.trace import (
+    LogGaps,
+    Trace,
+    TraceError,
+    TraceRequest,
+    chain_keys,
+    chained,
+    from_keys,
+)
 
 __all__ = [
     "FORMATS",
     "OVERLAYS",
+    "LogGaps",
     "Overlay",
     "PoolRow",
     "ReuseFigures",

@@ -13,7 +13,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 import kvtrie
-from kvtrie.replay.trace import TraceError
 
 if TYPE_CHECKING:
     from kvtrie.replay.trace import Tokens, Trace, TraceRequest
@@ -99,7 +98,7 @@ def _filled(trace: Trace, num_blocks: int) -> int:
 
 def _tokens(trace: Trace, one: TraceRequest) -> tuple[Tokens, Tokens]:
     if one.tokens is None:
-        raise TraceError(trace.path, one.line, "there are no tokens, so nothing can be planned")
+        raise trace.error(one, "there are no tokens, so nothing can be planned")
     return one.tokens()
 
 

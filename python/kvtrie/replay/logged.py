@@ -10,20 +10,32 @@ numbers: a replay finds every prefix, and no moved run that is not there. Of a m
 less than there is: less than half of the log's ``min_run`` tokens at each end are left out, and
 runs shorter than ``min_run``, unless they hold a whole block of both prompts.
 
+Both kinds of log may mark reasoning, and show whether prompts drop it (`kvtrie.replay.reasoning`).
+
 A log of digests takes about 0.5 µs per token to read, and 4 bytes of memory.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from kvtrie.record import Log, LogError
-from kvtrie.replay.trace import Trace, TraceError, TraceRequest, chained, from_keys
+from kvtrie.replay.reasoning import dropped
+from kvtrie.replay.trace import (
+    KnownTokens,
+    LogGaps,
+    Trace,
+    TraceError,
+    TraceRequest,
+    chained,
+    from_keys,
+)
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvtrie.record import Recorded
     from kvtrie.replay.source import TraceFile
     from kvtrie.replay.trace import Tokens
@@ -47,7 +59,7 @@ def read_log(source: TraceFile, block_size: int | None) -> Trace:
     """
     try:
         log = Log(source.path)
-        found = [one for one in log if one.num_prompt]
+        found = [each for each in log.located() if each[2].num_prompt]
     except LogError as error:
         raise TraceError(error.path, error.line, error.reason) from None
     except OSError as error:
@@ -58,30 +70,55 @@ def read_log(source: TraceFile, block_size: int | None) -> Trace:
     size = header.block_size
     if block_size not in (None, size):
         raise source.error(1, f"the log has blocks of {size} tokens, not {block_size}")
-    found.sort(key=lambda one: one.arrived)
+    found.sort(key=lambda each: each[2].arrived)
+    every = [one for _, _, one in found]
     # Of different namespaces, equal tokens are different KV.
-    are_plain = header.content == "tokens" and len({one.space for one in found}) == 1
+    are_plain = header.content == "tokens" and len({one.space for one in every}) == 1
     numbers = _Numbers(size, header.window)
-    requests, prompts, cached = [], [], []
-    for at, one in enumerate(found, 1):
-        # The last token of a reply has no KV.
-        end = max(one.num_prompt, one.num_tokens - 1)
+    # The last token of a reply has no KV.
+    ends = [max(one.num_prompt, one.num_tokens - 1) for one in every]
+    keys = chained([one.blocks[: end // size] for one, end in zip(every, ends, strict=True)])
+    drops = dropped(every, keys, size)
+    requests = []
+    for (file, line, one), end, dead in zip(found, ends, drops.ranges, strict=True):
         tokens = one.tokens if are_plain else None
         if tokens is None:
             tokens = numbers.of(source, one)
-        requests.append(_request(at, one, tokens[:end]))
-        prompts.append(one.num_prompt // size)
-        cached.append(one.blocks[: end // size])
-    keys = chained(cached)
-    trace = Trace(str(source.path), NAME, size, (), 0)
-    firsts = [one[:count] for one, count in zip(keys, prompts, strict=True)]
+        requests.append(
+            TraceRequest(
+                line=line,
+                num_tokens=one.num_prompt,
+                prompt=_NONE,
+                cached=_NONE,
+                dead=tuple((first, min(last, end)) for first, last in dead),
+                tokens=KnownTokens(tokens[:end], one.num_prompt),
+                session=None if one.session is None else f"{one.space}/{one.session}",
+                file=str(file),
+            )
+        )
+    trace = Trace(
+        str(source.path),
+        NAME,
+        size,
+        (),
+        0,
+        marks_reasoning=drops.is_known,
+        reasoning=drops.reason,
+        gaps=_gaps(log, every),
+    )
+    firsts = [one[: req.num_prompt // size] for one, req in zip(keys, every, strict=True)]
     return from_keys(trace, requests, firsts, keys)
 
 
-def _request(at: int, one: Recorded, tokens: Tokens) -> TraceRequest:
-    session = None if one.session is None else f"{one.space}/{one.session}"
-    made = TraceRequest(at, one.num_prompt, _NONE, _NONE, session=session)
-    return replace(made, tokens=lambda: (tokens[: one.num_prompt], tokens))
+def _gaps(log: Log, found: Sequence[Recorded]) -> LogGaps:
+    gone = log.dropped
+    return LogGaps(
+        rate=min(header.rate for header in log.headers),
+        without_session=sum(one.session is None for one in found),
+        num_cut=log.num_cut,
+        dropped=gone.queue + gone.disk + gone.size,
+        recorders=len({header.key for header in log.headers}),
+    )
 
 
 class _Numbers:

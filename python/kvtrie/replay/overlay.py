@@ -81,7 +81,7 @@ class Overlay:
                     session=f"{texts.root[index]}",
                 )
             )
-        empty = replace(trace, requests=(), marks_reasoning=True, synthetic=self.name)
+        empty = replace(trace, requests=(), marks_reasoning=True, synthetic=self.name, reasoning="")
         return from_keys(empty, requests, prompts, cached)
 
 

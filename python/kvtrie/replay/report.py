@@ -13,10 +13,11 @@ from kvtrie.replay.trace import TraceError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvtrie.replay.trace import Trace
+    from kvtrie.replay.trace import LogGaps, Trace
 
 NOT_VISIBLE: Final = "moved runs not visible"
 NOT_MARKED: Final = "reasoning not marked"
+NOT_KNOWN: Final = "not known"
 _SIZES: Final = 10
 
 POLICIES: Final = {
@@ -81,7 +82,11 @@ class TrafficReport:
         prompt_tokens: Tokens of all prompts.
         distinct_tokens: Tokens of all distinct full blocks: a pool of this size evicts nothing.
         shows_moved_runs: Whether the trace shows moved runs.
-        marks_reasoning: Whether it marks reasoning, by itself or by an overlay.
+        marks_reasoning: Whether it marks reasoning that will be dropped, by itself or by an
+            overlay.
+        reasoning: How that is known, or why it is not, in a sentence, or ``""``.
+        gaps: What a recorder's log does not have; None for other formats.
+        tokens_are: What the tokens are where they are no model's, or ``""``.
         bytes_per_token: Of the model's KV, or None.
         rows: One per pool size.
         unlimited: Prefix reuse in a pool without limits.
@@ -96,6 +101,9 @@ class TrafficReport:
     distinct_tokens: int
     shows_moved_runs: bool
     marks_reasoning: bool
+    reasoning: str
+    gaps: LogGaps | None
+    tokens_are: str
     bytes_per_token: int | None
     rows: tuple[PoolRow, ...]
     unlimited: ReuseFigures
@@ -146,7 +154,7 @@ def replay(
                 f"the request has {len(longest.cached)} blocks of {trace.block_size} tokens, and "
                 f"a pool of {size} blocks does not hold them"
             )
-            raise TraceError(trace.path, longest.line, reason)
+            raise trace.error(longest, reason)
     steps = len(sizes) + 1
     say = step or (lambda _done, _all, _text: None)
     counted, uses = prefix.runs(trace), prefix.next_uses(trace)
@@ -165,6 +173,9 @@ def replay(
         distinct_tokens=trace.num_ids * trace.block_size,
         shows_moved_runs=trace.shows_tokens,
         marks_reasoning=trace.marks_reasoning,
+        reasoning=trace.reasoning,
+        gaps=trace.gaps,
+        tokens_are=trace.tokens_are,
         bytes_per_token=bytes_per_token,
         rows=tuple(rows),
         unlimited=_found(trace, prefix.unlimited(trace, counted)),

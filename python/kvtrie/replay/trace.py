@@ -40,7 +40,7 @@ class TraceRequest:
     """One request.
 
     Attributes:
-        line: Its line in the file.
+        line: Its line in its file.
         num_tokens: Tokens of the prompt, at least 1.
         prompt: Ids of the prompt's full blocks.
         cached: Ids of the full blocks that are cached when it ends. They begin with ``prompt``;
@@ -52,6 +52,7 @@ class TraceRequest:
             enough that equal runs of tokens are equal runs of numbers and other tokens other
             numbers, so numbers made from fingerprints of windows will do.
         session: The conversation, or None where it is not known.
+        file: Its file, or ``""`` where that is the trace's.
     """
 
     line: int
@@ -61,10 +62,48 @@ class TraceRequest:
     dead: tuple[tuple[int, int], ...] = ()
     tokens: Callable[[], tuple[Tokens, Tokens]] | None = None
     session: str | None = None
+    file: str = ""
 
     def findable(self, block_size: int) -> int:
         """Blocks that a prefix cache may find: the last token of a prompt is always computed."""
         return min(len(self.prompt), (self.num_tokens - 1) // block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class KnownTokens:
+    """The tokens of a prompt and its reply, as ``TraceRequest.tokens`` returns them.
+
+    Attributes:
+        whole: Those of both.
+        num_prompt: How many are the prompt's.
+    """
+
+    whole: Tokens
+    num_prompt: int
+
+    def __call__(self) -> tuple[Tokens, Tokens]:
+        """The prompt's, and those of both."""
+        return self.whole[: self.num_prompt], self.whole
+
+
+@dataclass(frozen=True, slots=True)
+class LogGaps:
+    """What a recorder's log does not have, so that hit rates of it are not those of the traffic.
+
+    Attributes:
+        rate: The share of sessions that was recorded, or of requests without one.
+        without_session: Requests that name no session: each was sampled by itself.
+        num_cut: Last lines that were cut and not read.
+        dropped: Requests that the recorder did not write.
+        recorders: Processes that wrote the log. In a log of digests, what prompts of two of them
+            have in common is not visible.
+    """
+
+    rate: float = 1.0
+    without_session: int = 0
+    num_cut: int = 0
+    dropped: int = 0
+    recorders: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +118,9 @@ class Trace:
         num_ids: Ids of blocks are below it, and each occurs.
         marks_reasoning: Whether the trace says which tokens are reasoning that will be dropped.
         synthetic: The overlay that made replies and marks, or ``""``.
+        reasoning: How that is known, or why it is not, in a sentence, or ``""``.
+        gaps: What a recorder's log does not have; None for other formats.
+        tokens_are: What the tokens are where they are no model's, or ``""``.
     """
 
     path: str
@@ -88,6 +130,9 @@ class Trace:
     num_ids: int
     marks_reasoning: bool = False
     synthetic: str = ""
+    reasoning: str = ""
+    gaps: LogGaps | None = None
+    tokens_are: str = ""
 
     @property
     def shows_tokens(self) -> bool:
@@ -98,6 +143,10 @@ class Trace:
     def longest(self) -> TraceRequest:
         """The request that caches most blocks: a pool must hold it."""
         return max(self.requests, key=lambda one: len(one.cached))
+
+    def error(self, one: TraceRequest, reason: str) -> TraceError:
+        """An error that names a request's file and line."""
+        return TraceError(one.file or self.path, one.line, reason)
 
 
 def chain_keys(tokens: Tokens, block_size: int) -> Keys:
