@@ -9,6 +9,9 @@ order, each with a new prompt. *off* and *control* have no connector: their diff
 of the method. *plumbing* has one that does nothing. *kvtrie* plans, finds nothing, tags the tokens
 and updates its index. ``pairs.py`` says how the differences from *off* are estimated.
 
+With ``--reasons`` the member *silent*, in the place of *plumbing*, is kvtrie without reasons of
+misses: what it lacks of *kvtrie* is their cost.
+
 The pool has room, or is full, so that every allocated block is evicted from vLLM's cache and from
 kvtrie's index. With ``--model`` there is no *plumbing*, and the pool is full. A second table then
 has the processor time inside kvtrie's own calls, by clocks around them: all that a request makes
@@ -64,6 +67,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 MEMBERS = ("off", "control", "plumbing", "kvtrie")
+WITH_SILENT = ("off", "control", "silent", "kvtrie")
+KVTRIE = ("silent", "kvtrie")
 # A round with a real model takes a quarter of a minute.
 WITH_MODEL = ("off", "control", "kvtrie")
 # Markers of messages and reasoning: a few of the words that prompts are made of.
@@ -184,6 +189,7 @@ class Bench:
             for role in (KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER)
         )
         self._plumbing[0].bind_kv_cache_manager(self._scheduler.kv_cache_manager)
+        self._reasons = self.kvtrie[0].planner._reasons
         self._defers = self._scheduler.defer_block_free
         self._watchers: dict[int, Any] | None = None
         self._number = 0
@@ -197,13 +203,15 @@ class Bench:
 
     def switch(self, member: str) -> None:
         """Put a connector in, or none; no step is under way."""
-        mine, workers = {"plumbing": self._plumbing, "kvtrie": self.kvtrie}.get(
-            member, (None, None)
-        )
+        halves = {"plumbing": self._plumbing, **dict.fromkeys(KVTRIE, self.kvtrie)}
+        mine, workers = halves.get(member, (None, None))
+        reasons = None if member == "silent" else self._reasons
+        planner = self.kvtrie[0].planner
+        planner._reasons = planner._offers._reasons = reasons
         self._scheduler.connector = mine
         self._scheduler.defer_block_free = self._defers and mine is not None
         kv_transfer_state._KV_CONNECTOR_AGENT = workers
-        if member != "kvtrie":
+        if member not in KVTRIE:
             # Without kvtrie nothing watches the allocated blocks.
             self._watchers = self.engine.pool._reuse_watchers
             self.engine.pool._reuse_watchers = {}
@@ -346,9 +354,16 @@ def collected() -> Iterator[None]:
 
 
 def report_requests(
-    bench: Bench, work: Work, num_rounds: int, rng: random.Random, kept: Kept, *, is_full: bool
+    bench: Bench,
+    work: Work,
+    num_rounds: int,
+    rng: random.Random,
+    kept: Kept,
+    *,
+    is_full: bool,
+    members: tuple[str, ...] = MEMBERS,
 ) -> None:
-    room, num_blocks = 0, len(MEMBERS) * work.num_blocks
+    room, num_blocks = 0, len(members) * work.num_blocks
     if is_full:
         bench.fill(rng)
 
@@ -363,8 +378,8 @@ def report_requests(
     pool = "full pool" if is_full else "pool with room"
     name = f"{work.name}, {pool}: from arrival {{}}"
     with collected():
-        rounds = measure(name, MEMBERS, take, num_rounds, rng, warm_up=WARM_UP, kept=kept)
-    report(name, rounds, MEMBERS)
+        rounds = measure(name, members, take, num_rounds, rng, warm_up=WARM_UP, kept=kept)
+    report(name, rounds, members)
 
 
 def report_steps(bench: Bench, work: Work, num_rounds: int, rng: random.Random, kept: Kept) -> None:
@@ -443,6 +458,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, help="of the pool: 2,048, with a model 200")
     parser.add_argument("--calls", action="store_true", help="kvtrie's own calls, no pairs")
     parser.add_argument("--decode", action="store_true", help="decode steps alone")
+    parser.add_argument("--reasons", action="store_true", help="what reasons of misses cost, alone")
     parser.add_argument("--exact", action="store_true", help="exact mode")
     parser.add_argument("--model", type=Path, help="a model, else a tiny one; its prompts alone")
     parser.add_argument("--rounds", type=Path, help="a file that keeps the rounds")
@@ -467,10 +483,13 @@ def main() -> None:
             header("processor time", WITH_MODEL)
             report_model(bench, num_rounds, rng, kept)
         else:
-            header("processor time", MEMBERS)
+            members = WITH_SILENT if options.reasons else MEMBERS
+            header("processor time", members)
             for work, is_full in () if options.decode else REQUESTS:
-                report_requests(bench, work, num_rounds, rng, kept, is_full=is_full)
-            for work in STEPS:
+                report_requests(
+                    bench, work, num_rounds, rng, kept, is_full=is_full, members=members
+                )
+            for work in () if options.reasons else STEPS:
                 report_steps(bench, work, num_rounds, rng, kept)
         bench.switch("kvtrie")
 

@@ -16,8 +16,10 @@ VOCAB = 704
 Message = dict[str, Any]
 
 
-def model(folder: Path, template: str | None = QWEN3) -> Path:
+def model(folder: Path, template: str | None = QWEN3, form: str = "qwen3") -> Path:
+    """A model with a chat template, and with the delimiters of a format."""
     torch.manual_seed(0)
+    tokenizer = tokenizer_of(form, template)
     config = transformers.LlamaConfig(
         hidden_size=64,
         intermediate_size=128,
@@ -25,13 +27,13 @@ def model(folder: Path, template: str | None = QWEN3) -> Path:
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=32,
-        vocab_size=VOCAB,
+        vocab_size=max(VOCAB, len(tokenizer)),
         max_position_embeddings=4096,
         initializer_range=0.15,
         tie_word_embeddings=False,
     )
     transformers.LlamaForCausalLM(config).float().save_pretrained(folder)
-    tokenizer_of("qwen3", template).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     return folder
 
 

@@ -108,7 +108,9 @@ class Engine(Inside):
 
     @property
     def worker(self) -> KvtrieConnector:
-        half: KvtrieConnector = kv_transfer_state.get_kv_transfer_group()
+        group: Any = kv_transfer_state.get_kv_transfer_group()
+        among = getattr(group, "sub_connectors", [group])
+        half: KvtrieConnector = next(one for one in among if hasattr(one, "_not_copied"))
         return half
 
     def add(

@@ -46,18 +46,21 @@ class Inside:
 
     @property
     def connector(self) -> KvtrieConnector:
-        # Under vLLM's `MultiConnector` it is the first.
-        among: list[KvtrieConnector] = getattr(
+        # Under vLLM's `MultiConnector` it is one of several.
+        among: list[Any] = getattr(
             self.scheduler.connector, "sub_connectors", [self.scheduler.connector]
         )
-        return among[0]
+        mine: KvtrieConnector = next(one for one in among if hasattr(one, "planner"))
+        return mine
 
     @property
     def transfers(self) -> list[Any]:
         """What a storing connector next to kvtrie's has under way."""
         found: list[Any] = []
-        for child in getattr(self.scheduler.connector, "sub_connectors", ())[1:]:
-            theirs = child.scheduler_manager
+        for child in getattr(self.scheduler.connector, "sub_connectors", ()):
+            theirs = getattr(child, "scheduler_manager", None)
+            if theirs is None:
+                continue
             found += theirs._store_event_to_blocks.values()
             found += theirs._pending_finished_stores
             found += [one.transfer_meta for one in theirs._reqs_to_load.values()]

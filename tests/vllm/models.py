@@ -85,6 +85,50 @@ def lfm(folder: Path, seed: int = 0) -> Path:
     return _save(transformers.Lfm2ForCausalLM, config, folder, seed)
 
 
+def granite(folder: Path, seed: int = 0) -> Path:
+    """Layers with state spaces (Mamba 2) next to full attention."""
+    config = transformers.GraniteMoeHybridConfig(
+        **_COMMON | {"num_hidden_layers": 4},
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        layer_types=["mamba", "attention"] * 2,
+        position_embedding_type="rope",
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        shared_intermediate_size=256,
+        mamba_n_heads=8,
+        mamba_d_head=32,
+        mamba_d_state=16,
+        mamba_n_groups=1,
+        mamba_d_conv=4,
+        mamba_expand=2,
+        mamba_chunk_size=32,
+    )
+    return _save(transformers.GraniteMoeHybridForCausalLM, config, folder, seed)
+
+
+def qwen_next(folder: Path, seed: int = 0) -> Path:
+    """Layers with a gated delta net next to full attention."""
+    config = transformers.Qwen3NextConfig(
+        **_COMMON | {"num_hidden_layers": 4},
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        layer_types=["linear_attention", "full_attention"] * 2,
+        linear_conv_kernel_dim=4,
+        # The least that vLLM's kernels for CPUs take.
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+        linear_num_key_heads=1,
+        linear_num_value_heads=2,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+    )
+    return _save(transformers.Qwen3NextForCausalLM, config, folder, seed)
+
+
 # Ways to scale the frequencies by which keys are rotated.
 SCALED: dict[str, dict[str, object]] = {
     "yarn": {"rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 8192},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 from tests.vllm import models
@@ -29,10 +29,29 @@ EXACT: dict[str, Any] = {
 OPTIONS: dict[str, Any] = {"shadow": False, "blocks": 160, "max_model_len": 1024}
 
 
-@pytest.fixture(scope="module", params=["sliding-window", "state"])
-def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / request.param
-    return models.gemma(folder) if request.param == "sliding-window" else models.lfm(folder)
+MODELS: dict[str, Callable[[Path], Path]] = {
+    "sliding-window": models.gemma,
+    "convolution": models.lfm,
+    "mamba-2": models.granite,
+    "gated-delta-net": models.qwen_next,
+}
+# What vLLM's CPU build needs. Its Mamba 2 returns no states but the last of a step, which prefix
+# caching wants at the end of each block: here a step ends there.
+NEEDS: dict[str, dict[str, Any]] = {
+    "mamba-2": {"max_num_batched_tokens": 32, "max_num_seqs": 4},
+    "gated-delta-net": {"dtype": "bfloat16"},
+}
+
+
+class Hybrid(NamedTuple):
+    model: Path
+    options: dict[str, Any]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Hybrid:
+    model = MODELS[request.param](tmp_path_factory.mktemp("models") / request.param)
+    return Hybrid(model, OPTIONS | NEEDS.get(request.param, {}))
 
 
 def conversations(count: int) -> list[list[int]]:
@@ -44,7 +63,7 @@ def conversations(count: int) -> list[list[int]]:
         kept = list(head)
         for _ in range(3):
             asked = [USER, *rng.choices(range(16, 500), k=30), ASSISTANT]
-            reasoned = [THINK, *rng.choices(range(16, 500), k=90), STOP]
+            reasoned = [THINK, *rng.choices(range(16, 500), k=200), STOP]
             said = rng.choices(range(16, 500), k=40)
             prompts.append([*kept, *asked])
             prompts.append([*kept, *asked, *reasoned, *said])
@@ -62,13 +81,13 @@ def serve(engine: Engine) -> list[list[int]]:
 
 
 def test_outputs_are_vllms_and_dead_reasoning_leaves_first(
-    engine: Callable[..., Engine], hybrid: Path
+    engine: Callable[..., Engine], hybrid: Hybrid
 ) -> None:
-    alone = serve(engine(hybrid, **OPTIONS))
-    mine = engine(hybrid, connector=EXACT, **OPTIONS)
+    alone = serve(engine(hybrid.model, **hybrid.options))
+    mine = engine(hybrid.model, connector=EXACT, **hybrid.options)
     assert serve(mine) == alone
     counts = mine.counts
-    assert counts["blocks_dead"] > 10
+    assert counts["blocks_dead"] > 5
     assert counts["tokens_exact"] == counts["tokens_moved"] == counts["errors"] == 0
     planner = mine.connector.planner
     assert not planner.copies
@@ -76,6 +95,6 @@ def test_outputs_are_vllms_and_dead_reasoning_leaves_first(
     assert mine.pool.get_num_free_blocks() == mine.pool.num_gpu_blocks - 1
 
 
-def test_moving_is_refused_by_name(engines: Kept, hybrid: Path) -> None:
-    said = refused(engines, hybrid, connector={"gate": "unchecked"}, **OPTIONS)
+def test_moving_is_refused_by_name(engines: Kept, hybrid: Hybrid) -> None:
+    said = refused(engines, hybrid.model, connector={"gate": "unchecked"}, **hybrid.options)
     assert 'set "mode": "exact", which works with these models' in said

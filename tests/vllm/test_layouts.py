@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from tests.vllm.test_equality import rotated
+from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from kvtrie import LayoutError
+from kvtrie import LayoutError, UnsupportedRopeError
+from kvtrie.integrations.vllm._copies import rope_of
 from kvtrie.integrations.vllm._layouts import locate
-from kvtrie.pool import KVPool
+from kvtrie.pool import KVLayout, KVPool
 from kvtrie.rope import RopeSpec
 
 LAYERS, BLOCKS, HEADS, TOKENS, DIM = 3, 6, 2, 16, 32
@@ -102,3 +105,47 @@ def test_packed_kv_is_refused() -> None:
     mine = tensors(KVCacheLayout.LBHNC, HEADS, 2 * DIM + 4)
     with pytest.raises(LayoutError, match=r"68 channels, and the model keeps 2 of 32 \+ 32"):
         locate(mine, FULL, {"TRITON_ATTN"})
+
+
+@pytest.mark.parametrize("order", list(KVCacheLayout), ids=lambda order: order.name)
+@pytest.mark.parametrize(
+    ("quant", "dtype"),
+    [("fp8_per_token_head", torch.uint8), ("int8_per_token_head", torch.int8)],
+)
+def test_scales_of_rows_are_where_vllm_reads_them(
+    order: KVCacheLayout, quant: str, dtype: torch.dtype
+) -> None:
+    """The connector refuses such KV; a pool that wraps it finds what vLLM's backend finds."""
+    mine = [
+        torch.zeros_like(one, dtype=dtype).copy_(one * 50)
+        for one in tensors(order, HEADS, 2 * (DIM + 4))
+    ]
+    layout = KVLayout.from_tensors(
+        mine,
+        axes="blocks heads tokens (kv dim)",
+        block_size=TOKENS,
+        num_kv_heads=HEADS,
+        head_dim=DIM,
+        quant=quant,
+    )
+    pool = KVPool.wrap(mine, layout, rope(model_type="llama"))
+    backend: Any = object.__new__(TritonAttentionImpl)
+    backend.head_size = backend.head_size_v = DIM
+    backend.fp8_dtype = torch.float8_e4m3fn
+    for one, of_k, of_v in zip(mine, pool.k, pool.v, strict=True):
+        backend._k_scale_cache = backend._v_scale_cache = None
+        backend._ensure_scale_caches(one)
+        assert of_v is not None
+        for its, view in ((backend._k_scale_cache, of_k), (backend._v_scale_cache, of_v)):
+            its.copy_(torch.rand(its.shape))
+            assert torch.equal(view[..., DIM:].contiguous().view(torch.float32).squeeze(-1), its)
+        keys = one.transpose(1, 2)[..., :DIM].contiguous().view(torch.uint8)
+        assert torch.equal(of_k[..., :DIM], keys)
+
+
+def test_a_checkpoint_with_quantised_kv_is_refused_by_name() -> None:
+    """vLLM quantises KV as the checkpoint says, whatever the command line does."""
+    text = SimpleNamespace(quantization_config={"kv_cache_scheme": {"num_bits": 8}})
+    model = SimpleNamespace(hf_text_config=text, use_mla=False)
+    with pytest.raises(UnsupportedRopeError, match=r"quantised KV .*kv_cache_scheme="):
+        rope_of(SimpleNamespace(model_config=model))

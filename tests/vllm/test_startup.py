@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import vllm
+from tests.cleared import gate as cleared_gate
+from tests.tags.templates import QWEN3
+from tests.vllm import chat
 from tests.vllm.conftest import APPROXIMATE
 from tests.vllm.engine import Engine
 from tests.vllm.inside import SCHEDULER, connector_config
@@ -22,6 +25,7 @@ import kvtrie
 from kvtrie import gates
 from kvtrie.integrations._asked import SettingsError
 from kvtrie.integrations.vllm import KvtrieConnector, _planner, _settings, _support, _version
+from kvtrie.models.fingerprint import checkpoint_digest, directory_template_id
 from kvtrie.tags import Tagger
 
 if TYPE_CHECKING:
@@ -104,6 +108,79 @@ def test_vllms_server_refuses_before_it_loads_weights(
     # Another program's options say nothing.
     monkeypatch.setattr(sys, "argv", ["bench.py", *sys.argv[1:]])
     EngineArgs(**given).create_engine_config()
+
+
+def started(monkeypatch: pytest.MonkeyPatch, config: dict[str, object], *more: str) -> None:
+    """Make vLLM's configuration of tiny options, as its server does."""
+    model = more[0]
+    given = {"model": model, "skip_tokenizer_init": True, "enforce_eager": True}
+    given |= {"dtype": "float32", "kv_transfer_config": KVTransferConfig(**config)}
+    line = ["/usr/bin/vllm", "serve", *more, "--kv-transfer-config", json.dumps(config)]
+    monkeypatch.setattr(sys, "argv", line)
+    EngineArgs(**given).create_engine_config()
+
+
+def test_what_the_model_decides_is_refused_before_it_loads_weights(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model = str(chat.model(tmp_path / "model"))
+    started(monkeypatch, connector_config(template_arguments={"preserve": True}), model)
+    wrong = connector_config(template_arguments={"preserves": True})
+    with pytest.raises(ValueError, match="the chat template reads no 'preserves'; did you mean"):
+        started(monkeypatch, wrong, model)
+    with pytest.raises(ValueError, match=r"chat_format: .* has no token"):
+        started(monkeypatch, connector_config(chat_format="glm"), model)
+    # Another tokenizer is not looked for.
+    started(monkeypatch, connector_config(chat_format="glm"), model, "--tokenizer", "other")
+    (tmp_path / "keeping.jinja").write_text(QWEN3.replace("preserve", "keep"))
+    served = ("--chat-template", str(tmp_path / "keeping.jinja"))
+    started(monkeypatch, connector_config(template_arguments={"keep": True}), model, *served)
+    path = str(tmp_path / "gate.json")
+    fields: dict[str, Any] = {"checkpoint": checkpoint_digest(model), "rope": "{}"}
+    fields |= {"template": directory_template_id(model), "model": "m@1", "kv_dtype": "float32"}
+    cleared_gate(policy=kvtrie.ReusePolicy(approximate=True, min_run=16), **fields).write(path)
+    started(monkeypatch, connector_config(gate=path), model)
+    with pytest.raises(ValueError, match="the gate was measured with template"):
+        started(monkeypatch, connector_config(gate=path), model, *served)
+    with pytest.raises(ValueError, match="measured with KV in float32, but vLLM"):
+        started(monkeypatch, connector_config(gate=path), model, "--dtype", "bfloat16")
+
+
+def test_connectors_next_to_it_are_refused_before_weights_are_loaded(
+    monkeypatch: pytest.MonkeyPatch, llama: Path
+) -> None:
+    def several(*children: dict[str, object]) -> dict[str, object]:
+        extra = {"connectors": list(children)}
+        return {"kv_connector": "MultiConnector", "kv_role": "kv_both"} | {
+            "kv_connector_extra_config": extra
+        }
+
+    other: dict[str, object] = {"kv_connector": "SimpleCPUOffloadConnector", "kv_role": "kv_both"}
+    scheduler = (str(llama), "--scheduler-cls", SCHEDULER)
+    started(monkeypatch, several(connector_config(), other), *scheduler)
+    with pytest.raises(ValueError, match="did you mean 'gate'"):
+        started(monkeypatch, several(connector_config(gates="unchecked"), other), *scheduler)
+    with pytest.raises(ValueError, match="only KvtrieScheduler keeps blocks"):
+        started(monkeypatch, several(connector_config(), other), str(llama))
+    events = ("--kv-events-config", '{"enable_kv_cache_events": true}')
+    moving = several(connector_config(gate="unchecked"), other)
+    with pytest.raises(ValueError, match="would publish approximate blocks"):
+        started(monkeypatch, moving, *scheduler, *events)
+
+
+def test_a_transfer_is_refused_before_weights_are_loaded(
+    monkeypatch: pytest.MonkeyPatch, llama: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "key").write_bytes(b"0" * 32)
+    given = {"kvtrie_key_file": str(tmp_path / "key"), "kvtrie_modle": "m"}
+    config = connector_config(**given) | {"kv_connector": "KvtrieNixlConnector"}
+    config["kv_connector_module_path"] = "kvtrie.integrations.vllm.transfer"
+    with pytest.raises(ValueError, match="'kvtrie_modle'; did you mean 'kvtrie_model'"):
+        started(monkeypatch, config, str(llama))
+    # With CUDA graphs vLLM asks the class.
+    transfer = pytest.importorskip("kvtrie.integrations.vllm._transfer")
+    with pytest.raises(SettingsError, match="'kvtrie_modle'; did you mean 'kvtrie_model'"):
+        transfer.KvtrieNixlConnector.requires_piecewise_for_cudagraph(given)
 
 
 def test_a_gate_file_that_is_not_there(engines: Kept, llama: Path, tmp_path: Path) -> None:

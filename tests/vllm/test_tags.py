@@ -106,7 +106,7 @@ def test_count_by_kind_takes_the_inner_span() -> None:
     ]
     ranges = [(0, 3, False), (3, 3, True), (5, 9, True)]
     reused = [Reused(*one, is_copied=False) for one in ranges]
-    assert _tags.count_by_kind(10, reused, spans) == Counter(
+    assert _tags.count_by_kind(10, reused, _tags.kinds_of(10, spans)) == Counter(
         {
             ("exact", "other"): 2,
             ("exact", "reasoning"): 1,
@@ -118,7 +118,7 @@ def test_count_by_kind_takes_the_inner_span() -> None:
             ("recomputed", "answer"): 1,
         }
     )
-    assert not _tags.count_by_kind(0, [], [])
+    assert not _tags.count_by_kind(0, [], _tags.kinds_of(0, []))
 
 
 def prompt_counts(engine: Engine) -> dict[str, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,7 +15,6 @@ from tests.vllm.test_dead import REASONING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from tests.vllm.engine import Engine
 
@@ -152,3 +152,118 @@ def test_a_prompt_of_another_template_is_counted_and_logged_once(
     assert t.engine.counts["requests_other_template"] == 3
     assert t.dead() > 0
     assert sum("did not render the prompt" in line for line in logged) == 1
+
+
+def test_reasoning_that_is_missing_under_a_template_that_keeps_it_is_counted(
+    serve: Callable[..., Served], logged: list[str]
+) -> None:
+    # The server renders with QWEN3, and nobody says so.
+    t = serve(KEEPING, KEEPING, "nothing")
+    question, answer = chat.user("question"), "it " * 60
+    t.say([question], REASONING + answer)
+    told = chat.reply("it") | {"reasoning_content": "answers " * 120}
+    # What the known template renders is explained.
+    t.say([question, told, chat.user("tool")], REASONING + answer)
+    assert t.engine.counts["requests_other_template"] == 0
+    t.template = QWEN3
+    for word in ("tool", "user"):
+        t.say([question, told, chat.user(word)], REASONING + answer)
+    assert t.engine.counts["requests_other_template"] == 2
+    (line,) = [line for line in logged if "did not render the prompt" in line]
+    assert "had reasoning before it, and has none" in line
+    # An answer that nobody has seen reasoning before may have had none.
+    other = chat.reply("answers")
+    t.say([question, other, chat.user("tool")], REASONING + answer)
+    assert t.engine.counts["requests_other_template"] == 2
+
+
+# Templates of others (their sources are next to them): kvtrie's name of the format, what ends an
+# answer and a call, and when reasoning is dropped.
+PUBLISHED = {
+    "qwen3": ("qwen3", "<|im_end|>", "<|im_end|>", "next user message"),
+    "glm4moe": ("glm", "<|user|>", "<|observation|>", "next user message"),
+    "gptoss": ("gpt-oss", "<|return|>", "<|call|>", "final answer"),
+}
+FOLDER = Path(__file__).parents[1] / "lab" / "templates"
+PONDERED = "answers " * 120
+LOOKUP = {"name": "lookup", "arguments": {"word": "tool"}}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "lookup",
+            "description": "Look a word up.",
+            "parameters": {"type": "object", "properties": {"word": {"type": "string"}}},
+        },
+    }
+]
+
+
+class Published:
+    """A server that was started with a template of others; the model directory has another."""
+
+    def __init__(self, engine: Engine, name: str) -> None:
+        self.engine = engine
+        self.tokenizer = engine.llm.get_tokenizer()
+        self.template = (FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
+
+    def ids(self, text: str) -> list[int]:
+        return [int(one) for one in self.tokenizer.encode(text, add_special_tokens=False)]
+
+    def text(self, messages: list[chat.Message], *, opens: bool) -> str:
+        given: dict[str, Any] = {"chat_template": self.template, "tools": TOOLS}
+        given |= {"tokenize": False, "add_generation_prompt": opens}
+        return str(self.tokenizer.apply_chat_template(messages, **given))
+
+    def reply(
+        self, messages: list[chat.Message], message: chat.Message, end: str
+    ) -> tuple[int, int]:
+        """Serve a reply as the template writes it; dead blocks, and those of its reasoning."""
+        prompt, whole = (
+            self.text(messages, opens=True),
+            self.text([*messages, message], opens=False),
+        )
+        assert whole.startswith(prompt)
+        said = whole[len(prompt) :].partition(end)[0]
+        assert PONDERED.strip() in said
+        (stop,) = self.ids(end)
+        one = {"allowed_token_ids": [stop], "stop_token_ids": [stop]}
+        before = self.engine.counts["blocks_dead"]
+        self.engine.ask(self.ids(prompt + said), max_tokens=4, **one)
+        self.engine.connector.planner._dead.settle()
+        return self.engine.counts["blocks_dead"] - before, len(self.ids(PONDERED)) // BLOCK
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_server_that_was_started_with_a_published_template(
+    engine: Callable[..., Engine],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    logged: list[str],
+    name: str,
+) -> None:
+    form, ends, calls, when = PUBLISHED[name]
+    model = chat.model(tmp_path / "model", template=KEEPING, form=form)
+    served = str(FOLDER / f"{name}.jinja")
+    monkeypatch.setattr(sys, "argv", [SERVER, "--chat-template", served])
+    given: dict[str, Any] = {"skip_tokenizer_init": False, "max_model_len": 2000}
+    t = Published(engine(model, connector={"gate": None}, **given), name)
+    (summary,) = [line for line in logged if "chat format" in line]
+    assert summary.endswith(f"chat format: {form}; reasoning dropped at: {when}")
+    reasoned = {"reasoning_content": PONDERED, "thinking": PONDERED}
+    question = chat.user("question")
+    # Inside a tool loop the next prompt has it.
+    call: chat.Message = {"role": "assistant", "content": "", **reasoned}
+    call["tool_calls"] = [{"id": "call_0", "type": "function", "function": LOOKUP}]
+    assert t.reply([question], call, calls)[0] == 0
+    result = {"role": "tool", "tool_call_id": "call_0", "name": "lookup", "content": "it " * 60}
+    loop = [question, call, result]
+    assert PONDERED.strip() in t.text(loop, opens=True)
+    known = t.engine.ask(t.ids(t.text(loop, opens=True)), max_tokens=1)
+    assert known.num_cached > len(t.ids(PONDERED))
+    # The turn is answered: the next one has it no more.
+    told = chat.reply("it") | reasoned
+    dead, of_reasoning = t.reply([chat.user("tool")], told, ends)
+    assert PONDERED.strip() not in t.text([chat.user("tool"), told, question], opens=True)
+    assert of_reasoning - 2 <= dead <= of_reasoning
+    assert t.engine.counts["requests_other_template"] == t.engine.counts["errors"] == 0

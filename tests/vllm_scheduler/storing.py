@@ -18,6 +18,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadWorkerMetadata
 
+from kvtrie.integrations.vllm._metadata import StepMetadata
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -34,16 +36,22 @@ BLOCK_BYTES = 16 * 2 * 32 * 2 * 4
 
 
 def with_others(
-    *names: str, lazy: bool = False, cpu_blocks: int = 60, gate: str | None = "unchecked"
+    *names: str,
+    lazy: bool = False,
+    cpu_blocks: int = 60,
+    is_exact: bool = False,
+    is_last: bool = False,
 ) -> KVTransferConfig:
-    """kvtrie's connector first, and others of vLLM after it."""
+    """kvtrie's connector first, and others of vLLM after it, or the other way round."""
     more = {"cpu_bytes_to_use": cpu_blocks * BLOCK_BYTES, "lazy_offload": lazy}
-    mine = {"gate": gate, "chat_format": None, "policy": {"scope": "namespace"}}
+    mine: dict[str, Any] = {"gate": "unchecked", "policy": {"scope": "namespace"}}
+    mine = {"chat_format": None} | ({"mode": "exact"} if is_exact else mine)
     children: list[dict[str, Any]] = [connector_config("kv_both", **mine)]
-    children += [
+    others: list[dict[str, Any]] = [
         {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": more}
         for name in names
     ]
+    children = [*others, *children] if is_last else [*children, *others]
     return KVTransferConfig(
         kv_connector="MultiConnector",
         kv_role="kv_both",
@@ -52,9 +60,10 @@ def with_others(
     )
 
 
-def options(*names: str, gate: str | None = "unchecked", **given: Any) -> dict[str, Any]:
-    config = with_others(*(names or (NAME,)), gate=gate, **given)
-    return {"kv_transfer_config": config, "scheduler_cls": SCHEDULER, "worker": StoringWorker}
+def options(*names: str, is_exact: bool = False, **given: Any) -> dict[str, Any]:
+    config = with_others(*(names or (NAME,)), is_exact=is_exact, **given)
+    more = {} if is_exact else {"scheduler_cls": SCHEDULER}
+    return {"kv_transfer_config": config, "worker": StoringWorker, **more}
 
 
 class StoringWorker(Worker):
@@ -68,7 +77,8 @@ class StoringWorker(Worker):
     def get_simple_cpu_offload_num_blocks(self) -> int:
         """What vLLM's workers of 0.33 report."""
         children = self.vllm_config.kv_transfer_config.kv_connector_extra_config["connectors"]
-        size: int = children[1]["kv_connector_extra_config"]["cpu_bytes_to_use"]
+        (theirs,) = (one for one in children if one["kv_connector"] == NAME)
+        size: int = theirs["kv_connector_extra_config"]["cpu_bytes_to_use"]
         return size // BLOCK_BYTES
 
     def follow(self, core: Core) -> None:
@@ -82,7 +92,9 @@ class StoringWorker(Worker):
         core.scheduler.update_from_output = updating
 
     def _run(self, output: Any) -> ModelRunnerOutput:
-        mine, theirs = output.kv_connector_metadata.metadata
+        both = output.kv_connector_metadata.metadata
+        (at,) = (at for at, one in enumerate(both) if isinstance(one, StepMetadata))
+        mine, theirs = both[at], both[1 - at]
         received = self._load_stored(theirs)
         self.copied.append(self._touched(mine.loads))
         output.kv_connector_metadata = mine
@@ -95,7 +107,11 @@ class StoringWorker(Worker):
         said = SimpleCPUOffloadWorkerMetadata(events) if events else None
         done.kv_connector_output = KVConnectorOutput(
             finished_recving=received or None,
-            kv_connector_worker_meta=MultiKVConnectorWorkerMetadata((None, said)) if said else None,
+            kv_connector_worker_meta=MultiKVConnectorWorkerMetadata(
+                (said, None) if at else (None, said)
+            )
+            if said
+            else None,
         )
         return done
 

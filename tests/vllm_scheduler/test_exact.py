@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from typing import TYPE_CHECKING, Any
 
@@ -234,6 +235,24 @@ def test_bad_hints_are_counted_and_served_alone(exact: Core) -> None:
     end(exact, CLOSED, kv_hints=hints)
     assert exact.counts["requests_refused"] == 1
     assert exact.counts["errors"] == 0
+
+
+@pytest.mark.parametrize("name", ["sessions", "lst", "kvtri", "kvtrie_mode"])
+def test_misspelt_parameters_are_counted_and_served_alone(
+    exact: Core, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """They were ignored: a request for exact reuse was served with approximate KV."""
+    logged: list[str] = []
+    log = logging.getLogger("vllm.kvtrie")
+    monkeypatch.setattr(log, "warning", lambda text, *given: logged.append(text % given))
+    end(exact, CLOSED, {name: True, "remote_block_ids": [[1]], "do_remote_decode": False})
+    assert exact.counts["requests_refused"] == 1
+    assert exact.counts["errors"] == 0
+    (line,) = logged
+    assert f"kv_transfer_params: unknown key {name!r}" in line
+    assert "did you mean" in line
+    end(exact, CLOSED, {"session": "chat-7", "remote_block_ids": [[1]], "transfer_id": "a"})
+    assert exact.counts["requests_refused"] == 1
 
 
 @pytest.mark.parametrize("session", ["x" * 257, "\ud800"], ids=["long", "surrogate"])

@@ -46,7 +46,11 @@ class Among(Run):
             for number, one in enumerate(vllm.plain_hashes(tokens)):
                 plain[one] = (number, written[number * BLOCK : (number + 1) * BLOCK])
         right = wrong = other = 0
-        theirs = vllm.scheduler.connector.sub_connectors[1].scheduler_manager
+        (theirs,) = (
+            one.scheduler_manager
+            for one in vllm.scheduler.connector.sub_connectors
+            if hasattr(one, "scheduler_manager")
+        )
         for block in theirs.cpu_block_pool.blocks:
             if block.block_hash is None:
                 continue
@@ -150,6 +154,9 @@ SAID: dict[str, Any] = {
 }
 
 
+EXACTLY: dict[str, Any] = {"is_exact": True, "moves": False, "scheduler": None}
+
+
 def names(*others: str) -> list[dict[str, Any]]:
     return [{"kv_connector": one} for one in ("KvtrieConnector", *others)]
 
@@ -175,7 +182,10 @@ def names(*others: str) -> list[dict[str, Any]]:
         ([*names(), 3], {}, "None next to it is not supported"),
         (names(storing.NAME), {"scheduler": None}, "only KvtrieScheduler keeps blocks"),
         (names(storing.NAME), {"publishes": True}, "would publish approximate blocks as exact"),
-        (names(storing.NAME), {"is_exact": True}, '"mode": "exact" was not run next to other'),
+        (names(storing.NAME), {"is_exact": True}, '"mode": "exact" has no gaps to continue'),
+        (names("NixlConnector"), EXACTLY, "NixlConnector .* it sends blocks to engines"),
+        (names("KvtrieConnector"), EXACTLY, r"list KvtrieConnector once in"),
+        (None, EXACTLY, r"list KvtrieConnector once in"),
     ],
 )
 def test_what_is_refused(given: object, more: dict[str, Any], why: str) -> None:
@@ -185,6 +195,52 @@ def test_what_is_refused(given: object, more: dict[str, Any], why: str) -> None:
 
 def test_events_of_exact_blocks_alone_may_be_published() -> None:
     _others.check_names(names(storing.NAME), **(SAID | {"publishes": True, "moves": False}))
+
+
+def test_in_exact_mode_the_order_is_free_and_events_may_be_published() -> None:
+    for given in (names(storing.NAME), names(storing.NAME)[::-1]):
+        for publishes in (False, True):
+            _others.check_names(given, **(SAID | EXACTLY | {"publishes": publishes}))
+
+
+@in_flight
+@pytest.mark.parametrize(
+    ("is_last", "lazy"), [(False, True), (True, False)], ids=["first-lazy", "last-eager"]
+)
+def test_exact_mode_next_to_a_storing_connector(
+    core: Callable[..., Core], in_flight: bool, is_last: bool, lazy: bool
+) -> None:
+    given = storing.options(lazy=lazy, cpu_blocks=1000, is_exact=True, is_last=is_last)
+    vllm = core(in_flight=in_flight, shadow=False, **given, **SMALL)
+    run = Among(vllm, seed=91 + 2 * is_last + in_flight)
+    run.go(150)
+    report(run)
+    right, wrong, other = run.stored()
+    # Other keys are of the prompts with a salt.
+    assert wrong == 0
+    assert right > 20
+    assert other >= 0
+    assert vllm.counts["errors"] == vllm.counts["tokens_moved"] == 0
+    assert vllm.counts["tokens_exact"] > 0
+    assert vllm.worker.num_loaded > 0
+    assert run.num_checked
+
+
+def test_exact_mode_keeps_sources_until_the_step_has_run(core: Callable[..., Core]) -> None:
+    given = storing.options(is_exact=True)
+    vllm = core(in_flight=True, shadow=False, **given, **SMALL)
+    vllm.worker.follow(vllm)
+    vllm.ask(QUESTION + REASONING + ANSWER)
+    # Twelve tokens of a block are the same.
+    name = vllm.add((QUESTION + REASONING)[:188] + words(30, 3))
+    vllm.step()
+    assert vllm.counts["tokens_exact"] == 12
+    held = [block for step in vllm.connector.planner._held._steps for block in step]
+    assert held
+    assert all(block.ref_cnt > 0 for block in held)
+    vllm.drain()
+    assert vllm.answers[name].finished
+    assert not any(vllm.connector.planner._held._steps)
 
 
 @pytest.mark.parametrize("gate", [None, "unchecked"])

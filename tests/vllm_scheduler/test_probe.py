@@ -152,7 +152,7 @@ NIXL = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
 
 def test_transfer_connectors_have_what_is_extended() -> None:
     _vllm.probe_transfer(Transfer.__mro__, _vllm.TRANSFER)
-    transfer = pytest.importorskip("kvtrie.integrations.vllm.transfer")
+    transfer = pytest.importorskip("kvtrie.integrations.vllm._transfer")
     transfer.KvtrieNixlConnector._probe()
 
 
@@ -169,7 +169,7 @@ def test_a_renamed_method_of_a_transfer_connector_is_refused(
 def test_a_renamed_method_of_nixls_connector_is_refused(
     monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    transfer = pytest.importorskip("kvtrie.integrations.vllm.transfer")
+    transfer = pytest.importorskip("kvtrie.integrations.vllm._transfer")
     owner = next(one for one in transfer.NixlConnector.__mro__ if method in vars(one))
     assert owner.__module__.startswith(NIXL)
     monkeypatch.delattr(owner, method)
@@ -180,7 +180,7 @@ def test_a_renamed_method_of_nixls_connector_is_refused(
 def test_a_method_of_nixls_connector_with_another_argument_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    transfer = pytest.importorskip("kvtrie.integrations.vllm.transfer")
+    transfer = pytest.importorskip("kvtrie.integrations.vllm._transfer")
 
     def taking_more(self: Any, request: Any, block_ids: Any, more: Any) -> None: ...
 
@@ -191,14 +191,14 @@ def test_a_method_of_nixls_connector_with_another_argument_is_refused(
 
 
 def test_another_key_for_nixls_blocks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    transfer = pytest.importorskip("kvtrie.integrations.vllm.transfer")
+    transfer = pytest.importorskip("kvtrie.integrations.vllm._transfer")
     monkeypatch.setattr(transfer, "_BLOCKS", "remote_block_ids_2")
     with pytest.raises(_version.UnsupportedError, match="'remote_block_ids_2' in the package of"):
         transfer.KvtrieNixlConnector._probe()
 
 
 def test_a_transfer_connector_is_refused_at_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    transfer = pytest.importorskip("kvtrie.integrations.vllm.transfer")
+    transfer = pytest.importorskip("kvtrie.integrations.vllm._transfer")
     monkeypatch.setattr(transfer._support, "check", lambda *_, **__: None)
     monkeypatch.delattr(Transfer, "update_state_after_alloc")
     checked: Any = type("Checked", (transfer.CheckedTransfer, Transfer), {})
@@ -222,7 +222,7 @@ def imported() -> list[tuple[str, str]]:
     tree = ast.parse(Path(_vllm.__file__).read_text())
     return [
         (str(node.module), one.name)
-        for node in _run(tree.body)
+        for node in tree.body
         if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "vllm"
         for one in node.names
     ]
@@ -248,6 +248,23 @@ def test_a_renamed_import_is_refused(
         spec.loader.exec_module(again)
     with pytest.raises(_version.UnsupportedError, match=rf"lacks what .* '{name}'"):
         _version.lacks(error.value)
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (_vllm.nixl_connector, "NixlConnector"),
+        (lambda: _vllm.cpu_isa(None, 16, 64), "_get_attn_isa"),
+    ],
+    ids=["NixlConnector", "_get_attn_isa"],
+)
+def test_a_renamed_import_that_few_need_is_refused(
+    monkeypatch: pytest.MonkeyPatch, call: Callable[[], object], name: str
+) -> None:
+    module = NIXL if name == "NixlConnector" else "vllm.v1.attention.backends.cpu_attn"
+    monkeypatch.setitem(sys.modules, module, ModuleType(module))
+    with pytest.raises(_version.UnsupportedError, match=rf"lacks what .* '{name}'"):
+        call()
 
 
 def test_objects_that_cannot_be_made_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,9 +304,6 @@ def test_every_method_that_is_overridden_is_known() -> None:
 
 def test_vllm_is_imported_in_one_file() -> None:
     folder = Path(kvtrie.integrations.vllm.__file__).parent
-    # Its own connector is in its own module, which needs NIXL's.
-    elsewhere = {"transfer.py": {"vllm.distributed.kv_transfer.kv_connector.v1.nixl"}}
-    elsewhere["_layouts.py"] = {"vllm.v1.attention.backends"}
     for path in sorted(folder.glob("*.py")):
         if path.name == "_vllm.py":
             continue
@@ -299,7 +313,7 @@ def test_vllm_is_imported_in_one_file() -> None:
                 imported.add(str(node.module))
             elif isinstance(node, ast.Import):
                 imported.update(one.name for one in node.names if one.name.split(".")[0] == "vllm")
-        assert imported == elsewhere.get(path.name, set()), path.name
+        assert imported == set(), path.name
 
 
 def test_a_method_that_a_release_added_is_needed_from_then_on(

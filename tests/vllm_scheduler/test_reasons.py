@@ -282,12 +282,13 @@ def test_one_line_per_request_at_debug_level(
         def emit(self, record: logging.LogRecord) -> None:
             said.append(record.getMessage())
 
+    # An engine that starts configures logging, and takes handlers and levels away.
+    vllm = core(connector=ALL)
     handler, logger = Handler(), logging.getLogger("vllm.kvtrie")
     logger.addHandler(handler)
     monkeypatch.setattr(logger, "level", logging.DEBUG)
     logger.manager._clear_cache()  # type: ignore[attr-defined] # of what is enabled
     try:
-        vllm = core(connector=ALL)
         vllm.ask(TURN)
         said.clear()
         vllm.ask(EDITED)

@@ -9,7 +9,7 @@ from kvtrie._core import ReusePolicy
 from kvtrie.record import RecordOptions, RecordOptionsError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 MAX_SESSION: Final = 256
 """Bytes of the longest id of a conversation."""
@@ -34,6 +34,12 @@ class SettingsError(ValueError):
     """A setting that is unknown or invalid; the message says what to write instead."""
 
 
+def hint(value: object, known: Iterable[str]) -> str:
+    """What a message about an unknown value ends with: the nearest known one, if one is near."""
+    close = difflib.get_close_matches(str(value), list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
 def check_keys(given: Mapping[str, Any], known: Sequence[str], where: str) -> None:
     """Refuse keys that are not known.
 
@@ -42,9 +48,7 @@ def check_keys(given: Mapping[str, Any], known: Sequence[str], where: str) -> No
     """
     for key in given:
         if key not in known:
-            close = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            msg = f"{where}: unknown key {key!r}{hint} (known: {', '.join(known)})"
+            msg = f"{where}: unknown key {key!r}{hint(key, known)} (known: {', '.join(known)})"
             raise SettingsError(msg)
 
 

@@ -139,7 +139,7 @@ def _checkpoint(served: ServedModel) -> str:
     if served.load_format not in _PLAIN_FORMATS:
         msg = f"{served.engine} loads the weights by load_format={served.load_format!r}, "
         raise gates.GateMismatchError(msg + "not unchanged")
-    directory = _directory(served)
+    directory = directory_of(served)
     if served.quantization is not None and not _is_quantised(directory):
         msg = f"{served.engine} quantises the weights itself ({served.quantization})"
         raise gates.GateMismatchError(msg)
@@ -148,11 +148,11 @@ def _checkpoint(served: ServedModel) -> str:
 
 def _template_id(served: ServedModel) -> str | None:
     if served.template is None:
-        return directory_template_id(_directory(served))
+        return directory_template_id(directory_of(served))
     return template_id(served.template)
 
 
-def _directory(served: ServedModel) -> Path:
+def directory_of(served: ServedModel) -> Path:
     directory = Path(served.model)
     if directory.is_dir():
         return directory
@@ -189,7 +189,7 @@ def _is_quantised(directory: Path) -> bool:
 def _check_rope(served: ServedModel) -> None:
     if served.rope is None:
         return
-    config = _config(_directory(served))
+    config = _config(directory_of(served))
     try:
         said = RopeSpec.from_config(
             config.get("text_config") or config, interleaved=True if served.is_mla else None

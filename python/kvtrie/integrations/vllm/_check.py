@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NoReturn
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from kvtrie import gates
-from kvtrie.integrations._asked import SettingsError
-from kvtrie.integrations.vllm import _others, _template, _version
+from kvtrie.integrations._asked import SettingsError, hint
+from kvtrie.integrations.vllm import _model, _others, _template, _version
 from kvtrie.integrations.vllm._others import MINE as CONNECTOR
-from kvtrie.integrations.vllm._others import MODULE, MULTI, SCHEDULER
+from kvtrie.integrations.vllm._others import MODULE, MULTI, SCHEDULER, TRANSFER
 from kvtrie.integrations.vllm._settings import Settings
+from kvtrie.integrations.vllm._transfer_settings import check_transfer
 
+if TYPE_CHECKING:
+    from kvtrie.integrations.vllm._model import ModelOptions
+
+_MODULES: Final = {CONNECTOR: MODULE, TRANSFER: f"{MODULE}.transfer"}
 # Fields of vLLM's KVTransferConfig and KVEventsConfig.
 _TRANSFER: Final = (
     *("kv_connector", "kv_connector_module_path", "kv_role", "kv_load_failure_policy"),
@@ -29,13 +34,22 @@ _FAILURE: Final = "kv_load_failure_policy"
 _POLICIES: Final = ("recompute", "fail")
 
 
-def check(transfer: str, *, events: str | None = None, scheduler: str | None = None) -> list[str]:
+def check(
+    transfer: str,
+    *,
+    events: str | None = None,
+    scheduler: str | None = None,
+    chat_template: str | None = None,
+    model: ModelOptions | None = None,
+) -> list[str]:
     """Check the values of vLLM's ``--kv-transfer-config`` and of what goes with it.
 
     Args:
         transfer: JSON, as vLLM gets it.
         events: ``--kv-events-config``, if vLLM gets one.
         scheduler: ``--scheduler-cls``, likewise.
+        chat_template: ``--chat-template``, likewise.
+        model: What vLLM serves; None: what depends on it is not checked.
 
     Returns:
         What vLLM will do, and what should be changed all the same, a sentence each.
@@ -44,47 +58,67 @@ def check(transfer: str, *, events: str | None = None, scheduler: str | None = N
         SettingsError: A value is missing, unknown or invalid.
         UnsupportedError: This vLLM is not among the tested ones, and KV would move; or connectors
             next to kvtrie's are not supported.
-        GateError: The gate file cannot be read.
+        GateError: The gate file cannot be read, or is of another model.
     """
     if _version.installed() is None:
         _version.refuse("vLLM is not installed in this environment: check where it runs")
     found = _mapping(transfer, "--kv-transfer-config", _TRANSFER)
     if found.get("kv_connector") == MULTI:
-        children = _check_multi(found, events, scheduler)
+        mine = _check_multi(found, events, scheduler)
         # vLLM reads what happens to failed copies outside.
-        found = {**children[0], _FAILURE: found.get(_FAILURE, "fail")}
-    _one_of(found, "kv_connector", (CONNECTOR,))
-    _one_of(found, "kv_connector_module_path", (MODULE,))
+        found = {**mine, _FAILURE: found.get(_FAILURE, "fail")}
+    name = _one_of(found, "kv_connector", tuple(_MODULES))
+    _one_of(found, "kv_connector_module_path", (_MODULES[name],))
     _one_of(found, "kv_role", _ROLES)
     extra = found.get("kv_connector_extra_config", {})
     if not isinstance(extra, Mapping):
         _refuse(f"--kv-transfer-config: kv_connector_extra_config must be a mapping, not {extra!r}")
+    if name == TRANSFER:
+        return [*_check_transfer(extra, scheduler), *_on_failure(found)]
     settings = Settings.read(extra)
+    if chat_template is not None and settings.chat_template is None:
+        settings = replace(settings, chat_template=chat_template)
     _version.check_version(moves=settings.moves)
     how = "tested" if _version.is_tested() else "untested: --probe says whether it looks the same"
     said = [f"vLLM {_version.running()} is {how}", _reuse(settings)]
     settings.check_record()
     template = _template.served(settings)
     if template.text is not None:
-        said.append(f"chat template: {template.source}")
+        is_option = chat_template is not None and settings.chat_template == chat_template
+        said.append(f"chat template: {'--chat-template' if is_option else template.source}")
     _check_events(settings, events)
+    said += [*_on_gaps(settings, scheduler), *_on_failure(found)]
+    if model is not None:
+        said += _model.check(settings, model)
+    return said
+
+
+def _on_gaps(settings: Settings, scheduler: str | None) -> list[str]:
     if settings.is_exact and scheduler == SCHEDULER:
         _refuse('"mode": "exact" has no gaps to continue after: omit --scheduler-cls')
     if settings.is_exact:
-        pass
-    elif scheduler is None:
-        said.append("reuse ends at the first gap: --scheduler-cls is not given")
-    elif scheduler == SCHEDULER:
-        said.append("reuse continues after gaps")
-    else:
-        near = _near(scheduler, [SCHEDULER])
+        return []
+    if scheduler is None:
+        return ["reuse ends at the first gap: --scheduler-cls is not given"]
+    if scheduler != SCHEDULER:
+        near = hint(scheduler, [SCHEDULER])
         _refuse(f"--scheduler-cls must be {SCHEDULER}, not {scheduler!r}{near}")
-    if _one_of(found, _FAILURE, _POLICIES, default="fail") == "fail":
-        said.append(
-            "a request whose KV cannot be copied ends with an error: "
-            'set "kv_load_failure_policy": "recompute"'
-        )
-    return said
+    return ["reuse continues after gaps"]
+
+
+def _on_failure(found: Mapping[str, Any]) -> list[str]:
+    if _one_of(found, _FAILURE, _POLICIES, default="fail") == "recompute":
+        return []
+    why = "a request whose KV cannot be copied ends with an error: set "
+    return [f'{why}"kv_load_failure_policy": "recompute"']
+
+
+def _check_transfer(extra: Mapping[str, Any], scheduler: str | None) -> list[str]:
+    _version.check_version(has_modes=False)
+    check_transfer(extra)
+    if scheduler == SCHEDULER:
+        _refuse(f"{TRANSFER} moves nothing between positions: omit --scheduler-cls")
+    return [f"vLLM {_version.running()} is tested", "blocks of other engines are checked"]
 
 
 def probed() -> str:
@@ -103,29 +137,24 @@ def probed() -> str:
 
 def _check_multi(
     found: Mapping[str, Any], events: str | None, scheduler: str | None
-) -> list[Mapping[str, Any]]:
+) -> Mapping[str, Any]:
+    """Check a `MultiConnector`; returns the configuration of kvtrie's connector in it."""
     among = found.get("kv_connector_extra_config")
     children = among.get("connectors") if isinstance(among, Mapping) else None
     theirs = {} if events is None else _mapping(events, "--kv-events-config", _EVENTS)
+    mine = _others.settings_among(children)
     _others.check_names(
         children,
         scheduler=scheduler,
         publishes=bool(theirs.get("enable_kv_cache_events")),
-        moves=_extra(children).get("gate") is not None and not _extra(children).get("shadow"),
-        is_exact=_extra(children).get("mode") == "exact",
+        moves=mine.get("gate") is not None and not mine.get("shadow"),
+        is_exact=mine.get("mode") == "exact",
     )
     checked: list[Mapping[str, Any]] = children or []
     for one in (found, *checked):
         _check_keys(one, "--kv-transfer-config", _TRANSFER)
         _one_of(one, "kv_role", _ROLES)
-    return checked
-
-
-def _extra(children: object) -> Mapping[str, Any]:
-    """The settings of the first connector."""
-    first = children[0] if isinstance(children, list) and children else None
-    extra = first.get("kv_connector_extra_config") if isinstance(first, Mapping) else None
-    return extra if isinstance(extra, Mapping) else {}
+    return _others.mine_among(checked) or {}
 
 
 def _reuse(settings: Settings) -> str:
@@ -176,7 +205,7 @@ def _mapping(text: str, where: str, known: Sequence[str]) -> Mapping[str, Any]:
 def _check_keys(found: Mapping[str, Any], where: str, known: Sequence[str]) -> None:
     for name in found:
         if name not in known:
-            _refuse(f"{where}: unknown key {name!r}{_near(name, known)}")
+            _refuse(f"{where}: unknown key {name!r}{hint(name, known)}")
 
 
 def _one_of(
@@ -185,14 +214,9 @@ def _one_of(
     value = found.get(name, default)
     if value not in known:
         wanted = " or ".join(f'"{one}"' for one in known)
-        said = "it is missing" if value is None else f"not {value!r}{_near(value, known)}"
+        said = "it is missing" if value is None else f"not {value!r}{hint(value, known)}"
         _refuse(f"--kv-transfer-config: {name} must be {wanted}, {said}")
     return str(value)
-
-
-def _near(value: object, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(str(value), known, n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _refuse(why: str) -> NoReturn:

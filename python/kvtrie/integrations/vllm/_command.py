@@ -19,6 +19,9 @@ from kvtrie.models.template import is_text
 
 TRANSFER: Final = "kv-transfer-config"
 TEMPLATE: Final = "chat-template"
+MODEL: Final = "model"
+SCHEDULER: Final = "scheduler-cls"
+EVENTS: Final = "kv-events-config"
 
 _PROGRAM: Final = "vllm"
 _SERVER: Final = ("vllm", "entrypoints", "openai")
@@ -44,6 +47,18 @@ def option(name: str) -> str | None:
     return value
 
 
+def model() -> str | None:
+    """The model that the server was started with; None if the command line does not say it."""
+    if not is_known():
+        return None
+    given = option(MODEL)
+    # The program takes it by its position too; what follows an option may be the option's.
+    if given is None and sys.argv[1:2] == ["serve"]:
+        first = sys.argv[2:3]
+        given = first[0] if first and not first[0].startswith("-") else None
+    return given
+
+
 def chat_template() -> str | None:
     """``--chat-template``: a path or a text; of one that vLLM ships and knows by name, the path."""
     given = option(TEMPLATE)
@@ -58,7 +73,15 @@ def chat_template() -> str | None:
 
 def transfer_config() -> dict[str, Any] | None:
     """``--kv-transfer-config``, if it was given as one JSON mapping."""
-    text = option(TRANSFER)
+    return _mapping(option(TRANSFER))
+
+
+def publishes() -> bool:
+    """Whether ``--kv-events-config`` switches events on, as one JSON mapping."""
+    return bool((_mapping(option(EVENTS)) or {}).get("enable_kv_cache_events"))
+
+
+def _mapping(text: str | None) -> dict[str, Any] | None:
     if text is None:
         return None
     try:

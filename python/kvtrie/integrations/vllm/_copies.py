@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from kvtrie._core import LayoutError
+from kvtrie._core import LayoutError, UnsupportedRopeError
 from kvtrie.integrations.vllm._layouts import locate
 from kvtrie.integrations.vllm._vllm import (
     AttentionLayerBase,
     extract_layer_index,
     get_layers_from_vllm_config,
 )
+from kvtrie.models.kv_types import quantized_fields
 from kvtrie.pool.kv_pool import KVPool
 from kvtrie.rope import RopeSpec
 
@@ -77,7 +78,14 @@ def rope_of(vllm_config: VllmConfig) -> RopeSpec:
     """How the model that vLLM runs rotates its keys.
 
     For MLA vLLM stores the interleaved order, whatever the checkpoint's code does.
+
+    Raises:
+        UnsupportedRopeError: It cannot be moved, or the checkpoint quantises KV: vLLM then does
+            so itself.
     """
     config = vllm_config.model_config.hf_text_config
+    for name, value in quantized_fields(config):
+        msg = f"KvtrieConnector: quantised KV is not supported ({name}={value!r})"
+        raise UnsupportedRopeError(msg)
     interleaved = True if vllm_config.model_config.use_mla else None
     return RopeSpec.from_config(config, interleaved=interleaved)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from kvtrie._core import EXACT_ONLY, TokenSequence
 from kvtrie.integrations.vllm import _ranges, _template
+from kvtrie.integrations.vllm._formats import form_of
 from kvtrie.integrations.vllm._half import Half
 from kvtrie.integrations.vllm._metadata import StepMetadata
 from kvtrie.integrations.vllm._requests import LiveRequest, Pending
@@ -23,7 +24,7 @@ from kvtrie.integrations.vllm._retention import Retention
 from kvtrie.integrations.vllm._settings import is_last, request_policy, session_of
 from kvtrie.integrations.vllm._sources import used_by
 from kvtrie.integrations.vllm._support import is_whole
-from kvtrie.integrations.vllm._tags import Reading, form_of
+from kvtrie.integrations.vllm._tags import Reading
 from kvtrie.integrations.vllm._vllm import RequestStatus
 
 if TYPE_CHECKING:
@@ -76,6 +77,8 @@ class ExactPlanner(Half):
         per_step = scheduler.max_num_batched_tokens // block_size + scheduler.max_num_seqs
         self._retention = Retention(self._pool, per_step * len(groups), counts)
         self._per_token = len(groups) / block_size
+        # vLLM does not tell this half whether other connectors run, which write at once.
+        self._held.on = self.copies
         parts = "" if self.copies else f"; no copies: {len(groups)} groups of KV blocks"
         _LOG.info("kvtrie: exact mode; %s%s", form_of(self._tagger), parts)
         _LOG.info("kvtrie: chat template: %s", _template.served(settings).source)
@@ -132,6 +135,8 @@ class ExactPlanner(Half):
         live = self._admitted(request)
         if live is None:
             return
+        if self.copies and not num_external and request.num_computed_tokens > live.num_local:
+            live.loaded_by_others(request.num_computed_tokens)
         pending = live.pending
         if pending is not None:
             pending.allocated = True
@@ -144,6 +149,7 @@ class ExactPlanner(Half):
     # --- the step ------------------------------------------------------------------------------
 
     def step(self, output: SchedulerOutput) -> StepMetadata:
+        self._held.begin_step()
         # Copies that vLLM relies on must go out with this step, whatever else fails.
         self.guarded(self._dead.settle)
         for request_id, request in list(self._pending.items()):

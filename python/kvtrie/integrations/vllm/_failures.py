@@ -41,6 +41,9 @@ class _CopyStep:
                 )
 
 
+_NOTHING: Final = _CopyStep([], [])
+
+
 class Failures:
     """Follows copies until their outcome is known."""
 
@@ -57,16 +60,16 @@ class Failures:
 
     def scheduled(self, output: SchedulerOutput, loads: Sequence[Load]) -> None:
         """Remember a step that is sent to the workers."""
-        are_open = bool(loads) or any(step.loads for step in self._steps)
-        tables: list[Sequence[int]] = []
-        if are_open:
-            tables = [
-                self._manager.get_block_ids(request_id)[0]
-                for request_id in output.num_scheduled_tokens
-                if request_id in self._readers
-            ]
-        else:
+        if not loads and not any(step.loads for step in self._steps):
+            # Most steps: no copy is under way.
             self._readers.clear()
+            self._steps.append(_NOTHING)
+            return
+        tables = [
+            self._manager.get_block_ids(request_id)[0]
+            for request_id in output.num_scheduled_tokens
+            if request_id in self._readers
+        ]
         self._steps.append(_CopyStep(tables, list(loads)))
 
     def done(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from kvtrie._core import LayoutError
+from kvtrie.integrations.vllm._vllm import cpu_isa
 from kvtrie.pool.layout import KVLayout
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def _cpu_pages(
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Each ``[blocks, heads, tokens, channels]``."""
     blocks, heads, tokens, _ = tensors[0].shape
-    isa = _cpu_isa(tensors[0].dtype, tokens, k)
+    isa = cpu_isa(tensors[0].dtype, tokens, k)
     if isa not in _PLAIN_ISAS or k != v:
         msg = (
             f"KvtrieConnector: the CPU backend packs {tensors[0].dtype} keys of {k} and values of "
@@ -89,11 +90,3 @@ def _cpu_pages(
     of_k = [page[:, :, 0].view(blocks, heads, k, tokens).transpose(2, 3) for page in pages]
     of_v = [page[:, :, 1].view(blocks, heads, tokens, k) for page in pages]
     return of_k, of_v
-
-
-def _cpu_isa(dtype: torch.dtype, block_size: int, head_dim: int) -> str | None:
-    """The instruction set of vLLM's CPU attention; None if this vLLM does not say."""
-    from vllm.v1.attention.backends import cpu_attn  # noqa: PLC0415 - of the CPU build alone
-
-    ask = getattr(cpu_attn, "_get_attn_isa", None)
-    return ask(dtype, block_size, head_dim) if ask is not None else None

@@ -6,7 +6,8 @@ import logging
 from typing import TYPE_CHECKING
 
 from kvtrie.integrations.vllm import _shadow
-from kvtrie.integrations.vllm._tags import count_by_kind
+from kvtrie.integrations.vllm._answered import Answered
+from kvtrie.integrations.vllm._tags import count_by_kind, kinds_of
 from kvtrie.integrations.vllm._vllm import RequestStatus
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class Offers:
         self._group = group
         self._prefilling: dict[str, Request] = {}
         self._has_warned = False
+        self._answered = Answered()
 
     def __len__(self) -> int:
         """The number of admitted requests whose prompts are not computed."""
@@ -103,6 +105,8 @@ class Offers:
         if has_ended and live.reading is not None:
             is_complete = request.status == RequestStatus.FINISHED_STOPPED
             spans = live.reading.finish(live.seq, complete=is_complete)
+            if live.reading.keeps_all and is_complete:
+                self._answered.note(live.seq, live.reading, request.cache_salt)
         else:
             spans = live.new_spans()
         stretches = live.stretches(done // self._block_size, self._block_size)
@@ -115,17 +119,21 @@ class Offers:
         if live.reading is not None:
             live.reading.follow(live.seq)
             self._compare_template(request, live, live.reading)
-        spans = () if live.reading is None else live.reading.spans()
-        counted = count_by_kind(request.num_prompt_tokens, live.account.reused, spans)
-        for key, count in counted.items():
-            self._counts.add_prompt(*key, count)
+        count = request.num_prompt_tokens
+        kinds = kinds_of(count, () if live.reading is None else live.reading.spans())
+        counted = count_by_kind(count, live.account.reused, kinds)
+        for (how, kind), number in counted.items():
+            self._counts.add_prompt(how, kind, number)
         if live.would is not None:
             _shadow.count(live.would, self._counts)
         if self._reasons is not None:
-            self._reasons.count(request, live, spans)
+            self._reasons.count(request, live, kinds, counted)
 
     def _compare_template(self, request: Request, live: LiveRequest, reading: Reading) -> None:
-        why = reading.disagreement(request.num_prompt_tokens)
+        count = request.num_prompt_tokens
+        why = reading.disagreement(count)
+        if why is None and reading.keeps_all:
+            why = self._answered.lacks(live.seq, reading, count, request.cache_salt)
         if why is None:
             return
         live.has_other_template = True

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from kvtrie.integrations.vllm import _command
 from kvtrie.integrations.vllm._version import refuse
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 MULTI: Final = "MultiConnector"
 MINE: Final = "KvtrieConnector"
 MODULE: Final = "kvtrie.integrations.vllm"
+TRANSFER: Final = "KvtrieNixlConnector"
 SCHEDULER: Final = f"{MODULE}.KvtrieScheduler"
 
 COVERED: Final = ("SimpleCPUOffloadConnector",)
@@ -58,14 +60,18 @@ def check_names(
         UnsupportedError: One of them may store or send approximate KV as exact, or write to a block
             that is still copied from; the message has its name and the reason.
     """
-    if is_exact:
-        refuse(f'"mode": "exact" was not run next to other connectors: omit it, or {MULTI}')
     children = given if isinstance(given, list) else []
     names = [one.get("kv_connector") if isinstance(one, dict) else None for one in children]
-    _check_order(names)
-    for one, name in zip(children[1:], names[1:], strict=True):
+    _check_order(names, is_exact=is_exact)
+    for one, name in zip(children, names, strict=True):
         module = one.get("kv_connector_module_path") if isinstance(one, dict) else None
-        _check_other(str(name), module)
+        if name != MINE:
+            _check_other(str(name), module)
+    if is_exact:
+        # No block has a hash of kvtrie's, and every source is kept until its copy is made.
+        if _name_of(scheduler) == SCHEDULER:
+            refuse('"mode": "exact" has no gaps to continue after: omit --scheduler-cls')
+        return
     if _name_of(scheduler) != SCHEDULER:
         refuse(
             f"under {MULTI} only KvtrieScheduler keeps blocks that are copied from until the copy "
@@ -78,10 +84,45 @@ def check_names(
         )
 
 
+def check_command() -> None:
+    """Check the connectors that vLLM's server was started with, if it has several.
+
+    Raises:
+        UnsupportedError: As `check_names`.
+    """
+    found = _command.transfer_config()
+    if found is None or found.get("kv_connector") != MULTI or not _command.is_known():
+        return
+    among = found.get("kv_connector_extra_config")
+    children = among.get("connectors") if isinstance(among, dict) else None
+    mine = settings_among(children)
+    check_names(
+        children,
+        scheduler=_command.option(_command.SCHEDULER),
+        publishes=_command.publishes(),
+        moves=mine.get("gate") is not None and not mine.get("shadow"),
+        is_exact=mine.get("mode") == "exact",
+    )
+
+
+def settings_among(children: object) -> Mapping[str, Any]:
+    """The settings of kvtrie's among several connectors."""
+    mine = mine_among(children)
+    extra = mine.get("kv_connector_extra_config") if mine is not None else None
+    return extra if isinstance(extra, dict) else {}
+
+
+def mine_among(children: object) -> Mapping[str, Any] | None:
+    """The configuration of kvtrie's among several connectors; None if there is none."""
+    given = children if isinstance(children, list) else []
+    found = [one for one in given if isinstance(one, dict) and one.get("kv_connector") == MINE]
+    return found[0] if found else None
+
+
 def check_children(children: Sequence[object]) -> Any:  # noqa: ANN401 - KvtrieConnector, which imports vLLM
     """The `KvtrieConnector` among the connectors that vLLM has made; checked as by their names."""
     kinds = [type(one) for one in children]
-    _check_order([kind.__name__ for kind in kinds])
+    _check_order([kind.__name__ for kind in kinds], is_exact=False)
     for kind in kinds[1:]:
         inside = kind.__module__.startswith("vllm.")
         _check_other(kind.__name__, None if inside else kind.__module__)
@@ -116,8 +157,10 @@ def check_around(
     return True
 
 
-def _check_order(names: Sequence[object]) -> None:
-    if not names or names[0] != MINE or names.count(MINE) != 1:
+def _check_order(names: Sequence[object], *, is_exact: bool) -> None:
+    if is_exact and names.count(MINE) != 1:
+        refuse(f'list {MINE} once in "connectors" of {MULTI}')
+    if not is_exact and (not names or names[0] != MINE or names.count(MINE) != 1):
         refuse(
             f'list {MINE} once, and first, in "connectors" of {MULTI}: others must see the hashes '
             "that it gives to blocks"

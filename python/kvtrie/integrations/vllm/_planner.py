@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from kvtrie._core import EXACT_ONLY, TokenSequence
 from kvtrie.integrations.vllm import _gate, _lineage, _ranges, _shadow, _template
 from kvtrie.integrations.vllm._events import MOVED, Events
+from kvtrie.integrations.vllm._formats import form_of
 from kvtrie.integrations.vllm._gaps import Gaps
 from kvtrie.integrations.vllm._half import Half
 from kvtrie.integrations.vllm._metadata import StepMetadata
@@ -15,7 +16,7 @@ from kvtrie.integrations.vllm._ranges import APPROXIMATE
 from kvtrie.integrations.vllm._requests import LiveRequest, Pending, Range, adapter_of
 from kvtrie.integrations.vllm._settings import request_policy, session_of
 from kvtrie.integrations.vllm._sources import used_by
-from kvtrie.integrations.vllm._tags import Reading, form_of
+from kvtrie.integrations.vllm._tags import Reading
 from kvtrie.integrations.vllm._vllm import RequestStatus, maybe_convert_block_hash
 
 if TYPE_CHECKING:

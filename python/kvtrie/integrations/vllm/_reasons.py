@@ -2,7 +2,8 @@
 
 Each computed token has one reason, so the counts by reason add up to all computed tokens. A request
 costs one lookup, and where moved runs are allowed one plan under the widest policy; more plans only
-if that one reuses more.
+if that one reuses more. Labels of single tokens are made where a prompt has several, and only when
+it is computed.
 """
 
 from __future__ import annotations
@@ -18,20 +19,22 @@ import numpy as np
 from kvtrie._core import EXACT_ONLY
 from kvtrie.gates import widening
 from kvtrie.integrations.vllm._ranges import COMPUTE
-from kvtrie.integrations.vllm._tags import kinds_of
+from kvtrie.integrations.vllm._tags import RECOMPUTED
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from numpy.typing import NDArray
     from vllm.v1.request import Request
 
-    from kvtrie._core import Explanation, ReusePlan, ReusePolicy, Span
+    from kvtrie._core import Explanation, ReusePlan, ReusePolicy
     from kvtrie.gates import Decision
     from kvtrie.gates.widening import Step
     from kvtrie.integrations.vllm._requests import LiveRequest, Range
     from kvtrie.integrations.vllm._sources import Sources
     from kvtrie.integrations.vllm._stats import Counts
+    from kvtrie.integrations.vllm._tags import Kinds
+
+    Paint = tuple[int, int, int]
 
 _LOG = logging.getLogger("vllm.kvtrie")
 
@@ -63,6 +66,8 @@ _NAMES: Final = tuple(REASONS)
 _CODES: Final = {name: code for code, name in enumerate(_NAMES)}
 _PLANNED: Final = len(_NAMES)
 """The label of tokens whose KV the request gets."""
+_NEW: Final = _CODES["new"]
+_LAST: Final = _CODES["last_token"]
 
 # Reasons of `kvtrie.Explanation` whose name is another one here, or depends on more.
 _EXPLAINED: Final = {
@@ -77,10 +82,18 @@ _MAX_POLICIES: Final = 64
 
 @dataclass(slots=True, eq=False)
 class Why:
-    """Labels of a prompt's tokens, and what they depend on."""
+    """Labels of a prompt's tokens, and what they depend on.
 
-    labels: NDArray[np.int8]
+    Attributes:
+        paints: Ranges and their labels, of which the last one that holds a token counts. They are
+            only looked at when the prompt is computed.
+        signature: What the request was admitted with.
+        only: The label of all tokens; None if there are several.
+    """
+
+    paints: list[Paint]
     signature: tuple[object, ...]
+    only: int | None = None
 
 
 class Reasons:
@@ -103,6 +116,8 @@ class Reasons:
         self._counts = counts
         self._was_dead = was_dead
         self._steps = lru_cache(maxsize=_MAX_POLICIES)(self._make_steps)
+        # Most requests have the policies of the one before, which take a while to hash.
+        self._latest: tuple[object, object, tuple[Step, ...]] = (None, None, ())
         # The salt of the latest prompt with a first block.
         self._salts: OrderedDict[int, str | None] = OrderedDict()
 
@@ -119,53 +134,63 @@ class Reasons:
 
         May be called again; what the request has computed before a preemption keeps its labels.
         """
+        num_reused = plan.num_exact + plan.num_approximate
         signature = (num_local, plan.num_exact, plan.num_approximate, live.granted, len(live.seq))
         before = live.why
         if before is not None and before.signature == signature:
             return
         count = request.num_prompt_tokens
+        wider = self._wider(live, num_reused)
+        if before is None and not (num_reused or num_local or wider):
+            _, only = self._rest(request, live, 0, ())
+            live.why = Why([(0, count, only)], signature, only)
+            return
         segments = [(one[0], one[1], one[4]) for one in plan.segments.tolist()]
         planned = [(start, end) for start, end, kind in segments if kind != COMPUTE]
-        labels = np.full(count, _CODES["last_token"], np.int8)
+        paints = [(0, count, _LAST)]
         if plan.num_compute > 1:
-            self._label_computed(request, live, plan, planned, num_local, labels)
+            paints += self._computed(request, live, planned, num_local, wider)
         gap = next((s for s, e, kind in segments if kind == COMPUTE and e > num_local), count)
         for start, end in planned:
             ends_before = resumes or start < gap
-            labels[max(start, num_local) : end] = _CODES["short" if ends_before else "after_gap"]
-        for start, end in ranges:
-            labels[start:end] = _PLANNED
-        labels[:num_local] = _PLANNED
+            label = _CODES["short" if ends_before else "after_gap"]
+            paints.append((max(start, num_local), end, label))
+        paints += [(start, end, _PLANNED) for start, end in (*ranges, (0, num_local))]
         if before is not None:
             reached = live.account.reached
-            labels[:reached] = before.labels[:reached]
-        live.why = Why(labels, signature)
+            paints += [(start, min(end, reached), code) for start, end, code in before.paints]
+        live.why = Why(paints, signature)
 
-    def _label_computed(
+    def _computed(
         self,
         request: Request,
         live: LiveRequest,
-        plan: ReusePlan,
         planned: Sequence[Range],
         num_local: int,
-        labels: NDArray[np.int8],
-    ) -> None:
-        why = self._sources.index.explain(live.seq, EXACT_ONLY, context=0)
-        start = max(why.position, num_local)
-        wider = list(self._wider(live, plan))
+        wider: Sequence[tuple[str, list[Range]]],
+    ) -> Iterator[Paint]:
         reused = [*planned, *(one for _, found in wider for one in found)]
-        last = max((end for _, end in reused if end > start), default=0)
-        reason = _CODES[self._explained(request, live, why, start, goes_on=last > 0)]
-        labels[:-1] = reason
+        count = request.num_prompt_tokens
+        last, reason = self._rest(request, live, num_local, reused)
+        yield 0, count - 1, reason
         if last:
-            labels[last:-1] = _CODES["new"]
+            yield last, count - 1, _NEW
         # The last token is computed in any case.
-        if last != len(labels) - 1:
-            labels[-1] = labels[-2] if len(labels) > 1 else reason
+        if last != count - 1:
+            yield count - 1, count, _NEW if last else reason
         # Of several reasons, the one that alone is in the way.
         for name, found in reversed(wider):
-            for first, end in found:
-                labels[first:end] = _CODES[name]
+            code = _CODES[name]
+            yield from ((start, end, code) for start, end in found)
+
+    def _rest(
+        self, request: Request, live: LiveRequest, num_local: int, reused: Sequence[Range]
+    ) -> tuple[int, int]:
+        """Where the last range after the exact match ends, or 0, and the reason of what is left."""
+        why = self._sources.index.explain(live.seq, EXACT_ONLY, context=0)
+        start = max(why.position, num_local)
+        last = max((end for _, end in reused if end > start), default=0)
+        return last, _CODES[self._explained(request, live, why, start, goes_on=last > 0)]
 
     def _explained(
         self, request: Request, live: LiveRequest, why: Explanation, start: int, *, goes_on: bool
@@ -186,29 +211,34 @@ class Reasons:
         salt = self._salts.get(self._first_block(live), request.cache_salt)
         return "first_seen" if salt == request.cache_salt else "other_salt"
 
-    def _wider(self, live: LiveRequest, plan: ReusePlan) -> Iterator[tuple[str, list[Range]]]:
-        """What plans under wider policies would reuse, from the narrowest on."""
-        steps = self._steps(live.granted or live.policy, live.policy)
+    def _wider(self, live: LiveRequest, num_reused: int) -> list[tuple[str, list[Range]]]:
+        """What plans under wider policies would reuse, from the narrowest on, if it is more."""
+        steps = self._steps_of(live.granted or live.policy, live.policy)
         if not steps:
-            return
+            return []
         moved_end = live.moved_end
         if not live.policy.approximate and live.reading is not None:
             live.reading.follow(live.seq)
             moved_end = live.reading.stream.moved_end
-        _, widest = self._reused(live, steps[-1][1], moved_end)
-        if _length(widest) <= plan.num_exact + plan.num_approximate:
-            return
+        widest = self._plan(live, steps[-1][1], moved_end)
+        num_widest = widest.num_exact + widest.num_approximate
+        widest.release()
+        if num_widest <= num_reused:
+            return []
+        wider = []
         for name, policy in steps:
             judged, found = self._reused(live, policy, moved_end)
-            if name == "exact_asked":
-                yield self._why_exact(live, judged), found
-            else:
-                yield name, found
+            wider.append((self._why_exact(live, judged) if name == "exact_asked" else name, found))
+        return wider
 
-    def _reused(
-        self, live: LiveRequest, policy: ReusePolicy, moved_end: int | None
-    ) -> tuple[Decision, list[Range]]:
-        plan = self._sources.index.plan(
+    def _steps_of(self, granted: ReusePolicy, asked: ReusePolicy) -> tuple[Step, ...]:
+        latest = self._latest
+        if latest[0] is not granted or latest[1] is not asked:
+            latest = self._latest = (granted, asked, self._steps(granted, asked))
+        return latest[2]
+
+    def _plan(self, live: LiveRequest, policy: ReusePolicy, moved_end: int | None) -> ReusePlan:
+        return self._sources.index.plan(
             live.seq,
             policy,
             keep_last=1,
@@ -216,6 +246,11 @@ class Reasons:
             session=live.session,
             moved_end=moved_end,
         )
+
+    def _reused(
+        self, live: LiveRequest, policy: ReusePolicy, moved_end: int | None
+    ) -> tuple[Decision, list[Range]]:
+        plan = self._plan(live, policy, moved_end)
         judged = self._decision.of(plan)
         found = [(one[0], one[1]) for one in plan.segments.tolist() if one[4] != COMPUTE]
         plan.release()
@@ -240,37 +275,64 @@ class Reasons:
 
     # --- the counts --------------------------------------------------------------------------
 
-    def count(self, request: Request, live: LiveRequest, spans: Iterable[Span]) -> None:
-        """Count a prompt's computed tokens, once all are; log one line at debug level."""
+    def count(
+        self,
+        request: Request,
+        live: LiveRequest,
+        kinds: Kinds,
+        counted: Mapping[tuple[str, str], int],
+    ) -> None:
+        """Count a prompt's computed tokens, once all are; log one line at debug level.
+
+        Args:
+            request: The request.
+            live: Its state.
+            kinds: The kinds of its prompt's tokens.
+            counted: The same tokens by how they were reused and by kind.
+        """
         first = self._first_block(live)
         self._salts[first] = request.cache_salt
         self._salts.move_to_end(first)
         if len(self._salts) > _MAX_FIRST_BLOCKS:
             self._salts.popitem(last=False)
-        count = request.num_prompt_tokens
-        computed = np.ones(count, np.bool_)
-        for one in live.account.reused:
-            computed[one.start : one.end] = False
         why, live.why = live.why, None
-        if why is None:
-            code = _CODES["not_read" if request.skip_reading_prefix_cache else "stale"]
-            labels = np.full(count, code, np.int8)
+        only = why.only if why is not None else self._without(request)
+        if only is not None:
+            found = [(only, kind, n) for (how, kind), n in counted.items() if how == RECOMPUTED]
         else:
-            labels = why.labels
-        found = labels[computed].astype(np.int64)
-        found[found == _PLANNED] = _CODES["no_room" if live.is_without_room else "not_copied"]
-        names, kinds = kinds_of(count, spans)
-        if kinds is not None:
-            found += kinds[computed] * len(_NAMES)
+            paints = why.paints if why is not None else []
+            found = self._by_label(request.num_prompt_tokens, live, paints, kinds)
         totals: dict[str, int] = {}
-        numbers = np.bincount(found)
-        for at in np.flatnonzero(numbers).tolist():
-            kind, code = divmod(at, len(_NAMES))
-            self._counts.add_computed(_NAMES[code], names[kind], int(numbers[at]))
-            totals[_NAMES[code]] = totals.get(_NAMES[code], 0) + int(numbers[at])
+        for code, kind, number in found:
+            name = _NAMES[code]
+            self._counts.add_computed(name, kind, number)
+            totals[name] = totals.get(name, 0) + number
         live.computed = totals
         if _LOG.isEnabledFor(logging.DEBUG):
             self._say(request, live, totals)
+
+    def _without(self, request: Request) -> int:
+        """The label of all tokens of a request that was given no plan."""
+        return _CODES["not_read" if request.skip_reading_prefix_cache else "stale"]
+
+    def _by_label(
+        self, count: int, live: LiveRequest, paints: Sequence[Paint], kinds: Kinds
+    ) -> list[tuple[int, str, int]]:
+        """Computed tokens by label and kind."""
+        labels = np.empty(count, np.int64)
+        for start, end, code in paints:
+            labels[start:end] = code
+        labels[labels == _PLANNED] = _CODES["no_room" if live.is_without_room else "not_copied"]
+        names, numbers = kinds
+        if numbers is not None:
+            labels += numbers * _PLANNED
+        for one in live.account.reused:
+            labels[one.start : one.end] = -1
+        totals = np.bincount(labels[labels >= 0])
+        return [
+            (at % _PLANNED, names[at // _PLANNED], int(totals[at]))
+            for at in np.flatnonzero(totals).tolist()
+        ]
 
     def _say(self, request: Request, live: LiveRequest, totals: dict[str, int]) -> None:
         moved = sum(one.end - one.start for one in live.account.reused if one.is_approximate)
@@ -296,7 +358,3 @@ class Reasons:
             is_shadow = live.shadow_policy is not None and live.shadow_policy.approximate
             return "exact reuse: shadow mode" if is_shadow else "exact reuse: asked for"
         return f"approximate reuse: {live.verdict}"
-
-
-def _length(ranges: Iterable[Range]) -> int:
-    return sum(end - start for start, end in ranges)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from kvtrie._core import EXACT_ONLY
 from kvtrie.integrations import _asked
-from kvtrie.integrations._asked import SettingsError, check_keys, policy_of, session_id
+from kvtrie.integrations._asked import SettingsError, check_keys, hint, policy_of, session_id
+from kvtrie.tags import PRESETS, Tagger
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
 WHERE: Final = "kv_connector_extra_config"
 LAST_HINT: Final = "kvtrie.last"
 """The action of vLLM's ``kv_hints`` that says that a conversation ends."""
+
+# The last one is of `KvtrieNixlConnector`, whose requests may be sent on.
+_PARAMS: Final = ("kvtrie", "session", "last", "kvtrie_manifest")
+_CLOSE: Final = 0.75
 
 _EVENTS: Final[Mapping[str, type]] = {
     "endpoint": str,
@@ -105,8 +110,7 @@ class Settings:
             _refuse("default", given["default"], '"approximate" or "exact"')
         if not isinstance(given["policy"], Mapping | None):
             _refuse("policy", given["policy"], "a mapping of fields of kvtrie.ReusePolicy")
-        if not isinstance(form, str | Mapping | None):
-            _refuse("chat_format", form, '"auto", a preset of kvtrie.tags, token ids, or null')
+        _check_format(form)
         template = given["chat_template"]
         if template is not None and (not isinstance(template, str) or not template):
             _refuse("chat_template", template, "the path of a chat template, or its text")
@@ -132,8 +136,10 @@ def request_policy(
     """What one request may reuse, by ``{"kvtrie": "exact" or "approximate"}`` in its parameters.
 
     Raises:
-        SettingsError: It has another value.
+        SettingsError: It has another value, or a parameter is close to one of kvtrie's.
     """
+    if params:
+        _check_params(params)
     said = (params or {}).get("kvtrie", default)
     if said == "exact":
         return EXACT_ONLY
@@ -141,6 +147,19 @@ def request_policy(
         return cleared
     msg = f'kv_transfer_params: kvtrie must be "exact" or "approximate", not {said!r}'
     raise SettingsError(msg)
+
+
+def _check_params(params: Mapping[str, Any]) -> None:
+    """Refuse what is meant for kvtrie and misspelt; other connectors have parameters too."""
+    for name in params:
+        if name in _PARAMS:
+            continue
+        close = difflib.get_close_matches(str(name), _PARAMS, n=1, cutoff=_CLOSE)
+        if close or str(name).startswith("kvtrie"):
+            known = ", ".join(_PARAMS[:-1])
+            near = hint(name, _PARAMS)
+            msg = f"kv_transfer_params: unknown key {name!r}{near} (kvtrie's: {known})"
+            raise SettingsError(msg)
 
 
 def session_of(request: Request) -> str | None:
@@ -178,9 +197,8 @@ def _check_mode(given: Mapping[str, Any]) -> None:
     """Refuse a mode that other settings contradict."""
     mode = given.get("mode")
     if mode not in (None, "exact", "approximate"):
-        close = difflib.get_close_matches(str(mode), ("exact", "approximate"), n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        msg = f'{WHERE}: mode must be "exact" or "approximate", not {mode!r}{hint}'
+        near = hint(mode, ("exact", "approximate"))
+        msg = f'{WHERE}: mode must be "exact" or "approximate", not {mode!r}{near}'
         raise SettingsError(msg)
     if mode == "approximate" and given.get("gate") is None:
         msg = f'{WHERE}: "mode": "approximate" needs "gate", the model\'s gate file'
@@ -202,6 +220,23 @@ def _check_mode(given: Mapping[str, Any]) -> None:
             f'{WHERE}: "mode": "exact" serves every request exactly: remove "default", or the mode'
         )
         raise SettingsError(msg)
+
+
+def _check_format(form: object) -> None:
+    """Check what needs no tokenizer."""
+    if isinstance(form, Mapping):
+        try:
+            Tagger.from_ids(**form)
+        except (TypeError, ValueError) as error:
+            msg = f"{WHERE}: chat_format: {error}"
+            raise SettingsError(msg) from error
+    elif isinstance(form, str) and form not in ("auto", *PRESETS):
+        near = hint(form, ("auto", *PRESETS))
+        known = f'{", ".join(PRESETS)}, or "auto", token ids, or null'
+        msg = f"{WHERE}: chat_format: there is no preset {form!r}{near} (known: {known})"
+        raise SettingsError(msg)
+    elif not isinstance(form, str | None):
+        _refuse("chat_format", form, '"auto", a preset of kvtrie.tags, token ids, or null')
 
 
 def _check_events(given: object) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
+from kvtrie.integrations.vllm._model import check_kv_dtype
 from kvtrie.integrations.vllm._others import check_around
 from kvtrie.integrations.vllm._version import UnsupportedError, check_version, refuse
 from kvtrie.integrations.vllm._vllm import (
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 __all__ = ["UnsupportedError", "check", "check_others", "check_pool", "check_version"]
-
-_DTYPES: Final = ("auto", "float16", "bfloat16", "float32")
 
 
 def check(
@@ -93,12 +92,7 @@ def _check_settings(vllm_config: VllmConfig) -> None:
         )
     if not vllm_config.cache_config.enable_prefix_caching:
         refuse("prefix caching is off: start vLLM with --enable-prefix-caching")
-    dtype = str(vllm_config.cache_config.cache_dtype)
-    if dtype not in _DTYPES:
-        refuse(
-            f"keys are rotated in the type they are stored in, and --kv-cache-dtype {dtype} is "
-            f"not one of {', '.join(_DTYPES)}"
-        )
+    check_kv_dtype(str(vllm_config.cache_config.cache_dtype))
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         size = getattr(parallel, name, 1)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from kvtrie.integrations._asked import SettingsError
-from kvtrie.integrations.vllm import _template
+from kvtrie.integrations.vllm import _formats
+from kvtrie.integrations.vllm._answered import is_blank
 from kvtrie.integrations.vllm._settings import WHERE
 from kvtrie.integrations.vllm._vllm import ReasoningParserManager, cached_tokenizer_from_config
 from kvtrie.tags import PRESETS, Tagger
@@ -26,18 +26,15 @@ if TYPE_CHECKING:
     from kvtrie.integrations.vllm._settings import Settings
     from kvtrie.tags import Stream
 
-_LOG = logging.getLogger("vllm.kvtrie")
+    Kinds = tuple[list[str], NDArray[np.int64] | None]
 
-DROPPED_AT: Final = {"user": "next user message", "final": "final answer", "never": "never"}
-"""When a chat template drops reasoning, by the boundary of its format."""
+_LOG = logging.getLogger("vllm.kvtrie")
 
 OTHER: Final = "other"
 """Tokens between messages, and all tokens if the chat format is unknown."""
 
-# Templates leave the delimiters of dropped reasoning, with newlines between.
-_MAX_BLANK: Final = 4
-
-REUSES: Final = ("exact", "moved", "recomputed")
+RECOMPUTED: Final = "recomputed"
+REUSES: Final = ("exact", "moved", RECOMPUTED)
 """The sources of the KV of prompt tokens."""
 
 
@@ -47,16 +44,12 @@ def tagger_of(settings: Settings, vllm_config: VllmConfig) -> Tagger | None:
     If ``"auto"`` does not know the template, vLLM's reasoning parser identifies reasoning. It does
     not say when reasoning is dropped, so it is kept.
     """
-    form = settings.chat_format
-    tagger = None
-    if isinstance(form, Mapping):
-        tagger = _from_ids(form)
-    elif form is not None:
+    tokenizer = None
+    if isinstance(settings.chat_format, str):
         tokenizer = cached_tokenizer_from_config(vllm_config.model_config)
-        if form != "auto":
-            tagger = _from_preset(form, tokenizer)
-        elif tokenizer is not None:
-            tagger = _from_template(settings, tokenizer) or _from_parser(vllm_config, tokenizer)
+    tagger = _formats.tagger_of(
+        settings, tokenizer, otherwise=lambda why: _from_parser(vllm_config, tokenizer, why)
+    )
     forbidden = settings.wanted().forbid_kinds
     if tagger is None and forbidden:
         msg = (
@@ -67,39 +60,12 @@ def tagger_of(settings: Settings, vllm_config: VllmConfig) -> Tagger | None:
     return tagger
 
 
-def _from_ids(form: Mapping[str, Any]) -> Tagger:
-    try:
-        return Tagger.from_ids(**form)
-    except (TypeError, ValueError) as error:
-        msg = f"{WHERE}: chat_format: {error}"
-        raise SettingsError(msg) from error
-
-
-def _from_preset(name: str, tokenizer: Any) -> Tagger:  # noqa: ANN401 - vLLM's own, of many types
-    if tokenizer is None:
-        msg = f"{WHERE}: chat_format is {name!r}, and vLLM has no tokenizer (skip_tokenizer_init): "
-        msg += "give token ids, as kvtrie.tags.Tagger.from_ids takes them"
-        raise SettingsError(msg)
-    try:
-        return Tagger.from_preset(name, tokenizer)
-    except (TypeError, ValueError) as error:
-        msg = f"{WHERE}: chat_format: {error}"
-        raise SettingsError(msg) from error
-
-
-def _from_template(settings: Settings, tokenizer: Any) -> Tagger | None:  # noqa: ANN401 - likewise
-    arguments = dict(settings.template_arguments or {})
-    template = _template.served(settings).text
-    if template is not None:
-        arguments["chat_template"] = template
-    try:
-        return Tagger.from_tokenizer(tokenizer, **arguments)
-    except (TypeError, ValueError) as error:
-        _LOG.info("kvtrie: %s", error)
-        return None
-
-
-def _from_parser(vllm_config: VllmConfig, tokenizer: Any) -> Tagger | None:  # noqa: ANN401 - likewise
+def _from_parser(
+    vllm_config: VllmConfig,
+    tokenizer: Any,  # noqa: ANN401 - vLLM's own, of many types
+    why: str,
+) -> Tagger | None:
+    _LOG.info("kvtrie: %s", why)
     name = vllm_config.structured_outputs_config.reasoning_parser
     if not name:
         _LOG.warning('kvtrie: tokens are not tagged: name the format in "chat_format"')
@@ -119,14 +85,6 @@ def _from_parser(vllm_config: VllmConfig, tokenizer: Any) -> Tagger | None:  # n
     return found
 
 
-def form_of(tagger: Tagger | None) -> str:
-    """The chat format, and when it drops reasoning, in the words of the log."""
-    if tagger is None:
-        return "chat format: unknown"
-    dropped = DROPPED_AT[tagger.format.boundary]
-    return f"chat format: {tagger.format.name}; reasoning dropped at: {dropped}"
-
-
 class Reading:
     """The spans of one request's final tokens."""
 
@@ -139,6 +97,11 @@ class Reading:
     def follow(self, seq: TokenSequence) -> None:
         if len(self.stream) < len(seq):
             self.stream.feed(np.asarray(seq[len(self.stream) :]))
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether the served template never drops reasoning."""
+        return self.stream.tagger.format.boundary == "never"
 
     def new_spans(self, seq: TokenSequence) -> list[Span]:
         """The spans that have ended since the last call."""
@@ -164,14 +127,14 @@ class Reading:
         stream = self.stream
         if not stream.sections and stream.open is None:
             return "it has no message of the format"
-        if stream.tagger.format.boundary == "never":
+        if self.keeps_all:
             return None
         for turn in stream.turns:
             if turn.state != "closed" or turn.end > num_prompt:
                 continue
             for section in turn.sections:
                 start, end = section.body
-                if section.kind == "reasoning" and end - start > _MAX_BLANK:
+                if section.kind == "reasoning" and not is_blank(section):
                     return f"it keeps reasoning of an earlier turn, at tokens [{start}, {end})"
         return None
 
@@ -181,7 +144,7 @@ class Reading:
         return spans if under_way is None else [*spans, under_way]
 
 
-def kinds_of(num_tokens: int, spans: Iterable[Span]) -> tuple[list[str], NDArray[np.int64] | None]:
+def kinds_of(num_tokens: int, spans: Iterable[Span]) -> Kinds:
     """Names of kinds, and the number of each token's; None if there are no spans."""
     names, kinds = [OTHER], None
     for span in sorted(spans, key=lambda span: (span.start, -span.end)):
@@ -194,29 +157,25 @@ def kinds_of(num_tokens: int, spans: Iterable[Span]) -> tuple[list[str], NDArray
 
 
 def count_by_kind(
-    num_tokens: int, reused: Iterable[Reused], spans: Iterable[Span]
+    num_tokens: int, reused: Iterable[Reused], kinds: Kinds
 ) -> Counter[tuple[str, str]]:
     """Tokens of a prompt by (one of `REUSES`, kind); of nested spans the inner one counts."""
-    spans = list(spans)
-    if not spans:
+    names, numbers = kinds
+    if numbers is None:
         totals = [0] * len(REUSES)
         for one in reused:
             totals[one.is_approximate] += max(0, min(one.end, num_tokens) - one.start)
-        totals[REUSES.index("recomputed")] = num_tokens - sum(totals)
+        totals[REUSES.index(RECOMPUTED)] = num_tokens - sum(totals)
         return Counter(
             {(how, OTHER): count for how, count in zip(REUSES, totals, strict=True) if count}
         )
-    reuse = np.full(num_tokens, REUSES.index("recomputed"), np.int64)
+    reuse = np.full(num_tokens, REUSES.index(RECOMPUTED), np.int64)
     for one in reused:
         reuse[one.start : one.end] = int(one.is_approximate)
-    names, kinds = kinds_of(num_tokens, spans)
-    kinds = reuse * 0 if kinds is None else kinds
-    counts = np.bincount(kinds * len(REUSES) + reuse, minlength=len(names) * len(REUSES))
+    counts = np.bincount(numbers * len(REUSES) + reuse)
     return Counter(
         {
-            (how, name): int(counts[number * len(REUSES) + at])
-            for number, name in enumerate(names)
-            for at, how in enumerate(REUSES)
-            if counts[number * len(REUSES) + at]
+            (REUSES[at % len(REUSES)], names[at // len(REUSES)]): int(counts[at])
+            for at in np.flatnonzero(counts).tolist()
         }
     )

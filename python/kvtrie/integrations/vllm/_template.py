@@ -7,6 +7,7 @@ directory's.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvtrie.integrations._asked import SettingsError
@@ -48,3 +49,25 @@ def served(settings: Settings) -> Served:
         if settings.chat_template is None:
             msg += f" (it is --{_command.TEMPLATE}: name its file in this setting)"
         raise SettingsError(msg) from error
+
+
+def names_in(template: object) -> frozenset[str] | None:
+    """What a chat template reads of its arguments; None if it cannot be told.
+
+    Args:
+        template: Its text, or texts by name as some tokenizers have them.
+    """
+    try:
+        from jinja2 import Environment, TemplateError, meta  # noqa: PLC0415 - not needed to serve
+    except ImportError:
+        return None
+    texts = template.values() if isinstance(template, Mapping) else (template,)
+    found: set[str] = set()
+    # Nothing is rendered.
+    parser = Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=True)
+    for text in texts:
+        try:
+            found |= meta.find_undeclared_variables(parser.parse(str(text)))
+        except TemplateError:
+            return None
+    return frozenset(found)

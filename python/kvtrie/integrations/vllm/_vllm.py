@@ -72,7 +72,7 @@ from vllm.v1.metrics.utils import create_metric_per_engine
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
-from kvtrie.integrations.vllm._version import refuse
+from kvtrie.integrations.vllm._version import lacks, refuse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -104,6 +104,7 @@ __all__ = [
     "SamplingParams",
     "SupportsHMA",
     "cached_tokenizer_from_config",
+    "cpu_isa",
     "create_metric_per_engine",
     "current_platform",
     "extract_layer_index",
@@ -111,6 +112,7 @@ __all__ = [
     "get_current_vllm_config_or_none",
     "get_layers_from_vllm_config",
     "maybe_convert_block_hash",
+    "nixl_connector",
     "probe",
     "probe_connector",
     "probe_scheduler",
@@ -316,6 +318,37 @@ _DECLARED: Final = (
     *(VllmConfig, ModelConfig, CacheConfig, ParallelConfig, SchedulerConfig, SpeculativeConfig),
     *(StructuredOutputsConfig, LoadConfig, KVTransferConfig, KVEventsConfig, AuxOutputConfig),
 )
+
+
+def nixl_connector() -> Any:  # noqa: ANN401 - a class of vLLM's
+    """The connector over NIXL, whose package is imported for it alone.
+
+    Raises:
+        UnsupportedError: There is none under this name.
+    """
+    try:
+        from vllm.distributed.kv_transfer.kv_connector.v1.nixl import (  # noqa: PLC0415
+            NixlConnector,
+        )
+    except ImportError as error:
+        lacks(error)
+    return NixlConnector
+
+
+def cpu_isa(dtype: object, block_size: int, head_dim: int) -> str | None:
+    """The instruction set of the CPU build's attention.
+
+    Raises:
+        UnsupportedError: This vLLM does not say.
+    """
+    try:
+        from vllm.v1.attention.backends.cpu_attn import (  # noqa: PLC0415 - of the CPU build alone
+            _get_attn_isa,
+        )
+    except ImportError as error:
+        lacks(error)
+    isa: str | None = _get_attn_isa(dtype, block_size, head_dim)
+    return isa
 
 
 def things() -> dict[str, object]:

@@ -95,6 +95,11 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
         self._cleared = EXACT_ONLY if self._settings.shadow else self._decision.policy
         self._block_size: int = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self._is_among_others = _support.check_others(vllm_config, moves=moves, is_exact=is_exact)
+        if self._is_among_others and len(kv_cache_config.kv_cache_groups) > 1:
+            _version.refuse(
+                "models with several groups of KV blocks were not run next to other connectors: "
+                "use KvtrieConnector alone"
+            )
         self._counts = Counts()
         self._planner: Planner | ExactPlanner | None = None
         self._kv_caches: dict[str, torch.Tensor] = {}

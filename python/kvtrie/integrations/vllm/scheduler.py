@@ -51,8 +51,7 @@ class KvtrieScheduler(AsyncScheduler):
         planner: object = connector.planner
         if not isinstance(planner, Planner):
             msg = 'KvtrieScheduler: "mode": "exact" has no gaps to continue after: omit '
-            msg += "MultiConnector" if is_among_others else "--scheduler-cls"
-            raise UnsupportedError(msg)
+            raise UnsupportedError(msg + "--scheduler-cls")
         self._planner = planner
         self._gaps = planner.gaps
         self._gaps.resumes = True
