@@ -60,7 +60,21 @@ class Client:
             "approximate": cache.num_approximate,
             "indexed": cache._index.stats().approximate,
             "would": dict(cache.would),
+            "computed": {" ".join(one): count for one, count in cache.computed.items()},
+            "metrics": _computed_metrics(),
         }
+
+
+def _computed_metrics() -> dict[str, float]:
+    """``sglang:kvtrie_computed_tokens_total``."""
+    from prometheus_client import REGISTRY  # noqa: PLC0415
+
+    return {
+        f"{sample.labels['reason']} {sample.labels['kind']}": sample.value
+        for family in REGISTRY.collect()
+        for sample in family.samples
+        if sample.name == "sglang:kvtrie_computed_tokens_total"
+    }
 
 
 def apart(
@@ -159,6 +173,29 @@ def aborts(job: Job) -> dict[str, Any]:
     return {"aborted": found, "last": last["cached"]} | client.balance()
 
 
+def meanwhile(job: Job) -> dict[str, Any]:
+    """Between a match and its admission, another request computes what would be copied."""
+    from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams  # noqa: PLC0415
+
+    rng = Random(job.seed)
+    client = Client(job)
+    cache = client.server.cache
+    head, rest = words(rng, 64), words(rng, 200)
+    client.send([*head, *words(rng, 50), *rest], session="talk")
+    edited = [*head, *rest, *words(rng, 30)]
+    request = client.server.add("late", edited, 8, custom={"kvtrie": {"session": "talk"}})
+    client.server.scheduler.waiting_queue.remove(request)
+    request.init_next_round_input(cache)
+    promised = request.host_hit_length
+    client.send(edited, reuse="exact")
+    params = InitLoadBackParams(
+        best_match_node=request.best_match_node, host_hit_length=promised, req=request
+    )
+    count, node = cache.init_load_back(params)
+    is_kept = node is request.best_match_node
+    return {"promised": promised, "count": count, "is_kept": is_kept} | client.balance()
+
+
 def failing_copies(job: Job) -> dict[str, Any]:
     """Every second copy raises, when its slots are allocated."""
     client = Client(job)
@@ -210,6 +247,7 @@ if __name__ == "__main__":
         "several": several_cuts,
         "given": given,
         "aborts": aborts,
+        "meanwhile": meanwhile,
         "copies": failing_copies,
         "many": many_edits,
     }

@@ -13,12 +13,16 @@ import runpy
 import subprocess
 import sys
 import tempfile
+import time
 from functools import cache
 from multiprocessing import forkserver
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,19 +52,44 @@ def forked(module: str, *arguments: str, timeout: float = 600, **environment: st
     Raises:
         RuntimeError: It ended with an error; the message has the end of what it printed.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        given = (module, list(arguments), environment, folder)
-        one = _forks().Process(target=_child, args=given)
-        one.start()
-        one.join(timeout)
-        is_late = one.is_alive()
-        one.kill()
-        one.join()
-        out, err = (
-            path.read_text() if (path := Path(folder) / name).exists() else ""
-            for name in ("out", "err")
-        )
-        return _printed("too late" if is_late else one.exitcode, out, err)
+    (found,) = forked_together(module, [arguments], timeout=timeout, **environment)
+    return found
+
+
+def forked_together(
+    module: str, arguments: Sequence[Sequence[str]], timeout: float = 600, **environment: str
+) -> list[Any]:
+    """As `forked`, of several forks at once: one for each list of arguments.
+
+    Raises:
+        RuntimeError: One ended with an error; the message has the end of what it printed.
+    """
+    with tempfile.TemporaryDirectory() as place:
+        folders = [Path(place) / str(number) for number in range(len(arguments))]
+        running = []
+        for folder, given in zip(folders, arguments, strict=True):
+            folder.mkdir()
+            one = _forks().Process(
+                target=_child, args=(module, list(given), environment, str(folder))
+            )
+            one.start()
+            running.append(one)
+        end = time.monotonic() + timeout
+        codes: list[object] = []
+        for one in running:
+            one.join(max(0, end - time.monotonic()))
+            codes.append("too late" if one.is_alive() else one.exitcode)
+        for one in running:
+            one.kill()
+            one.join()
+        printed = [
+            [
+                path.read_text() if (path := folder / name).exists() else ""
+                for name in ("out", "err")
+            ]
+            for folder in folders
+        ]
+    return [_printed(code, *texts) for code, texts in zip(codes, printed, strict=True)]
 
 
 def process(module: str, *arguments: str, timeout: float = 600, **environment: str) -> Any:

@@ -203,6 +203,7 @@ def test_kv_that_cannot_be_moved_is_reused_exactly(
 @pytest.mark.parametrize(
     ("given", "why"),
     [
+        ({"tp_size": 2}, "tp_size=2: moves on more than one rank were not tested"),
         ({"is_embedding": True}, "the model generates nothing"),
         ({"generates": False}, "the model generates nothing"),
         ({"dllm_algorithm": "LowConfidence"}, "--dllm-algorithm"),

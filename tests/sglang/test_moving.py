@@ -7,16 +7,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
+from tests.cleared import gate, kind
 from tests.sglang.engine import Job, run, scheduled
 from tests.vllm import models
 from tests.vllm.chat import Chat
+from workloads.ceiling import Ceiling
+from workloads.registry import WORKLOADS
 
 import kvtrie
+from kvtrie import gates
 from kvtrie.demo import load_conversations
 from kvtrie.engines.transformers import Generator
+from kvtrie.gates.boxes import Box, Range
+from kvtrie.models.fingerprint import checkpoint_digest, directory_template_id
 from kvtrie.record.reader import Log
 
 UNCHECKED = '{"gate": "unchecked"}'
@@ -147,6 +154,15 @@ def test_copies_that_fail_give_their_slots_back(model: str) -> None:
     assert found["cached"] == [64, 264, 64, 264]
 
 
+@pytest.mark.parametrize("settings", [UNCHECKED, GAPS])
+def test_a_match_that_became_exact_meanwhile_is_a_miss(model: str, settings: str) -> None:
+    found = edited("meanwhile", Job(model, settings=settings))
+    assert found["promised"] == 200
+    assert (found["count"], found["is_kept"]) == (0, True)
+    # No failure is counted, and no slot is lost.
+    balanced(found)
+
+
 def test_shadow_mode_counts_and_moves_nothing(model: str, tmp_path: Path) -> None:
     job = Job(model, settings=GAPS)
     moved = edited("several", job)
@@ -182,6 +198,82 @@ def test_requests_are_recorded_with_what_they_reused(model: str, tmp_path: Path)
     assert moved.tokens[moved.num_prompt :].tolist() == found["one pass"]["reply"]
     assert 0 < (moved.first_token or 0) <= moved.took
     assert moved.ended == "length"
+    # Of each prompt, what was not reused has a reason.
+    for one in requests:
+        reused = sum(end - start for start, end, _ in one.reused)
+        assert sum(one.computed.values()) == one.num_prompt - reused
+    assert original.computed == {"first_seen": original.num_prompt}
+    new = found["new"]
+    assert moved.computed == {"diverged": new[0] + new[1], "new": new[2]}
+    other_salt = requests[2].computed
+    assert other_salt == {"other_salt": original.num_prompt}
+    # The last one asks for exact reuse, in a namespace that has nothing.
+    assert requests[4].computed == {"other_salt": found["length"]}
+
+
+def test_reasons_are_in_the_metrics(model: str) -> None:
+    """Without `"gaps"`, reuse ends at the first gap."""
+    job = Job(model, page_size=16, settings=UNCHECKED, overrides={"enable_metrics": True})
+    found = edited("several", job)
+    balanced(found)
+    computed = found["computed"]
+    assert computed["after_gap other"] > 0
+    assert computed["new other"] > 0
+    total = sum(computed.values())
+    reused = sum(found[name]["cached"] for name in ("one pass", "passes", "exact"))
+    originals = 2 * (64 + 30 + 100 + 25 + 90 + 60)
+    assert total == originals + 3 * found["length"] - reused
+    assert found["metrics"] == computed
+
+
+def agent_run(folder: Path) -> tuple[str, list[int], list[int]]:
+    """W11: an agent's run, and the prompt of which its template dropped all reasoning (Qwen3's).
+
+    With a tiny model that has a token for each id.
+    """
+    made = WORKLOADS["W11"].build(text="worded")
+    ids, numbers = np.unique(np.concatenate([made.cached, made.prompt]), return_inverse=True)
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        vocab_size=len(ids) + 3,
+        max_position_embeddings=16_384,
+        tie_word_embeddings=False,
+    )
+    transformers.LlamaForCausalLM(config).float().save_pretrained(folder)
+    numbers = numbers + 3
+    count = len(made.cached)
+    return str(folder), numbers[:count].tolist(), numbers[count:].tolist()
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_an_agent_run_without_its_reasoning_is_hardly_computed(
+    tmp_path: Path, page_size: int
+) -> None:
+    """95 % of what is not new, with `rotated` and an unchecked gate."""
+    model, run, prompt = agent_run(tmp_path / "llama")
+    assert len(prompt) > 6000
+    known = Ceiling([run], block_size=page_size, min_run=16).of(prompt)
+    job = Job(
+        model,
+        page_size=page_size,
+        num_slots=32_768,
+        settings=GAPS,
+        prompts=[run, prompt],
+        overrides={"chunked_prefill_size": 16_384, "context_length": 16_384},
+    )
+    found = edited("given", job)
+    first, second = found["cached"]
+    assert first == 0
+    # Exact reuse ends where the first reasoning was.
+    assert known.prefix < 0.5 * len(prompt)
+    assert second >= 0.95 * known.most
+    balanced(found)
 
 
 def real_prompts() -> list[list[int]]:
@@ -203,16 +295,47 @@ def real_prompts() -> list[list[int]]:
     return prompts
 
 
-def embedded(prompts: list[list[int]], **options: Any) -> list[int]:
-    """Of each prompt, how many tokens the embedded engine does not compute."""
+def engine(**options: Any) -> Generator:
     torch.set_num_threads(2)
-    engine = Generator.from_pretrained(
+    return Generator.from_pretrained(
         REAL, num_blocks=8192, block_size=1, dtype="float32", **options
     )
-    done = [
-        engine.generate(ids, max_new_tokens=1, session="talk", ignore_eos=True) for ids in prompts
-    ]
-    return [one.usage.exact + one.usage.moved for one in done]
+
+
+def embedded(prompts: list[list[int]], **options: Any) -> tuple[list[int], set[float]]:
+    """Of each prompt, how many tokens the embedded engine does not compute.
+
+    And which shares of moved runs their policies recompute.
+    """
+    made = engine(**options)
+    cached, shares = [], set()
+    for ids in prompts:
+        done = made.generate(ids, max_new_tokens=1, session="talk", ignore_eos=True)
+        cached.append(done.usage.exact + done.usage.moved)
+        if done.usage.moved:
+            shares.add(done.decision.policy.recompute_share)
+    return cached, shares
+
+
+def ladder(path: Path) -> str:
+    """A gate of the real model: one cut may be rotated alone, more only with recomputed fronts."""
+    rotated = kvtrie.ReusePolicy(approximate=True, min_run=16)
+    one_cut = kind("one cut", Box(cuts=Range(0, 1)))
+    policies = {
+        "rotated": (rotated, (one_cut,)),
+        "rotated+fronts20": (rotated.replace(recompute_share=0.2), (kind("any edit"),)),
+    }
+    space = engine().namespace()
+    gate(
+        model=space.model,
+        rope=space.rope,
+        measured=tuple(gates.Measured(name, *one) for name, one in policies.items()),
+        checkpoint=checkpoint_digest(REAL),
+        template=directory_template_id(REAL),
+        kv_dtype="float32",
+        data="talk",
+    ).write(path)
+    return str(path)
 
 
 @pytest.mark.skipif(not REAL.is_dir(), reason="SmolLM2-135M-Instruct is not there: `make models`")
@@ -231,6 +354,30 @@ def test_a_real_model_reuses_what_the_embedded_engine_does(share: float | None) 
     )
     found = edited("given", job)
     wanted = kvtrie.ReusePolicy(approximate=True, min_run=16, **policy)
-    assert found["cached"] == embedded(prompts, policy=wanted, gate="unchecked")
+    cached, _ = embedded(prompts, policy=wanted, gate="unchecked")
+    assert found["cached"] == cached
     balanced(found)
     assert found["approximate"] > 100
+
+
+@pytest.mark.skipif(not REAL.is_dir(), reason="SmolLM2-135M-Instruct is not there: `make models`")
+def test_under_a_gates_ladder_a_real_model_computes_what_the_embedded_engine_does(
+    tmp_path: Path,
+) -> None:
+    """Without a policy: for each prompt, the cheapest that the gate clears for its edit."""
+    prompts, path = real_prompts(), ladder(tmp_path / "gate.json")
+    job = Job(
+        str(REAL.resolve()),
+        num_slots=8192,
+        overrides={"skip_tokenizer_init": False, "chunked_prefill_size": 8192},
+        settings=json.dumps({"gate": path, "gaps": True}),
+        prompts=prompts,
+    )
+    found = edited("given", job)
+    cached, shares = embedded(prompts, gate=gates.read(path))
+    assert found["cached"] == cached
+    balanced(found)
+    assert found["approximate"] > 100
+    # The policies of plans that move something are rungs of the ladder.
+    assert shares
+    assert shares <= {0.0, 0.2}

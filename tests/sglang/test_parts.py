@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from array import array
 from itertools import product
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 import torch
+from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache import registry
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
+from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from tests.sglang.caches import Pool, Side, key, mine, params
 
@@ -140,6 +144,83 @@ def _insert(side: Side) -> int:
     return done
 
 
+def test_a_lock_has_the_blocks_of_now() -> None:
+    """What was matched left, and came back in other slots, before it was locked."""
+    side = one_side(2)
+    ids = list(range(8))
+    side.insert(ids)
+    found = side.match(ids).last_device_node
+    slots = side.cache.path_device_indices(found).tolist()
+    assert side.evict(8) == 8
+    side.insert([100, 101])
+    side.insert(ids)
+    lock = side.cache.lock(found)
+    now = side.cache.path_device_indices(side.match(ids).last_device_node).tolist()
+    assert now != slots
+    assert side.cache.path_device_indices(found).tolist() == now
+    side.cache.unlock(lock)
+    assert side.cache.path_device_indices(found).tolist() == now
+
+
+def test_all_slots_of_cached_pages_are_listed() -> None:
+    side = one_side(4)
+    assert side.cache.all_values_flatten().tolist() == []
+    side.insert(list(range(24)))
+    side.evict(8)
+    cached = set(side.cache.all_values_flatten().tolist())
+    free = {page * 4 + offset for page in side.pool.free for offset in range(4)}
+    assert len(cached) == side.cache.total_size() == 16
+    assert cached | free == set(range(4, 84))
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_slots_on_a_device_are_those_on_the_host(page_size: int) -> None:
+    """The way of devices, on tensors of the host."""
+    sides = [one_side(page_size), one_side(page_size)]
+    sides[1].cache._slots._host = None
+    rng = Random(page_size)
+    for _ in range(300):
+        ids = [rng.randrange(3) for _ in range(rng.randrange(6 * page_size))]
+        answers: list[Any] = []
+        for side in sides:
+            missing = -(-len(ids) // page_size) - len(side.pool.free)
+            evicted = side.evict(missing * page_size) if missing > 0 else 0
+            known = side.insert(ids)
+            path = side.cache.path_device_indices(side.match(ids).last_device_node)
+            used = sorted(side.cache.all_values_flatten().tolist())
+            answers.append([evicted, known, path.dtype, path.tolist(), used])
+        assert answers[0] == answers[1]
+
+
+def test_adapters_share_nothing() -> None:
+    """SGLang appends an adapter's id to the key of its requests."""
+    side = one_side(1)
+    ids = list(range(6))
+    spaces = [
+        Req(
+            "name",
+            "",
+            array("q", ids),
+            SamplingParams(),
+            lora_id=adapter,
+            extra_key=extra,
+            cache_salt=salt,
+        )
+        for adapter, extra, salt in product((None, "a1", "b2"), (None, "team"), (None, "a1"))
+    ]
+    seen = set()
+    for number, one in enumerate(spaces):
+        pair = one.extra_key, one.cache_salt
+        assert pair not in seen
+        seen.add(pair)
+        own = ids[: 1 + number % 3]
+        side.evict(20)
+        assert side.insert(own, *pair) == 0
+        found = [side.match(ids, other.extra_key, other.cache_salt) for other in spaces]
+        expected = [len(own) if other is one else 0 for other in spaces]
+        assert [match.device_prefix_len for match in found] == expected
+
+
 def test_reset_forgets_all() -> None:
     side = one_side(4)
     side.insert(list(range(40)))
@@ -161,7 +242,8 @@ def test_registers_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def context(**settings: Any) -> Any:
     """What SGLang gives a factory, with SGLang's own defaults."""
-    pool = Pool(20, settings.pop("pool_page", 4))
+    pool = Pool(settings.pop("num_pages", 20), settings.pop("pool_page", 4))
+    rank = settings.pop("tp_rank", 0)
     server: dict[str, Any] = {one.name: one.default for one in msgspec.structs.fields(ServerArgs)}
     server |= {"model_path": "model"}
     flags = dict.fromkeys(("is_hybrid_swa", "is_hybrid_ssm", "is_dsa"), False)
@@ -169,12 +251,14 @@ def context(**settings: Any) -> Any:
         (flags if name in flags else server)[name] = one
     asked = params(pool)
     asked.page_size = 4
-    return SimpleNamespace(server_args=SimpleNamespace(**server), params=asked, **flags)
+    return SimpleNamespace(
+        server_args=SimpleNamespace(**server), params=asked, tp_rank=rank, **flags
+    )
 
 
 def test_defaults_are_supported() -> None:
     cache = _support.make(context())
-    assert (cache.page_size, len(cache._free)) == (4, 20)
+    assert (cache.page_size, cache._slots.num_pages) == (4, 20)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +273,6 @@ def test_defaults_are_supported() -> None:
         ({"enable_streaming_session": True}, "sessions"),
         ({"disaggregation_mode": "prefill"}, "disaggregation_mode='prefill'"),
         ({"enable_dp_attention": True}, "enable_dp_attention=True is not supported"),
-        ({"tp_size": 2}, "tp_size=2 is not supported: more than one rank was not tested"),
         ({"pp_size": 2}, "pp_size=2"),
         ({"attn_cp_size": 2}, "attn_cp_size=2"),
         ({"disable_radix_cache": True}, "there is no cache then"),

@@ -1,4 +1,4 @@
-"""The whole of SGLang, in its three processes: ``python -m tests.sglang.whole MODEL BACKEND``.
+"""The whole of SGLang, in its processes: ``python -m tests.sglang.whole MODEL BACKEND [RANKS]``.
 
 Prints one JSON object: the replies and hits of three rounds of eight prompts, in a pool too small
 for all, and whether the scheduler prepares a step while the one before runs.
@@ -12,12 +12,13 @@ from random import Random
 from typing import Any
 
 
-def main(model: str, backend: str) -> int:
+def main(model: str, backend: str, ranks: str = "1") -> int:
     import sglang  # noqa: PLC0415 - after this module is imported in SGLang's processes too
 
     engine = sglang.Engine(
         model_path=model,
         device="cpu",
+        tp_size=int(ranks),
         attention_backend="torch_native",
         sampling_backend="pytorch",
         mem_fraction_static=0.6,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from kvtrie.record import Would
 
 
@@ -37,6 +39,11 @@ class Metrics:
             "In shadow mode: prompt tokens by what their KV would have been.",
             [*labels, "source"],
         )
+        self._computed = Counter(
+            "sglang:kvtrie_computed_tokens",
+            "Prompt tokens of finished requests that were computed, by reason and kind.",
+            [*labels, "reason", "kind"],
+        )
         self._records = Counter(
             "sglang:kvtrie_records",
             "Finished requests, by whether they are in the log.",
@@ -52,6 +59,10 @@ class Metrics:
     def would(self, one: Would) -> None:
         for source in ("exact", "moved", "computed"):
             self._would.labels(**self._labels, source=source).inc(getattr(one, source))
+
+    def computed(self, counts: Mapping[tuple[str, str], int]) -> None:
+        for (reason, kind), count in counts.items():
+            self._computed.labels(**self._labels, reason=reason, kind=kind).inc(count)
 
     def recorded(self, written: int, dropped: int) -> None:
         for outcome, count in (("written", written), ("dropped", dropped)):

@@ -181,7 +181,7 @@ class Moving:
             wish: What it asks for.
         """
         size = index.block_size
-        if (wish.reuse or self._default) == "exact" or len(seq) - known < size:
+        if self.is_exact(wish) or len(seq) - known < size:
             return None
         if request.input_embeds is not None or (request.lora_id is not None and self._is_checked):
             return None
@@ -202,6 +202,15 @@ class Moving:
                 would = _would(plan, known, end, num_prompt)
         # Exact KV alone is found by the match.
         return replace(found, promised=end - known if would.moved else 0, would=would)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether reuse continues after gaps."""
+        return self._max_in_gaps > 0
+
+    def is_exact(self, wish: Wish) -> bool:
+        """Whether a request asks for exact reuse, or gets it by default."""
+        return (wish.reuse or self._default) == "exact"
 
     def gaps(self, plan: ReusePlan, ask: Ask, end: int) -> Gaps | None:
         """The gaps of a later plan before the end of what was promised; None if it cannot be kept.

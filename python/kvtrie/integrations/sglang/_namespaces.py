@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from kvtrie._core import SHARED, Namespace
+
+_MAX_MADE: Final = 1024
+"""Namespaces that are kept: requests name them, so there may be any number."""
 
 
 class Namespaces:
@@ -14,11 +19,19 @@ class Namespaces:
 
     def __init__(self, model: str) -> None:
         self._shared = Namespace(model=model, salt=SHARED)
+        self._made: dict[tuple[str | None, str | None], Namespace] = {}
 
     def of(self, extra_key: str | None, cache_salt: str | None) -> Namespace:
         if extra_key is None and cache_salt is None:
             return self._shared
-        return self._shared.replace(salt=_part(extra_key) + _part(cache_salt))
+        pair = extra_key, cache_salt
+        found = self._made.get(pair)
+        if found is None:
+            if len(self._made) >= _MAX_MADE:
+                self._made.clear()
+            salt = _part(extra_key) + _part(cache_salt)
+            found = self._made[pair] = self._shared.replace(salt=salt)
+        return found
 
 
 def _part(text: str | None) -> str:

@@ -50,7 +50,12 @@ class RequestLog:
         atexit.register(self._recorder.close)
 
     def ended(
-        self, request: Req, session: str | None, built: Built | None, would: Would | None
+        self,
+        request: Req,
+        session: str | None,
+        reused: list[tuple[int, int, str]],
+        computed: dict[str, int],
+        would: Would | None,
     ) -> None:
         """Hand a request over, if it is in the sample.
 
@@ -80,7 +85,8 @@ class RequestLog:
                 took=now - began,
                 ended=_ENDS.get(type(request.finished_reason).__name__, "other"),
                 spans=() if self._tagger is None else self._tagger.spans(ids),
-                reused=_reused(request, built),
+                reused=reused,
+                computed=computed,
                 would=would,
             )
         )
@@ -99,7 +105,7 @@ def _space(request: Req) -> str | None:
     return salt if key is None else repr((key, salt))
 
 
-def _reused(request: Req, built: Built | None) -> list[tuple[int, int, str]]:
+def reused_of(request: Req, built: Built | None) -> list[tuple[int, int, str]]:
     """What of a prompt was not computed."""
     if built is None:
         return [(0, request.cached_tokens, "exact")] if request.cached_tokens else []

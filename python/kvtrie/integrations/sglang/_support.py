@@ -12,6 +12,7 @@ from kvtrie.integrations import _asked, _served
 from kvtrie.integrations._asked import SettingsError
 from kvtrie.integrations.sglang import _gaps
 from kvtrie.integrations.sglang._moving import Moving, pool_of
+from kvtrie.integrations.sglang._ranks import shared_seed
 from kvtrie.integrations.sglang._reasoning import tagger_of
 from kvtrie.integrations.sglang._recording import RequestLog
 from kvtrie.integrations.sglang._settings import VARIABLE, SGLangSettings
@@ -42,7 +43,6 @@ _SETTINGS: Final[dict[str, tuple[tuple[object, ...], str]]] = {
     "enable_session_radix_cache": ((False,), "sessions keep pages outside of the cache"),
     "disaggregation_mode": (("null",), "prefill and decode in two engines was not tested"),
     "enable_dp_attention": ((False,), "it was not tested"),
-    "tp_size": ((1,), "more than one rank was not tested"),
     "dp_size": ((1,), "more than one replica in a server was not tested"),
     "pp_size": ((1,), "pipeline stages were not tested"),
     "attn_cp_size": ((1,), "context parallelism was not tested"),
@@ -73,10 +73,21 @@ def make(context: TreeCacheBuildContext) -> KvtrieCache:
         )
     num_pages = allocator.size // params.page_size
     args = context.server_args
+    # All ranks have the same settings, so they come here alike; what is read below they may not.
+    seed = shared_seed(params, args.tp_size, num_pages)
     tagger = tagger_of(args)
     moving, why = _moving_of(context, tagger)
     recording = _recording_of(context, tagger)
-    cache = KvtrieCache(params, num_pages, args.model_path, tagger, moving, recording)
+    cache = KvtrieCache(
+        params,
+        num_pages,
+        args.model_path,
+        tagger,
+        moving,
+        recording,
+        seed=seed,
+        counts_for_all=context.tp_rank == 0,
+    )
     _LOG.info(
         "kvtrie: prefix cache of %d pages of %d tokens, in SGLang %s; %s",
         num_pages,
@@ -134,6 +145,7 @@ def _why_not_moved(context: TreeCacheBuildContext) -> str | None:
     """Why nothing is moved in this server, whatever the gate says; None if it is."""
     args = context.server_args
     reasons = {
+        f"tp_size={args.tp_size}: moves on more than one rank were not tested": args.tp_size > 1,
         "the model generates nothing (embeddings, rewards)": (
             args.is_embedding or not context.model_config.is_generation
         ),
@@ -162,8 +174,8 @@ def _recording_of(context: TreeCacheBuildContext, tagger: Tagger | None) -> Requ
         _asked.check_record(options, VARIABLE)
     except SettingsError as error:
         refuse(str(error))
-    if options is None:
-        return None
+    if options is None or context.tp_rank != 0:
+        return None  # one rank records for all
     return RequestLog(options, context.params.page_size, context.server_args.model_path, tagger)
 
 

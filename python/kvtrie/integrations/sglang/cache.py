@@ -56,7 +56,10 @@ from kvtrie.integrations.sglang._moving import Built, num_tokens
 from kvtrie.integrations.sglang._namespaces import Namespaces
 from kvtrie.integrations.sglang._order import depth_first
 from kvtrie.integrations.sglang._reasoning import Reasoning
+from kvtrie.integrations.sglang._reasons import ComputedReasons
+from kvtrie.integrations.sglang._recording import reused_of
 from kvtrie.integrations.sglang._settings import Wish
+from kvtrie.integrations.sglang._slots import PageSlots
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -65,7 +68,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
-    from kvtrie._core import ComputedSource, Imported, ReusePlan
+    from kvtrie._core import ComputedSource, Imported, Match, Namespace, ReusePlan, Span
     from kvtrie.integrations.sglang._moving import Ask, Moving
     from kvtrie.integrations.sglang._recording import RequestLog
     from kvtrie.record import Would
@@ -75,20 +78,35 @@ _LOG = logging.getLogger("sglang.kvtrie")
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _WHOLE_BLOCKS: Final = ReusePolicy(approximate=False, partial_blocks=False)
+_NO_BLOCKS: Final[NDArray[np.int32]] = np.zeros(0, np.int32)
+# A lock is a plan of its handle. SGLang gives back what it gets, and writes nothing into it.
+_RECEIPT: Final = DecLockRefParams()
 
 
 class Handle:
-    """The end of a match: SGLang keeps it with the request, and locks it."""
+    """The end of a match: SGLang keeps it with the request, and locks it.
 
-    __slots__ = ("ask", "blocks", "built", "locks", "own", "seq")
+    Its blocks are read off the index's answers when somebody asks for them, as most never do.
+    """
+
+    __slots__ = ("_blocks", "_new", "ask", "built", "epoch", "found", "locks", "own", "seq")
 
     def __init__(
-        self, seq: TokenSequence | None, blocks: NDArray[np.int32], ask: Ask | None = None
+        self,
+        seq: TokenSequence | None,
+        found: Match | None,
+        epoch: int,
+        ask: Ask | None = None,
+        new: NDArray[np.int32] | None = None,
     ) -> None:
         self.seq = seq
         """Its tokens; None for the root, which has none and is not locked."""
-        self.blocks = blocks
-        """Of these tokens, as they were when it was found or locked."""
+        self.found = found
+        """What the index found of them; None if other blocks were set."""
+        self.epoch = epoch
+        """How often blocks had left the index when they were found."""
+        self._new = new
+        self._blocks: NDArray[np.int32] | None = None
         self.locks: list[ReusePlan | NDArray[np.int32]] = []
         """A pinned plan for each lock; for one that failed, the blocks that it should have held."""
         self.ask = ask
@@ -97,6 +115,23 @@ class Handle:
         """Slots of the request after those of the blocks: copies that continue the match."""
         self.built: Built | None = None
         """What these are."""
+
+    @property
+    def blocks(self) -> NDArray[np.int32]:
+        """Of its tokens, as they were when it was found or locked."""
+        if self._blocks is None:
+            found = _NO_BLOCKS if self.found is None else self.found.blocks
+            self._blocks = found if self._new is None else np.concatenate([found, self._new])
+        return self._blocks
+
+    @blocks.setter
+    def blocks(self, blocks: NDArray[np.int32]) -> None:
+        self._blocks, self.found = blocks, None
+
+    @property
+    def is_found(self) -> bool:
+        """Whether its blocks are those of the lookup."""
+        return self.found is not None and self._new is None
 
 
 def _none(_: object) -> Any:  # noqa: ANN401 - of a method that may answer nothing
@@ -131,6 +166,8 @@ class KvtrieCache(BasePrefixCache):
         tagger: The model's chat format. Without it all tokens are kept alike.
         moving: What continues a match after an edit; None: all is exact.
         recording: Where requests are recorded when they have finished; None: nowhere.
+        seed: What all ranks of tensor parallelism share; None: the index draws one.
+        counts_for_all: Whether this rank has the metrics of all, which do the same.
     """
 
     def __init__(
@@ -141,6 +178,9 @@ class KvtrieCache(BasePrefixCache):
         tagger: Tagger | None = None,
         moving: Moving | None = None,
         recording: RequestLog | None = None,
+        *,
+        seed: int | None = None,
+        counts_for_all: bool = True,
     ) -> None:
         self.req_to_token_pool = params.req_to_token_pool
         self.token_to_kv_pool_allocator = params.token_to_kv_pool_allocator
@@ -152,46 +192,58 @@ class KvtrieCache(BasePrefixCache):
         """Approximate tokens of requests that have ended, or were put back into the queue."""
         self.would: Counter[str] = Counter()
         """In shadow mode, prompt tokens by what their KV would have been."""
+        self.computed: Counter[tuple[str, str]] = Counter()
+        """With metrics or a log, prompt tokens that were computed, by reason and kind."""
         self._recording = recording
         self._metrics: Metrics | None = None
         if params.enable_metrics:
             self.init_metrics_collector()
-            self._metrics = Metrics(self.metrics_collector.labels)
+            if counts_for_all:
+                self._metrics = Metrics(self.metrics_collector.labels)
         allocator = self.token_to_kv_pool_allocator
         self.device = torch.device("cpu" if allocator is None else allocator.device)
         self._namespaces = Namespaces(model)
         self._moving = moving
+        self._is_shadow = moving is not None and moving.is_shadow
         if moving is None:
-            self._index = RadixIndex(num_pages, self.page_size, moved_runs=False)
+            self._index = RadixIndex(num_pages, self.page_size, moved_runs=False, seed=seed)
         else:
             min_run = moving.decision.policy.min_run or LEAST_RUN
-            self._index = RadixIndex(num_pages, self.page_size, min_run=min_run)
-        # The slots of each block, next to each other; torch gathers from one dimension sooner.
-        shape = (num_pages, self.page_size) if self.page_size > 1 else (num_pages,)
-        self._slots = torch.zeros(shape, dtype=torch.int64, device=self.device)
-        self._free = np.arange(num_pages, dtype=np.int32)
-        self._num_free = num_pages
+            self._index = RadixIndex(num_pages, self.page_size, min_run=min_run, seed=seed)
+        self._slots = PageSlots(num_pages, self.page_size, self.device)
+        # How often blocks have left the index: blocks that a lookup found since then are still so.
+        self._epoch = 0
         self._events = PageEvents(params, num_pages)
         self.kv_events = self._events.recorder
+        self._tagger = tagger
         self._reasoning = None if tagger is None else Reasoning(tagger)
+        self._reasons: ComputedReasons | None = None
+        if self._metrics is not None or recording is not None:
+            self._reasons = ComputedReasons(
+                self._index,
+                None if moving is None else moving.decision,
+                goes_on=moving is not None and moving.goes_on,
+                is_shadow=moving is not None and moving.is_shadow,
+            )
         self._wishes: WeakKeyDictionary[Req, Wish] = WeakKeyDictionary()
         self._would: WeakKeyDictionary[Req, Would | None] = WeakKeyDictionary()
         # Blocks of locks that failed, each as often as it is held; and those that left the index.
         self._held: Counter[int] = Counter()
         self._withheld: set[int] = set()
-        self.root_node = Handle(None, np.zeros(0, np.int32))
+        self.root_node = Handle(None, None, 0)
 
     # --- SGLang's interface ------------------------------------------------------------------
 
     def reset(self) -> None:
         """Forget all; SGLang clears its pools itself."""
-        self._put_back(self._index.reset())
-        self._put_back(self._index.take_freed())
-        self._put_back(np.array(sorted(self._withheld), dtype=np.int32))
+        self._epoch += 1
+        self._slots.put_back(self._index.reset())
+        self._slots.put_back(self._index.take_freed())
+        self._slots.put_back(np.array(sorted(self._withheld), dtype=np.int32))
         self._held.clear()
         self._withheld.clear()
         self._events.cleared()
-        self.root_node = Handle(None, np.zeros(0, np.int32))
+        self.root_node = Handle(None, None, 0)
 
     @_guarded(lambda self: self._matched(self.root_node))
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
@@ -200,15 +252,20 @@ class KvtrieCache(BasePrefixCache):
             return self._matched(self.root_node)
         found = self._index.lookup(seq)
         known, ask = found.num_tokens, None
-        if self._moving is not None and params.req is not None:
-            ask = self._asked(self._moving, seq, known, params.req)
+        if params.req is not None:
+            if self._moving is not None:
+                ask = self._asked(self._moving, seq, known, params.req)
+            if self._reasons is not None:
+                self._look(self._reasons, params.req, seq.namespace, known, ask)
+            if ask is not None and (not ask.promised or self._is_shadow):
+                ask = None
         if not known:
-            return self._matched(Handle(None, found.blocks, ask))
+            return self._matched(Handle(None, None, self._epoch, ask))
         if ask is None:
             seq.truncate(known)
         else:  # its plan needs all of it
             seq = TokenSequence(seq[:known], seq.namespace)
-        return self._matched(Handle(seq, found.blocks, ask))
+        return self._matched(Handle(seq, found, self._epoch, ask), known)
 
     def init_load_back(self, params: InitLoadBackParams) -> tuple[int, Handle]:
         """Copy what continues a match into pages of the request: all that was promised, or none."""
@@ -246,10 +303,12 @@ class KvtrieCache(BasePrefixCache):
         # Ids are few when most of the pool is cached: only what is not known takes some.
         found = self._index.lookup(seq)
         known = found.num_tokens
-        new, _ = self._insert(seq, values[: len(seq)], known, COMPUTED)
-        handle = Handle(seq, np.concatenate([found.blocks, new]))
-        self._stored(handle.blocks, known, params.key)
-        return InsertResult(prefix_len=known, total_len=len(seq), last_device_node=handle)
+        length = len(seq)
+        new, _ = self._insert(seq, values, known, length, COMPUTED)
+        handle = Handle(seq, found, self._epoch, new=new)
+        if self._events.recorder.enabled:
+            self._stored(handle.blocks, known, params.key)
+        return InsertResult(prefix_len=known, total_len=length, last_device_node=handle)
 
     @_guarded(_none)
     def checkpoint(self, req: Req, *, up_to: int, **_: object) -> None:
@@ -277,13 +336,13 @@ class KvtrieCache(BasePrefixCache):
                 self._count("lost")
                 plan.release()
                 return
-            values = row.to(dtype=torch.int64, copy=True)
-            new, others = self._insert(seq, values, known, plan, session)
+            new, others = self._insert(seq, row, known, len(seq), plan, session)
             blocks = np.concatenate([plan.blocks, new])
         except BaseException:
             plan.release()
             raise
-        handle = Handle(seq, blocks)
+        handle = Handle(seq, None, self._epoch)
+        handle.blocks = blocks
         handle.locks.append(plan)
         # From here on nothing can fail, or the request would hold pages that are not its own.
         # Another request was first with these pages; the row uses its copy from now on.
@@ -291,13 +350,14 @@ class KvtrieCache(BasePrefixCache):
             if start < end:
                 allocator = self.token_to_kv_pool_allocator
                 allocator.free_segment(row[start:end], start_pos=start)
-                slots = self._slots_of(blocks[start // self.page_size : end // self.page_size])
+                slots = self._slots.of(blocks[start // self.page_size : end // self.page_size])
                 self.req_to_token_pool.write((req.kv.req_pool_idx, slice(start, end)), slots)
         req.kv.cache_protected_len = len(seq)
         req.kv.cache_inserted_len = max(req.kv.cache_inserted_len, len(seq))
-        before, req.lock, req.last_node = req.lock, TreeLock(handle, DecLockRefParams()), handle
+        before, req.lock, req.last_node = req.lock, TreeLock(handle, _RECEIPT), handle
         self.unlock(before)
-        self._stored(blocks, known, key)
+        if self._events.recorder.enabled:
+            self._stored(blocks, known, key)
         if self._reasoning is not None and req.finished():
             self._mark_dead(self._reasoning, seq, blocks, req)
 
@@ -319,10 +379,27 @@ class KvtrieCache(BasePrefixCache):
             self.would += Counter(exact=would.exact, moved=would.moved, computed=would.computed)
             if self._metrics is not None:
                 self._metrics.would(would)
+        if self._reasons is None:
+            return
+        reused = reused_of(req, built)
+        computed = self._reasons.ended(req, reused, lambda: self._spans(req))
+        self.computed.update(computed)
+        if self._metrics is not None:
+            self._metrics.computed(computed)
         if self._recording is not None:
-            self._recording.ended(req, self._wish(req).session, built, would)
+            by_reason: Counter[str] = Counter()
+            for (reason, _), count in computed.items():
+                by_reason[reason] += count
+            session = self._wish(req).session
+            self._recording.ended(req, session, reused, dict(by_reason), would)
             if self._metrics is not None:
                 self._metrics.recorded(*self._recording.news())
+
+    def _spans(self, req: Req) -> list[Span]:
+        """The kinds of a prompt's tokens."""
+        if self._tagger is None:
+            return []
+        return list(self._tagger.spans(np.asarray(req.origin_input_ids)))
 
     @_guarded(lambda _: EvictResult())
     def evict(self, params: EvictParams) -> EvictResult:
@@ -332,49 +409,73 @@ class KvtrieCache(BasePrefixCache):
         self.update_eviction_metrics(count, began)
         return EvictResult(num_tokens_evicted=count)
 
+    def lock(self, node: Handle) -> TreeLock:
+        self._lock(node)
+        return TreeLock(node, _RECEIPT)
+
+    def unlock(self, lock: TreeLock | None) -> None:
+        if lock is not None:
+            self._unlock(lock.node)
+
     def inc_lock_ref(self, node: Handle) -> IncLockRefResult:
-        if node.seq is None:
-            return IncLockRefResult(delta=0)
         before = self.evictable_size()
-        try:
-            plan = self._index.plan(node.seq, _WHOLE_BLOCKS, keep_last=0)
-            node.blocks = plan.blocks
-            node.locks.append(plan)
-        except Exception as error:  # it would end the scheduler
-            self._failed("inc_lock_ref", error)
-            node.locks.append(node.blocks)
-            self._held.update(node.blocks.tolist())
+        self._lock(node)
         return IncLockRefResult(delta=self.evictable_size() - before)
 
-    @_guarded(lambda _: DecLockRefResult(delta=0))
     def dec_lock_ref(
         self,
         node: Handle,
         params: DecLockRefParams | None = None,  # noqa: ARG002 - a lock is a plan of the handle
     ) -> DecLockRefResult:
-        if node.seq is None or not node.locks:
-            return DecLockRefResult(delta=0)
         before = self.evictable_size()
-        lock = node.locks.pop()
-        if isinstance(lock, np.ndarray):
-            self._let_go(lock)
-        else:
-            lock.release()
-            self._take_back(self._index.take_freed())
+        self._unlock(node)
         return DecLockRefResult(delta=self.evictable_size() - before)
+
+    def _lock(self, node: Handle) -> None:
+        if node.seq is None:
+            return
+        try:
+            plan = self._index.plan(node.seq, _WHOLE_BLOCKS, keep_last=0)
+            if node.epoch != self._epoch:
+                # What was found may have left, and have come back in other blocks.
+                node.blocks, node.epoch = plan.blocks, self._epoch
+            node.locks.append(plan)
+        except Exception as error:  # it would end the scheduler
+            self._failed("inc_lock_ref", error)
+            node.locks.append(node.blocks)
+            self._held.update(node.blocks.tolist())
+
+    def _unlock(self, node: Handle) -> None:
+        if not node.locks:
+            return
+        try:
+            lock = node.locks.pop()
+            if isinstance(lock, np.ndarray):
+                self._let_go(lock)
+            else:
+                lock.release()
+                self._take_back(self._index.take_freed())
+        except Exception as error:  # it would end the scheduler
+            self._failed("dec_lock_ref", error)
 
     def path_device_indices(self, node: Handle) -> torch.Tensor:
         """The slots of a match, one a token; valid until an eviction, or while it is locked."""
-        slots = self._slots_of(node.blocks)
+        if node.found is not None and node.is_found:
+            slots = self._slots.of_match(node.found)
+        else:
+            slots = self._slots.of(node.blocks)
         return slots if node.own is None else torch.cat([slots, node.own])
 
     def dfs_weight_order(self, node_handles: Sequence[Handle]) -> list[int]:
         return depth_first([one.blocks.tolist() for one in node_handles])
 
-    @_guarded(lambda _: 0)
     def evictable_size(self) -> int:
         size: int = self.page_size
-        return max(0, self._index.num_evictable - len(self._held)) * size
+        try:
+            return max(0, self._index.num_evictable - len(self._held)) * size
+        except Exception as error:  # it would end the scheduler
+            self._failed("evictable_size", error)
+            return 0
 
     def protected_size(self) -> int:
         return self.total_size() - self.evictable_size()
@@ -384,7 +485,11 @@ class KvtrieCache(BasePrefixCache):
 
     def total_size(self) -> int:
         size: int = self.page_size
-        return (len(self._free) - self._num_free) * size
+        return (self._slots.num_pages - self._slots.num_free) * size
+
+    def all_values_flatten(self) -> torch.Tensor:
+        """All slots of cached pages, which SGLang compares with the free ones if some are lost."""
+        return self._slots.used()
 
     def pretty_print(self) -> None:
         _LOG.info("kvtrie: %s", self._index.stats())
@@ -393,28 +498,24 @@ class KvtrieCache(BasePrefixCache):
 
     def _sequence(self, key: RadixKey) -> TokenSequence | None:
         """The whole pages of a key; None if there are none, or an id is beyond 32 bits."""
-        token_ids = key.raw_token_ids()
-        count = len(token_ids) // self.page_size * self.page_size
+        token_ids, limit = key.token_ids, key.limit
+        count = len(token_ids)
+        if limit is not None and limit < count:
+            count = limit
+        count -= count % self.page_size
         if not count:
             return None
         space = self._namespaces.of(key.extra_key, key.cache_salt)
         try:
-            # An array without a copy of what is left out; tests of SGLang give lists.
-            given = token_ids if isinstance(token_ids, list) else memoryview(token_ids)
-            return TokenSequence(given[:count], space)
+            return TokenSequence(token_ids, space, limit=count)
         except ValueError:
             # Pad values of images are hashes of 64 bits.
             self._count("uncacheable")
             return None
 
-    def _matched(self, handle: Handle) -> MatchResult:
-        return MatchResult(
-            device_prefix_len=len(handle.blocks) * self.page_size,
-            last_device_node=handle,
-            last_host_node=handle,
-            best_match_node=handle,
-            host_hit_length=0 if handle.ask is None else handle.ask.promised,
-        )
+    def _matched(self, handle: Handle, known: int = 0) -> MatchResult:
+        promised = 0 if handle.ask is None else handle.ask.promised
+        return MatchResult(known, handle, handle, handle, promised)
 
     # --- after an edit -------------------------------------------------------------------------
 
@@ -431,13 +532,21 @@ class KvtrieCache(BasePrefixCache):
 
     @_guarded(_none)
     def _asked(self, moving: Moving, seq: TokenSequence, known: int, req: Req) -> Ask | None:
-        """How to continue a match of a request; None if nothing does."""
+        """How a match of a request is continued; None if nothing was planned."""
         ask = moving.ask(self._index, seq, known, req, self._wish(req))
         if moving.is_shadow:
             # The last match before it is admitted counts.
             self._would[req] = None if ask is None else ask.would
-            return None
-        return ask if ask is not None and ask.promised else None
+        return ask
+
+    @_guarded(_none)
+    def _look(
+        self, reasons: ComputedReasons, req: Req, space: Namespace, known: int, ask: Ask | None
+    ) -> None:
+        """Label what a request that is matched computes."""
+        moving = self._moving
+        is_exact = moving is None or moving.is_exact(self._wish(req))
+        reasons.look(req, space, known, ask, is_exact=is_exact)
 
     @_guarded(_none)
     def _loaded(self, handle: Handle, count: int) -> Handle | None:
@@ -457,7 +566,8 @@ class KvtrieCache(BasePrefixCache):
                 return None
             try:
                 self._moving.copy(self._copies(plan, known, own))
-                loaded = Handle(handle.seq, handle.blocks)
+                loaded = Handle(handle.seq, None, self._epoch)
+                loaded.blocks = handle.blocks
                 loaded.own = own
                 loaded.built = Built.of(plan, gaps, known + count, ask.decision.policy)
             except BaseException:
@@ -473,7 +583,7 @@ class KvtrieCache(BasePrefixCache):
         dest = own[::size].numpy(force=True)
         in_place = plan.blocks[known // size :][: len(dest)]
         # Ids that no page has now, for the plan: SGLang has just allocated as many pages.
-        spare = self._free[self._num_free - len(dest) + len(in_place) : self._num_free]
+        spare = self._slots.spare(len(dest) - len(in_place))
         start, end = len(plan.blocks) * size, known + len(own)
         moves = plan.moves(np.concatenate([plan.blocks, spare]), min(start, end), end)
         copies = np.zeros(len(in_place), moves.dtype)
@@ -483,9 +593,7 @@ class KvtrieCache(BasePrefixCache):
         moves["dest_slot"] = _begins(moves["dest_slot"], size, spare, dest[len(in_place) :])
         both = np.concatenate([copies, moves])
         ids = np.unique(both["source_slot"] // size)
-        at = torch.from_numpy(ids).to(self.device)
-        slots = self._slots.index_select(0, at).view(len(ids), size)[:, 0].numpy(force=True)
-        both["source_slot"] = _begins(both["source_slot"], size, ids, slots)
+        both["source_slot"] = _begins(both["source_slot"], size, ids, self._slots.firsts(ids))
         return both
 
     def _keep_approximate(self, req: Req, built: Built, seq: TokenSequence, key: RadixKey) -> None:
@@ -497,7 +605,7 @@ class KvtrieCache(BasePrefixCache):
         blocks = [req.last_node.blocks]
         for num_pages, label in built.labels(start, len(seq), self.page_size):
             end = start + num_pages * self.page_size
-            new, others = self._insert(seq, values[:end], start, label, session)
+            new, others = self._insert(seq, values, start, end, label, session)
             blocks.append(new)
             # From here on the request has these pages no more.
             req.kv.cache_protected_len = start = end
@@ -518,40 +626,34 @@ class KvtrieCache(BasePrefixCache):
         seq: TokenSequence,
         values: torch.Tensor,
         known: int,
+        length: int,
         source: ReusePlan | ComputedSource | Imported,
         session: str | None = None,
     ) -> tuple[NDArray[np.int32], list[tuple[int, int]]]:
-        """Add the pages after those that are known.
+        """Add the pages after those that are known, up to a length.
 
         Returns:
             Their blocks, and ranges of tokens whose pages were cached already; the slots given for
             these are still the caller's.
         """
-        length = values.shape[0]
-        count = (length - known) // self.page_size
-        # A page that is cached has a block, and no other has: there are as many as pages.
-        offered = self._free[self._num_free - count : self._num_free].copy()
-        at = torch.from_numpy(offered.astype(np.int64)).to(self.device)
-        self._slots.index_copy_(0, at, values[known:].view(count, *self._slots.shape[1:]))
+        offered = self._slots.offer(values, known, length)
         done = self._index.insert(
             seq, offered, num_computed=length, start=known, source=source, session=session
         )
-        self._num_free -= count
-        self._take_back(done.freed)
-        mine = done.blocks == offered[: len(done.blocks)]
-        if mine.all() and len(done.blocks) == count:
-            return done.blocks, []
+        self._slots.take(len(offered))
+        if self._moving is not None:  # else nothing approximate was there to be replaced
+            self._take_back(done.freed)
+        blocks = done.blocks
+        if blocks.tobytes() == offered.tobytes():
+            return blocks, []
+        mine = blocks == offered[: len(blocks)]
         # The ids of pages that were cached already are free again, their slots are not.
-        self._put_back(np.setdiff1d(offered, done.blocks))
+        self._slots.put_back(np.setdiff1d(offered, blocks))
         size = self.page_size
         others = [
             (known + page * size, known + (page + 1) * size) for page in np.flatnonzero(~mine)
         ]
-        return done.blocks, others
-
-    def _slots_of(self, blocks: NDArray[np.int32]) -> torch.Tensor:
-        at = torch.from_numpy(blocks).to(self.device)
-        return self._slots.index_select(0, at).view(-1)
+        return blocks, others
 
     @_guarded(_none)
     def _take_freed(self) -> None:
@@ -562,7 +664,9 @@ class KvtrieCache(BasePrefixCache):
         """Take blocks that left the index; returns how many pages the pool got."""
         if not len(blocks):
             return 0
-        self._removed(blocks)
+        self._epoch += 1
+        if self._events.recorder.enabled:
+            self._removed(blocks)
         if self._held:
             is_held = np.array([one in self._held for one in blocks.tolist()])
             self._withheld.update(blocks[is_held].tolist())
@@ -572,8 +676,8 @@ class KvtrieCache(BasePrefixCache):
     def _free_pages(self, blocks: NDArray[np.int32]) -> int:
         """Give the slots of blocks to the pool, and the ids to the cache."""
         if len(blocks):
-            self.token_to_kv_pool_allocator.free_segment(self._slots_of(blocks), start_pos=0)
-            self._put_back(blocks)
+            self.token_to_kv_pool_allocator.free_segment(self._slots.of(blocks), start_pos=0)
+            self._slots.put_back(blocks)
         return len(blocks)
 
     def _let_go(self, blocks: NDArray[np.int32]) -> None:
@@ -607,15 +711,12 @@ class KvtrieCache(BasePrefixCache):
         size = self.page_size
         for start, end in ranges if wish == "drop" else ():
             # The request holds its pages until its lock is given back.
+            self._epoch += 1
             self._take_back(self._index.discard(blocks[-(-start // size) : end // size]))
 
     @_guarded(_none)
     def _removed(self, blocks: NDArray[np.int32]) -> None:
         self._events.removed(blocks)
-
-    def _put_back(self, ids: NDArray[np.int32]) -> None:
-        self._free[self._num_free : self._num_free + len(ids)] = ids
-        self._num_free += len(ids)
 
     def _count(self, name: str) -> None:
         self.counts[name] += 1
