@@ -14,7 +14,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ PICTURE = "pictures/edit.svg"
 SHOWN = ("index", "concepts", "engine-loop", "benchmarks", "design")
 # A picture is taken of no more than this much of a page, in pixels.
 TALLEST = 5_000
+
+IS_READ = "return document.readyState === 'complete' && document.querySelector('h1') !== null"
 
 FAULTS = """
 const faults = [];
@@ -99,6 +101,9 @@ def check(chrome: Chrome, site: Path, *, seconds: float = 15) -> list[str]:
         name = page.relative_to(site).as_posix()
         _size(chrome, WIDE, 900)
         chrome.get(page.as_uri())
+        # On a busy machine `get` returns while the page is still read.
+        with suppress(TimeoutException):
+            WebDriverWait(chrome, seconds).until(lambda one: one.execute_script(IS_READ))
         found: list[str] = chrome.execute_script(FAULTS)
         found += chrome.execute_script(CUT)
         _size(chrome, NARROW, 900)
@@ -126,14 +131,15 @@ def shots(chrome: Chrome, site: Path, folder: Path) -> None:
 
 
 @contextmanager
-def started(browser: str, driver: str) -> Iterator[Chrome]:
-    """A headless browser that keeps its console and its requests."""
+def started(browser: str, driver: str, *, keeps_logs: bool = True) -> Iterator[Chrome]:
+    """A headless browser; it keeps its console and its requests, which takes time, or nothing."""
     options = ChromeOptions()
     options.binary_location = browser
     # Root in a container has no sandbox, and /dev/shm is small there.
     for flag in ("headless=new", "no-sandbox", "disable-dev-shm-usage", "disable-gpu"):
         options.add_argument(f"--{flag}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    if keeps_logs:
+        options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     chrome = Chrome(options, Service(driver))
     try:
         yield chrome

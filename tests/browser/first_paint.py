@@ -15,13 +15,16 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from selenium.webdriver import Chrome, ChromeOptions
-from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.support.ui import WebDriverWait
 from tests.browser.kit import large, page
+from tools import site_check
 
 import kvtrie
+
+if TYPE_CHECKING:
+    from selenium.webdriver import Chrome
 
 EDGES, TIMES = 100_000, 5
 
@@ -39,18 +42,11 @@ def main() -> int:
         first, second = (
             page(folder / f"{name}.html", folder / name) for name in ("small", "large")
         )
-        options = ChromeOptions()
-        options.binary_location = browser
-        for flag in ("headless=new", "no-sandbox", "disable-dev-shm-usage", "disable-gpu"):
-            options.add_argument(f"--{flag}")
-        chrome = Chrome(options, Service(driver))
-        try:
+        with site_check.started(browser, driver, keeps_logs=False) as chrome:
             chrome.set_window_size(1280, 900)
             shown(chrome, first)
             found = [shown(chrome, second) for _ in range(TIMES)]
             release = chrome.capabilities["browserVersion"]
-        finally:
-            chrome.quit()
         paints, used = zip(*found, strict=True)
         sys.stdout.write(
             f"Chromium {release}, {platform.machine()}, load {os.getloadavg()[0]:.1f}: "

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select, WebDriverWait
+from tests.browser.fluidity import fluidity
 from tests.browser.kit import SPACE, large, log, page, small, tokenizer, words
 from tests.byte_tokenizer import byte_tokenizer
 from tools import site_check
@@ -209,6 +211,83 @@ def test_a_tree_is_operated_by_keys_alone(chrome: Chrome, folder: Path) -> None:
     sound(chrome)
 
 
+def focused(chrome: Chrome, *, id_: str = "", css: str = "") -> None:
+    """Press Tab until an element has the focus."""
+    for _ in range(40):
+        ActionChains(chrome).send_keys(Keys.TAB).perform()
+        now = chrome.switch_to.active_element
+        found = (
+            [chrome.find_element(By.ID, id_)] if id_ else chrome.find_elements(By.CSS_SELECTOR, css)
+        )
+        if now in found:
+            return
+    pytest.fail(f"Tab does not reach {id_ or css}")
+
+
+def changed(chrome: Chrome, canvas: str, *keys: str) -> dict[str, int]:
+    """Press keys, and wait until the picture is another one."""
+    before = pixels(chrome, canvas)
+    ActionChains(chrome).send_keys(*keys).perform()
+    WebDriverWait(chrome, 10).until(lambda one: pixels(one, canvas) != before)
+    return pixels(chrome, canvas)
+
+
+def test_a_plan_is_operated_by_keys_alone(chrome: Chrome, folder: Path) -> None:
+    opened(chrome, page(folder / "plan.html", folder / "a", folder / "b"))
+    whole = pixels(chrome, "plan")
+    focused(chrome, id_="plan")
+    changed(chrome, "plan", "+", "+", "+")
+    near = changed(chrome, "plan", Keys.ARROW_RIGHT)
+    further = changed(chrome, "plan", Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
+    assert near != further
+    changed(chrome, "plan", Keys.ARROW_LEFT)
+    changed(chrome, "plan", "-")
+    changed(chrome, "plan", "0")
+    WebDriverWait(chrome, 10).until(lambda one: pixels(one, "plan") == whole)
+    # A segment of the table, by its button.
+    focused(chrome, css="#segments tbody button")
+    assert re.match(r"[\d,]+–[\d,]+$", chrome.switch_to.active_element.text)
+    changed(chrome, "plan", Keys.ENTER)
+    sound(chrome)
+
+
+def test_requests_are_operated_by_keys_alone(chrome: Chrome, folder: Path) -> None:
+    opened(chrome, page(folder / "log.html", folder / "kvtrie.log"))
+    focused(chrome, id_="requests")
+
+    def press(*pressed: str) -> str:
+        ActionChains(chrome).send_keys(*pressed).perform()
+        return of(chrome, "details")
+
+    first = press(Keys.ARROW_DOWN)
+    second = press(Keys.ARROW_DOWN)
+    assert "request 1 of 8" in first
+    assert len({first, second, press(Keys.ARROW_DOWN)}) == 3
+    assert press(Keys.ARROW_UP) == second
+    changed(chrome, "requests", Keys.ENTER)
+    changed(chrome, "requests", "0")
+    # To the search, and back to the picture, where n and p go from hit to hit.
+    press("/")
+    assert chrome.switch_to.active_element.get_attribute("id") == "query"
+    press("diverged", Keys.ENTER)
+    assert of(chrome, "found") == "1 of 10"
+    hit = of(chrome, "details")
+    focused(chrome, id_="requests")
+    assert press("n") != hit
+    assert of(chrome, "found") == "2 of 10"
+    assert press("p") == hit
+    assert of(chrome, "found") == "1 of 10"
+    # The life of the request that is selected.
+    focused(chrome, id_="one")
+    near = changed(chrome, "one", "+", "+")
+    assert changed(chrome, "one", "0") != near
+    # Another order, by the letters of its name.
+    focused(chrome, id_="order")
+    changed(chrome, "requests", "most")
+    assert Select(chrome.find_element(By.ID, "order")).first_selected_option.text.startswith("most")
+    sound(chrome)
+
+
 def test_one_approximate_block_is_visible_among_thousands_of_exact_ones(
     chrome: Chrome, tmp_path: Path
 ) -> None:
@@ -376,11 +455,18 @@ def test_a_hundred_thousand_edges(
         assert int(found["drawn"]) < 6_000
         slow.append(float(found["drawMs"]))
     shot(chrome, "large")
+    shown = fluidity(chrome, places=2)
+    assert len(shown.frames) == 280
+    # It was zoomed: from all, drawn as few boxes, to some blocks.
+    assert shown.least < shown.most / 4
+    record_property("frame to frame in ms", statistics.median(shown.frames))
+    record_property("longest task", shown.longest_task)
     record_property("first paint in ms", first)
     record_property("picture in ms", sorted(slow)[8])
     # Far above what it takes: a machine may be busy.
     assert first < 60_000
     assert sorted(slow)[8] < 1_000
+    assert statistics.median(shown.frames) < 500
     sound(chrome)
 
 
