@@ -1,4 +1,4 @@
-"""Counts the instructions of five key operations with valgrind, and compares with the record.
+"""Counts the instructions of six key operations with valgrind, and compares with the record.
 
     python benches/instructions.py                    compare with benches/instructions.json
     python benches/instructions.py --update           write that file
@@ -45,6 +45,7 @@ class Operation:
 
 OPERATIONS = (
     Operation("lookup", "lookup of 8,192 tokens, ids out, fresh sequence", 32),
+    Operation("grouped", "the same with a window of 512 tokens as a second group", 32),
     Operation("grown", "16 more tokens at 102,400, extend and lookup", 512),
     Operation("insert", "insert of 8,192 new tokens", 32),
     Operation("evict", "evict one leaf of 64 tokens among 10^4", 2_000),

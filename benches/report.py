@@ -410,13 +410,18 @@ def _shares(head: str, rows: Iterable[tuple[str, Row]]) -> str:
             _percent(row.get("exact_of_prompt")),
             _percent(row.get("possible_of_prompt")),
             _percent(row.get("found_of_prompt")),
+            _percent(row.get("own_of_prompt")),
+            _percent(row.get("no_id_of_prompt")),
             _percent(row["kvtrie"]),
             _percent(row["lowest"]),
             f"{row['candidates_dropped']:,}",
         )
         for name, row in rows
     ]
-    columns = ("Exact", "Could be reused", "Reused", "Of what could be", "Lowest", "Dropped")
+    columns = (
+        *("Exact", "Could be reused", "Reused", "Own, by id", "Own, without id"),
+        *("Of what could be", "Lowest", "Dropped"),
+    )
     return table((head, *columns), cells)
 
 

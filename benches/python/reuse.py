@@ -40,6 +40,7 @@ CACHED = 60_000 if QUICK else 1_000_000
 EVERY = 5
 NEWCOMERS = CONVERSATIONS // 10
 POLICY = kvtrie.ReusePolicy(scope="namespace")
+OWN = kvtrie.ReusePolicy()  # the default: moved runs of the own conversation
 
 
 @dataclass(frozen=True)
@@ -66,9 +67,11 @@ class Tally:
     """What plans reused of some prompts, in tokens.
 
     `exact` are in the whole blocks of the exact prefix; `possible` is the most that plans could
-    reuse, and `found` what they do. `lowest` is the lowest share of one prompt; `incomplete` counts
-    prompts of which less than `COMPLETE` of that is reused though no place was dropped: pieces are
-    taken from left to right (rule P5), and another choice may cover more.
+    reuse, and `found` what they do in the whole namespace; `own` and `no_id` are what they reuse
+    under the default scope, with the conversation's id and without any. `lowest` is the lowest
+    share of one prompt; `incomplete` counts prompts of which less than `COMPLETE` of that is reused
+    though no place was dropped: pieces are taken from left to right (rule P5), and another choice
+    may cover more.
     """
 
     prompts: int = 0
@@ -76,13 +79,15 @@ class Tally:
     exact: int = 0
     possible: int = 0
     found: int = 0
+    own: int = 0
+    no_id: int = 0
     dropped: int = 0
     pieces: int = 0
     lowest: float = 1.0
     incomplete: list[int] = field(default_factory=list)
 
-    def add(self, index: kvtrie.RadixIndex, ceiling: Ceiling, prompt: Tokens) -> None:
-        """Plan one more prompt."""
+    def add(self, index: kvtrie.RadixIndex, ceiling: Ceiling, prompt: Tokens, session: str) -> None:
+        """Plan one more prompt, of this conversation."""
         reach = ceiling.of(prompt, keep_last=1)
         with index.plan(sequence(prompt), POLICY) as plan:
             segments = plan.segments
@@ -104,6 +109,8 @@ class Tally:
         self.exact += blocks * BLOCK_SIZE
         self.possible += reach.most
         self.found += int(np.count_nonzero(mask))
+        self.own += reused_under_default(index, prompt, session)
+        self.no_id += reused_under_default(index, prompt, None)
         self.dropped += dropped
         self.pieces += int(np.count_nonzero(segments["class"] == 1))
         self.lowest = min(self.lowest, share)
@@ -115,6 +122,8 @@ class Tally:
         self.exact += other.exact
         self.possible += other.possible
         self.found += other.found
+        self.own += other.own
+        self.no_id += other.no_id
         self.dropped += other.dropped
         self.pieces += other.pieces
         self.incomplete += other.incomplete
@@ -130,6 +139,8 @@ class Tally:
             "exact_of_prompt": round(self.exact / self.tokens, 4),
             "possible_of_prompt": round(self.possible / self.tokens, 4),
             "found_of_prompt": round(self.found / self.tokens, 4),
+            "own_of_prompt": round(self.own / self.tokens, 4),
+            "no_id_of_prompt": round(self.no_id / self.tokens, 4),
             "prompts": self.prompts,
             "tokens_a_prompt": round(self.tokens / self.prompts),
             "moved_pieces_a_prompt": round(self.pieces / self.prompts, 1),
@@ -139,17 +150,24 @@ class Tally:
         }
 
 
+def reused_under_default(index: kvtrie.RadixIndex, prompt: Tokens, session: str | None) -> int:
+    """Tokens that a plan of the default policy reuses."""
+    with index.plan(sequence(prompt), OWN, session=session) as plan:
+        return int(np.count_nonzero(reused(plan.segments, len(prompt))))
+
+
 def filled(conversations: Iterable[Conversation]) -> tuple[kvtrie.RadixIndex, Ceiling]:
     every = list(conversations)
     num_blocks = sum(len(each.cached) // BLOCK_SIZE for each in every)
     index = kvtrie.RadixIndex(num_blocks, BLOCK_SIZE, seed=0)
     pool = kvtrie.BlockAllocator(num_blocks)
-    for each in every:
+    for number, each in enumerate(every):
         done = index.insert(
             sequence(each.cached),
             pool.allocate(len(each.cached) // BLOCK_SIZE),
             num_computed=each.num_computed,
             source=kvtrie.COMPUTED,
+            session=str(number),
         )
         pool.free(done.duplicates)
         pool.free(done.surplus)
@@ -170,8 +188,10 @@ def tallied(workload: Workload, variant: Variant) -> Tally:
     ).conversations
     index, ceiling = filled(made[:CONVERSATIONS])
     tally = Tally()
-    for each in made[CONVERSATIONS:] if newcomers else made[::EVERY]:
-        tally.add(index, ceiling, each.cached if newcomers else each.prompt)
+    asking = range(CONVERSATIONS, len(made)) if newcomers else range(0, len(made), EVERY)
+    for number in asking:
+        each = made[number]
+        tally.add(index, ceiling, each.cached if newcomers else each.prompt, str(number))
     return tally
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import fan
 import figures
+import fleet
 import flood
 import generate
 import hostile
@@ -17,9 +18,11 @@ import limits
 import moved
 import pytest
 import reuse
+import splice
 import traces
 import turns
 from forest import QUICK
+from tests.tags.templates import CHATML, tokenizer_of
 from workloads.registry import WORKLOADS
 
 import record
@@ -54,6 +57,26 @@ def test_flood(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in lines[1:4]] == [["0", name] for name in flood.OPERATIONS]
     assert len(lines) == 1 + 3 * len(flood.OPERATIONS)
+
+
+def test_splice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = tokenizer_of("qwen3", CHATML)
+    tokenizer.add_special_tokens({"eos_token": "<|im_end|>"})
+    tokenizer.save_pretrained(tmp_path)
+    found = splice.measured(tmp_path, 6)
+    assert found.prompts == found.equal_texts == 6 * (splice.TURNS - 1)
+    assert found.respelled
+    assert found.plain_hits < found.spliced_hits < found.tokens
+    splice.main([str(tmp_path), "--conversations", "1"])
+    assert capsys.readouterr().out.splitlines()[2].split(" | ")[1:3] == ["3", "100.0%"]
+
+
+def test_fleet() -> None:
+    found = fleet.measured(fleet.WORKERS + 1, 0.2)
+    assert found.right == found.right_plans == found.prompts == fleet.WORKERS + 1
+    # The hint counts whole blocks only.
+    assert 0.9 * found.planned < found.hinted <= found.planned < found.tokens
+    assert len(found.find) == len(found.plans) == found.prompts
 
 
 def written(folder: Path, name: str) -> Path:

@@ -10,7 +10,8 @@ use std::io::{self, Write};
 use std::sync::Arc;
 
 use kvtrie_core::{
-    BlockId, Config, Error, InsertOptions, Namespace, RadixIndex, Salt, Source, TokenSequence,
+    BlockId, Config, Error, Group, GroupOffers, GroupOptions, InsertOptions, Namespace, RadixIndex,
+    Salt, Source, TokenSequence,
 };
 
 /// Token slots in a block, everywhere here.
@@ -154,6 +155,39 @@ pub fn filled_with_fingerprints(count: u64, len: usize) -> Result<RadixIndex, Er
         ..config(count * len as u64)
     })?;
     fill(index, count, len, len)
+}
+
+/// The same, inserted at once, in an index with a group of this window, of which each sequence has its last blocks.
+///
+/// # Errors
+/// As [`filled`].
+pub fn filled_with_window(count: u64, len: usize, window: usize) -> Result<RadixIndex, Error> {
+    let blocks = (window - 1).div_ceil(BLOCK_SIZE).min(len / BLOCK_SIZE);
+    let num_blocks = count * blocks as u64;
+    let mut index = RadixIndex::new(Config {
+        groups: vec![Group::window("window", window, num_blocks, BLOCK_SIZE)],
+        ..config(count * len as u64)
+    })?;
+    let (mut next, mut own) = (Ids::default(), Ids::default());
+    let namespace = namespace()?;
+    for seed in 0..count {
+        let mut seq = TokenSequence::new(Arc::clone(&namespace), tokens(seed, len), Vec::new())?;
+        let first = len / BLOCK_SIZE - blocks;
+        let ids = own.take(blocks);
+        let offers: Vec<(usize, BlockId)> =
+            (first..).map(|block| block * BLOCK_SIZE).zip(ids).collect();
+        let offers = [GroupOffers {
+            group: 1,
+            offers: &offers,
+        }];
+        let groups = GroupOptions {
+            offers: &offers,
+            stops: &[],
+        };
+        let options = InsertOptions::new(len, Source::Computed);
+        index.insert_groups(&mut seq, &next.take(len / BLOCK_SIZE), options, groups)?;
+    }
+    Ok(index)
 }
 
 fn fill(mut index: RadixIndex, count: u64, len: usize, step: usize) -> Result<RadixIndex, Error> {

@@ -12,7 +12,9 @@ use std::ops::RangeFrom;
 use std::process;
 use std::sync::Arc;
 
-use kvtrie_benches::{BLOCK_SIZE, Ids, add, empty, filled, namespace, sequence, tokens};
+use kvtrie_benches::{
+    BLOCK_SIZE, Ids, add, empty, filled, filled_with_window, namespace, sequence, tokens,
+};
 use kvtrie_core::{
     BlockId, InsertOptions, LookupOptions, PlanOptions, RadixIndex, ReusePolicy, Source,
     TokenSequence,
@@ -23,6 +25,9 @@ const LONG: usize = 102_400;
 
 /// Tokens of a middling prompt.
 const MIDDLE: usize = 8_192;
+
+/// Tokens of a window.
+const WINDOW: usize = 512;
 
 /// Middling prompts that are cached.
 const CACHED: u64 = 64;
@@ -84,6 +89,19 @@ fn lookup(prepared: usize) -> Result<Prepared, Failure> {
     let mut out = Vec::with_capacity(MIDDLE / BLOCK_SIZE);
     let mut queries = fresh(prepared)?;
     // The first use allocates memory that later ones reuse.
+    look_up(&mut index, &mut sequence(7, MIDDLE)?, 0, &mut out)?;
+    let mut calls = 0..;
+    Ok(Box::new(move || {
+        let seq = next(&mut queries, &mut calls)?;
+        look_up(&mut index, seq, 0, &mut out)
+    }))
+}
+
+/// The same in an index that also has a group with a window of 512 tokens.
+fn grouped(prepared: usize) -> Result<Prepared, Failure> {
+    let mut index = filled_with_window(CACHED, MIDDLE, WINDOW)?;
+    let mut out = Vec::with_capacity(MIDDLE / BLOCK_SIZE);
+    let mut queries = fresh(prepared)?;
     look_up(&mut index, &mut sequence(7, MIDDLE)?, 0, &mut out)?;
     let mut calls = 0..;
     Ok(Box::new(move || {
@@ -172,11 +190,12 @@ fn main() -> Result<(), Failure> {
     let (done, prepared) = (done.parse::<usize>()?, prepared.parse::<usize>()?);
     let mut operation = match name.as_str() {
         "lookup" => lookup(prepared),
+        "grouped" => grouped(prepared),
         "grown" => grown(prepared),
         "insert" => insert(prepared),
         "evict" => evict(prepared),
         "plan" => plan(prepared),
-        _ => Err(format!("{name}: one of lookup, grown, insert, evict and plan").into()),
+        _ => Err(format!("{name}: one of lookup, grouped, grown, insert, evict and plan").into()),
     }?;
     if done > prepared {
         return Err(format!("{done} done, but only {prepared} prepared").into());
