@@ -374,6 +374,15 @@ def tracker_panels() -> list[Panel]:
                 Query(rate("kvtrie_tracker_transfers_total"), "transfers"),
             ),
         ),
+        Panel(
+            "Spliced prompts",
+            "Prompts that were encoded with ids of a history, by outcome, and these ids.",
+            "short",
+            (
+                Query(rate("kvtrie_tracker_splices_total", "outcome"), "{{outcome}}"),
+                Query(rate("kvtrie_tracker_spliced_tokens_total"), "tokens"),
+            ),
+        ),
     ]
 
 
