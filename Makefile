@@ -199,6 +199,12 @@ $(PEERS:%=bench-peers-%): bench-peers-%: .venv-peers/%/.packages target/wheels/.
 	@$(UV) pip install --quiet --python .venv-peers/$*/bin/python --no-deps --reinstall target/wheels/*.whl
 	OMP_NUM_THREADS=1 .venv-peers/$*/bin/python benches/peers/run.py --peer $* $(PEER_FLAGS)
 
+# An index of many workers has one peer, and rows of its own.
+.PHONY: bench-cluster
+bench-cluster: .venv-peers/dynamo/.packages target/wheels/.built ## Dynamo's RadixTree and KvIndexer on the same work in one process; printed only (PEER_FLAGS=--quick: as a test)
+	@$(UV) pip install --quiet --python .venv-peers/dynamo/bin/python --no-deps --reinstall target/wheels/kvtrie-*.whl
+	.venv-peers/dynamo/bin/python benches/peers/cluster.py $(PEER_FLAGS)
+
 # vLLM's lists have most of their packages in common.
 .venv-peers/vllm/.packages: benches/peers/requirements/vllm-shared.txt
 
@@ -245,6 +251,10 @@ test-vllm-scheduler: test-vllm-scheduler-newest $(VLLM_ENV)/.kvtrie ## the vLLM 
 test-vllm-scheduler-newest: $(NEWEST)/.kvtrie ## the first of the two
 	VLLM_CACHE_ROOT=$(NEWEST)/cache $(NEWEST)/bin/python -m pytest --config-file tests/vllm/pytest.toml tests/vllm_scheduler $(VLLM_FLAGS)
 
+.PHONY: soak-vllm-coordinator
+soak-vllm-coordinator: $(NEWEST)/.kvtrie ## hit lengths of indexes with groups next to vLLM's HybridKVCacheCoordinator: 20,000 random cases (ten minutes)
+	KVTRIE_VLLM_COORDINATOR=4000 VLLM_CACHE_ROOT=$(NEWEST)/cache $(NEWEST)/bin/python -m pytest --config-file tests/vllm/pytest.toml tests/vllm_scheduler/test_coordinator.py -s $(VLLM_FLAGS)
+
 .PHONY: test-vllm-newest
 test-vllm-newest: $(NEWEST)/.kvtrie ## asks the package index for a vLLM newer than the tested one, and what the start-up probe says of it
 	$(PY) -m tools.vllm_newest --python $(NEWEST)/bin/python
@@ -256,9 +266,9 @@ test-vllm-v2: $(VLLM_ENV)/.kvtrie ## the same under vLLM's model runner V2, with
 		$(addprefix tests/vllm/test_,$(addsuffix .py,reuse rows adversarial runners modes soak)) $(VLLM_FLAGS)
 
 .PHONY: soak-vllm
-soak-vllm: $(VLLM_ENV)/.kvtrie ## 2,000 mixed requests in a small pool of a real engine, four times over; tensor parallelism, drafts and V2 compared with V1 (half an hour)
+soak-vllm: $(VLLM_ENV)/.kvtrie ## 2,000 mixed requests in a small pool of a real engine, four times over; tensor parallelism, also of rows, drafts and V2 compared with V1 (half an hour)
 	KVTRIE_VLLM_SOAK=2000 $(VLLM_ENV)/bin/python -m pytest --config-file tests/vllm/pytest.toml tests/vllm/test_soak.py -s $(VLLM_FLAGS)
-	$(VLLM_ENV)/bin/python -m pytest --config-file tests/vllm/pytest.toml tests/vllm/test_modes.py -m minutes $(VLLM_FLAGS)
+	$(VLLM_ENV)/bin/python -m pytest --config-file tests/vllm/pytest.toml tests/vllm/test_modes.py tests/vllm/test_rows.py -m minutes $(VLLM_FLAGS)
 
 # SGLang's cache runs inside SGLang, so its tests do: the peer's packages, those that its scheduler and model runner need on a CPU
 # besides, and kvtrie's wheel, whose entry point SGLang finds.
@@ -300,6 +310,10 @@ bench-vllm: $(VLLM_ENV)/.kvtrie ## what the vLLM connector saves on edited histo
 	OMP_NUM_THREADS=1 $(VLLM_ENV)/bin/python benches/vllm_connector/overhead.py
 	OMP_NUM_THREADS=1 $(VLLM_ENV)/bin/python benches/vllm_connector/overhead.py --exact
 
+.PHONY: bench-vllm-coordinator
+bench-vllm-coordinator: $(NEWEST)/.kvtrie ## lookups of 8,192 tokens in an index with groups, next to vLLM's HybridKVCacheCoordinator; no model (two minutes)
+	VLLM_CACHE_ROOT=$(NEWEST)/cache $(NEWEST)/bin/python benches/python/coordinator.py
+
 .PHONY: bench-vllm-recording
 bench-vllm-recording: $(VLLM_ENV)/.kvtrie ## processor time of a request with a log, next to none
 	OMP_NUM_THREADS=1 $(VLLM_ENV)/bin/python benches/vllm_connector/recording.py
@@ -328,7 +342,7 @@ bench-vllm-real: $(VLLM_ENV)/.kvtrie ## the same with SmolLM2-135M on real text:
 
 # Counts do not depend on what else the machine does, so they can fail a build where times cannot.
 .PHONY: instructions
-instructions: setup ## instructions of five key operations against the record, within 3 %
+instructions: setup ## instructions of six key operations against the record, within 3 %
 	$(PY) benches/instructions.py
 
 .PHONY: docs
@@ -454,6 +468,14 @@ soak: setup ## a million random calls, plans, removals and hostile manifests, ea
 	$(PY) -m tests.property.any_block_removal --removals 1000000
 	$(PY) -m tests.property.sound_plans --plans 1000000
 	KVTRIE_HOSTILE=1000000 $(CARGO) test --quiet --profile release-checked --package kvtrie-transfer --test hostile -- --nocapture
+
+.PHONY: soak-groups
+soak-groups: $(VENV)/.packages ## a million random calls on indexes with one to four groups of layers, against a brute-force model (ten minutes)
+	KVTRIE_GROUPS=1000000 $(CARGO) test --quiet --profile release-checked --package kvtrie-core --test groups -- --nocapture
+
+.PHONY: soak-cluster
+soak-cluster: ## ten million random events of 1 to 256 workers against sets of blocks, in one thread and in four (minutes)
+	KVTRIE_CLUSTER_OPERATIONS=10000000 $(CARGO) test --quiet --profile release-checked --package kvtrie-cluster --test model -- --ignored --nocapture
 
 .PHONY: soak-transfers
 soak-transfers: setup ## a million random transfers between labelled engines, every slot looked at (a quarter of an hour)

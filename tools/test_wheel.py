@@ -2,11 +2,12 @@
 
     python tools/test_wheel.py --dist FOLDER --work FOLDER [--index] VERSION...
 
-For each version of Python that is found there is a new environment. With numpy alone, kvtrie is
-imported with warnings as errors; with the tests' own packages, the index is tested; with the extras
-`cli` and `transformers`, and the small models, the engine and the commands. ``--index``
-stops before that. Every package has the hash that constraints/dev.txt names. No test imports the
-package from this checkout.
+For each version of Python that is found there is a new environment. With the extra `cli` alone,
+`kvtrie lab`, `replay`, `inspect` and `explain` run, and there is no torch. In another one, with
+numpy alone, kvtrie is imported with warnings as errors; with the tests' own packages, the index is
+tested; with the extras `cli` and `transformers`, and the small models, the engine and the
+commands. ``--index`` stops before that. Every package has the hash that constraints/dev.txt names.
+No test imports the package from this checkout.
 """
 
 import argparse
@@ -49,6 +50,65 @@ for call, sentence in (
         raise AssertionError(sentence)
 """
 
+# What the extra `cli` brings: each command on a small input, in a folder of its own.
+COMMANDS = """
+import importlib.util, json, re, subprocess, sys
+from pathlib import Path
+
+def run(*args, code=0):
+    command = [str(Path(sys.executable).parent / "kvtrie"), *args]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != code:
+        raise SystemExit(f"{args}: exit code {done.returncode}, not {code}: {done.stderr}")
+    return done.stdout + done.stderr
+
+def check(found, *wanted):
+    for one in wanted:
+        if not re.search(one, found):
+            raise SystemExit(f"{one!r} is not in {found!r}")
+
+if importlib.util.find_spec("torch") is not None:
+    raise SystemExit("the extra cli brings torch")
+import kvtrie
+check(kvtrie.__file__, "^" + re.escape(sys.prefix))
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+Path("model").mkdir()
+alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+core = Tokenizer(models.BPE(vocab={one: at for at, one in enumerate(alphabet)}, merges=[]))
+core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+core.decoder = decoders.ByteLevel()
+core.save("model/tokenizer.json")
+template = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
+Path("model/tokenizer_config.json").write_text(json.dumps(config))
+shown = run("lab", "model", "--html", "lab.html")
+check(shown, "date +default", "Turn by turn", "the text changed")
+
+rows = [{"input_length": 130, "hash_ids": [1, 2, at]} for at in range(3, 6)]
+Path("trace.jsonl").write_text("".join(json.dumps(row) + chr(10) for row in rows))
+shown = run("replay", "trace.jsonl", "--html", "replay.html", "--svg", "replay.svg")
+check(shown, "3 requests, 390 prompt tokens", "offline optimum", "65.6 %")
+texts = [{"timestamp": at, "input": "as before, " * 9 + str(at), "output": "", "session_id": ""}
+         for at in range(3)]
+Path("texts.jsonl").write_text("".join(json.dumps(row) + chr(10) for row in texts))
+check(run("replay", "texts.jsonl", "--tokenizer", "model"), "3 requests, 300 prompt tokens")
+
+Path("a.json").write_text(json.dumps(list(range(64))))
+Path("b.json").write_text(json.dumps([*range(40), *range(90, 114)]))
+check(run("explain", "a.json", "b.json"), "diverged")
+check(run("inspect", "a.json", "b.json"), "inspect.html")
+for name in ("lab.html", "replay.html", "inspect.html"):
+    check(Path(name).read_text(encoding="utf-8"), "(?s)^<!doctype html>.*</html>")
+check(Path("replay.svg").read_text(encoding="utf-8"), "^<svg ")
+# What needs torch says so.
+Path("model/config.json").write_text("{}")
+check(run("calibrate", "model", code=2), "calibrate needs torch")
+"""
+
 
 def interpreter(version: str) -> str | None:
     """A Python of this version on this machine."""
@@ -74,17 +134,33 @@ def run(*command: object, cwd: Path = ROOT) -> None:
         raise SystemExit(msg)
 
 
-def test(python: str, dist: Path, env: Path, *, index_only: bool) -> None:
-    """Tests the wheel with one Python."""
+def installs(env: Path, dist: Path) -> tuple[list[object], list[object]]:
+    """Commands that install what the wheel needs, and what is in the folder."""
     install: list[object] = [UV, "pip", "install", "--quiet", "--python", env / "bin" / "python"]
     pinned = [*install, "--require-hashes", "--no-build", "--requirements", "pyproject.toml"]
     pinned += ["--constraints", "constraints/dev.txt"]
-
-    run(UV, "venv", "--quiet", "--clear", "--python", python, env)
-    run(*pinned)
     # Nothing is fetched: what the wheel needs is there, and uv takes the file for this machine. Its
     # cache knows files by name and version: it would give an earlier build.
-    ours = [*install, "--no-index", "--no-cache", "--find-links", dist]
+    return pinned, [*install, "--no-index", "--no-cache", "--find-links", dist]
+
+
+def test_commands(python: str, dist: Path, env: Path) -> None:
+    """Tests the commands of the extra `cli` in an environment that has nothing else."""
+    pinned, ours = installs(env, dist)
+    run(UV, "venv", "--quiet", "--clear", "--python", python, env)
+    run(*pinned, "--extra", "cli")
+    run(*ours, "kvtrie[cli]")
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder) / "commands.py"
+        program.write_text(COMMANDS, encoding="utf-8")
+        run(env / "bin" / "python", program, cwd=Path(folder))
+
+
+def test(python: str, dist: Path, env: Path, *, index_only: bool) -> None:
+    """Tests the wheel with one Python."""
+    pinned, ours = installs(env, dist)
+    run(UV, "venv", "--quiet", "--clear", "--python", python, env)
+    run(*pinned)
     run(*ours, "kvtrie")
     with tempfile.TemporaryDirectory() as folder:
         run(env / "bin" / "python", "-W", "error", "-c", IMPORT, cwd=Path(folder))
@@ -119,6 +195,7 @@ def main() -> int:
             continue
         print(f"test-wheel: Python {version}: {python}", flush=True)
         env = options.work.absolute() / version
+        test_commands(python, options.dist.absolute(), env)
         test(python, options.dist.absolute(), env, index_only=options.index)
         shutil.rmtree(env)
         tested.append(version)
