@@ -292,9 +292,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--kind", choices=KINDS, help="one kind of groups; all if left out")
     parser.add_argument("--quick", action="store_true", help="a few short documents, three rounds")
     options = parser.parse_args(arguments)
-    logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
     num_documents = 3 if options.quick else options.documents
     print(f"{num_documents} documents cached; medians in us (10th to 90th percentile)\n")
     print("| groups | prompt | work | kvtrie | vLLM | ratio |")
@@ -310,4 +307,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    # Of the whole process: not in `main`, which a test calls.
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
     main()

@@ -10,6 +10,7 @@ holds is decided from what is cached. `make soak-vllm-coordinator` runs 20,000 c
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import random
 import runpy
@@ -279,4 +280,6 @@ def test_the_benchmark_runs(
     rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines()[4:]]
     assert {row[1] for row in rows} == {"a next turn", "an edited history"}
     assert len(rows) == 9
+    # It silenced the logs of all tests after it.
+    assert logging.root.manager.disable == logging.NOTSET
     assert all(float(row[5].removesuffix(" |")) > 0 for row in rows)
