@@ -11,6 +11,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
+pytest.importorskip("transformers", reason="texts are encoded by tokenizers of transformers")
+
 from tests.tags.templates import CHATML, tokenizer_of
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
