@@ -188,7 +188,7 @@ def test_a_prompt_against_a_snapshot(file: File, snapshot: Path) -> None:
     assert (why["reason"], why["position"], why["block_size"]) == ("diverged", 20, 8)
     assert (why["kinds_before"], why["kinds"]) == (["system"], ["[b]odd\x1b"])
     shown = run(prompt, "--snapshot", snapshot, *which).stdout
-    assert "  tagged     system | '[b]odd\\x1b'\n" in shown
+    assert "  tagged     system | [b]odd\\x1b\n" in shown
     why = document(run(file(IDS), "--snapshot", snapshot, "--model", "n", "--json"))
     assert why["other_namespace"] == {"fields": ["model"], "num_tokens": 40}
     made = ("--model", "n", "--adapter", "lora", "--salt", "a")

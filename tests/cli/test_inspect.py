@@ -161,3 +161,13 @@ def test_prompts_are_numbers_of_any_spelling(folder: Path) -> None:
     done = run(folder / "c", folder / "c", "--html", folder / "page.html")
     assert done.exit_code == 0, done.output
     assert "40 tokens: 32 exact, 0 approximate, 8 computed; complete at 32" in done.stdout
+
+
+def test_names_in_a_log_do_not_reach_the_terminal(folder: Path) -> None:
+    text = (folder / "log").read_text(encoding="utf-8")
+    header, rest = text.split("\n", 1)
+    header = json.dumps(json.loads(header) | {"engine": "\x1b[31mred"}, separators=(",", ":"))
+    (folder / "log").write_text(f"{header}\n{rest}", encoding="utf-8")
+    done = run(folder / "log", "--html", folder / "page.html")
+    assert done.exit_code == 0, done.output
+    assert "requests of \\x1b[31mred" in done.stdout

@@ -255,3 +255,23 @@ def test_a_page_that_cannot_be_written_leaves_nothing(folder: Path, talk: Path) 
     assert "cannot write" in done.stderr
     assert list(talk.parent.iterdir()) == [talk]
     assert run(folder, talk, "--html", talk.parent).exit_code == 3
+
+
+OBEYED = "\x1b[31m\x1b]0;title\x07\u202e"
+
+
+def test_texts_of_a_template_do_not_reach_the_terminal(folder: Path, tmp_path: Path) -> None:
+    """A switch's value and a refusal are the template's words, and were printed as they are."""
+    template = tmp_path / "of_others.jinja"
+    refusal = f"{{{{ raise_exception('{OBEYED}') }}}}"
+    template.write_text(f"{{%- if mode == '{OBEYED}' -%}}changed{{%- endif -%}}{QWEN3}")
+    shown = run(folder, "--chat-template", template)
+    assert shown.exit_code == 0, shown.stderr
+    assert "mode=\\x1b[31m\\x1b]0;title\\x07\\u202e" in shown.stdout
+    for one in "\x1b\x07\u202e":
+        assert one not in shown.stdout
+    template.write_text(refusal)
+    found = run(folder, "--chat-template", template)
+    assert found.exit_code == 2
+    assert "\\x1b[31m" in found.stderr
+    assert "\x1b" not in found.stderr

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import kvtrie
-from kvtrie.cli import _explained
-from kvtrie.cli._failure import fail
+from kvtrie.cli._failure import fail, printable
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -52,7 +51,7 @@ def chosen(index: kvtrie.RadixIndex, asked: dict[str, str], snapshot: Path) -> k
     if len(spaces) == 1:
         return spaces[0]
     if spaces:
-        models = sorted({_explained.printable(space.model) for space in spaces})
+        models = sorted({printable(space.model) for space in spaces})
         shown = ", ".join(models[:4]) + (", ..." if len(models) > 4 else "")
         fail(
             f"{snapshot}: {len(spaces)} namespaces match, of the models {shown}; say which by "

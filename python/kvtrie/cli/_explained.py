@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Final
 from rich.console import Console
 from rich.text import Text
 
+from kvtrie.cli._failure import printable
+
 if TYPE_CHECKING:
     import kvtrie
     from kvtrie.cli._prompts import TextTokenizer
@@ -94,8 +96,3 @@ def _quoted(why: kvtrie.Explanation, tokenizer: TextTokenizer) -> list[str]:
     parts = [repr(text) if text else "" for text in _texts(why, tokenizer).values()]
     parts[0] = ("... " if why.context.start > 0 else "") + parts[0]
     return parts
-
-
-def printable(name: str) -> str:
-    """The name without terminal control characters."""
-    return name if name.isprintable() else repr(name)

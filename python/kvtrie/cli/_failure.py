@@ -14,8 +14,13 @@ _LONGEST = 400
 def fail(reason: object, code: int = BAD_INPUT) -> NoReturn:
     """End the command with an exit code; only the first line of the reason is shown."""
     lines = str(reason).strip().splitlines() or [repr(reason)]
-    typer.echo(f"kvtrie: {lines[0][:_LONGEST]}", err=True)
+    typer.echo(f"kvtrie: {printable(lines[0][:_LONGEST])}", err=True)
     raise typer.Exit(code)
+
+
+def printable(text: str) -> str:
+    """A text with what a terminal could obey, such as control characters, as Python escapes it."""
+    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
 
 
 def need(what: str, *modules: str, extras: str = "cli") -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 from rich.table import Table
 from rich.text import Text
 
+from kvtrie.cli._failure import printable
 from kvtrie.cli._output import console
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def show(report: TemplateReport) -> None:
     """Print a report, in colour on a terminal without NO_COLOR."""
     out = console()
     if report.format is None:
-        why = report.why_unknown
+        why = printable(report.why_unknown)
         out.print(Text(f"chat format: unknown ({why[:_LONGEST]}{'...' * (len(why) > _LONGEST)})"))
     else:
         out.print(Text(f"chat format: {report.format}; reasoning dropped at: {report.drops}"))
@@ -41,7 +42,7 @@ def show(report: TemplateReport) -> None:
     default = {row.chat: row.measured for row in report.rows if not row.switch}
     shown = [row for row in report.rows if _is_news(row, default[row.chat])]
     for row in shown:
-        table.add_row(*map(Text, _cells(row)))
+        table.add_row(*(Text(printable(cell)) for cell in _cells(row)))
     out.print(table)
     out.print(
         Text(
@@ -76,8 +77,8 @@ def show(report: TemplateReport) -> None:
         length = f"{abs(longer)} tokens {'longer' if longer > 0 else 'shorter'}"
         out.print(
             Text(
-                f"{one.chat}: with {one.change}, {one.before - one.after} fewer tokens are "
-                f"computed ({share:.0f} %), and prompts are {length if longer else 'as long'}"
+                f"{one.chat}: with {printable(one.change)}, {one.before - one.after} fewer tokens "
+                f"are computed ({share:.0f} %), and prompts are {length if longer else 'as long'}"
             )
         )
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 from rich.table import Table
 from rich.text import Text
 
+from kvtrie.cli._failure import printable
 from kvtrie.cli._output import console
 from kvtrie.replay.report import NOT_KNOWN, NOT_MARKED, NOT_VISIBLE, POLICIES
 
@@ -22,7 +23,7 @@ def show(report: TrafficReport, *, with_answers: bool) -> None:
     """Print a report."""
     out = console()
     for line in head(report):
-        out.print(Text(line))
+        out.print(Text(printable(line)))
     for title, columns, rows in tables(report):
         table = Table(title=title, box=None, pad_edge=False, title_justify="left")
         for name in columns:

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvtrie.cli import _output
+from kvtrie.cli._failure import printable
 from kvtrie.cli._replay import WHY_TOLERANCE
 from kvtrie.demo import answer_of
 
@@ -119,7 +120,7 @@ def _show_answers(console: Console, conversation: ConversationResult) -> None:
 
 
 def _shortened(text: str) -> str:
-    line = " ".join(text.split())
+    line = printable(" ".join(text.split()))
     return line if len(line) <= _LONGEST_SHOWN else line[: _LONGEST_SHOWN - 3] + "..."
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from kvtrie.cli._failure import fail
+from kvtrie.cli._failure import fail, printable
 from kvtrie.integrations.vllm import _check
 from kvtrie.integrations.vllm._model import ModelOptions
 
@@ -74,4 +74,4 @@ def check_vllm(
     except ValueError as error:
         fail(error)
     for line in said:
-        typer.echo(line)
+        typer.echo(printable(line))

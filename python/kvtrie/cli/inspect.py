@@ -10,7 +10,7 @@ import typer
 
 import kvtrie
 from kvtrie.cli import _cached, _options, _output, _prompts
-from kvtrie.cli._failure import fail, need
+from kvtrie.cli._failure import fail, need, printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -97,8 +97,8 @@ def inspect(
 
     title = " and ".join(Path(one).name for one in inputs)
     _output.write_whole(html, _inspect_page.page(title, summary, documents, later))
-    typer.echo(summary)
-    typer.echo(f"the page is {html}")
+    typer.echo(printable(summary))
+    typer.echo(printable(f"the page is {html}"))
 
 
 def _kind(inputs: Sequence[str]) -> str:
