@@ -136,7 +136,7 @@ def test_names_are_sampled_evenly_and_always_the_same_way() -> None:
         ({"key": bytes(65)}, "the key must have 16 to 64 bytes, not more than 64"),
         ({"min_run": 15}, "min_run must be from 16 to 256, not 15"),
         ({"min_run": 257}, "min_run must be from 16 to 256, not 257"),
-        ({"block_size": 0}, "block_size must be at least 1, not 0"),
+        ({"block_size": 0}, "block_size must be from 1 to 4096, not 0"),
     ],
     ids=str,
 )

@@ -105,6 +105,12 @@ PACKED = gzip.compress(bad(), mtime=0)
         (b"TIMESTAMP,ContextTokens,GeneratedTokens\n1,2,3\n", "t, line 1: the file has lengths on"),
         (b'{"version": 9}', "t, line 1: unknown format or version '9' (known: "),
         (b'{"messages": []}', "t, line 1: unknown format (known: kvtrie log, Qwen-Bailian,"),
+        (b"[" * 100_000, "t, line 1: unknown format (known: "),
+        (b'{"a": ' * 100_000, "t, line 1: not JSON: the line is cut off"),
+        (
+            json.dumps(GOOD).encode() + b'\n{"input_length": ' + b"[" * 100_000 + b"\n",
+            "t, line 2: not JSON: the line is cut off, or not one object, or nested too deeply",
+        ),
         (b"[1, 2]", "t, line 1: unknown format (known: "),
         (b"what is this\n", "t, line 1: unknown format (known: "),
     ],

@@ -174,6 +174,10 @@ def without(name: str) -> dict[str, Any]:
             {"a.jsonl": lines([GOOD]) + lines([GOOD])[:-9]},
             "t/traces/a.jsonl, line 2: not JSON: the line is cut off, or not one object",
         ),
+        (
+            {"a.jsonl": lines([GOOD]) + '{"timestamp": ' + "[" * 100_000 + "\n"},
+            "t/traces/a.jsonl, line 2: not JSON: the line is cut off, or not one object, or nested",
+        ),
         ({"a.jsonl": lines([GOOD]) + "[]\n"}, "t/traces/a.jsonl, line 2: not a JSON object"),
         ({"a.jsonl": lines([GOOD | {"input": ""}])}, "t: no request has an input"),
         (

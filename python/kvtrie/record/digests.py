@@ -32,6 +32,8 @@ DIGEST_BYTES: Final = 8
 """Of two different blocks or windows among a thousand million, a few percent chance of equality."""
 MIN_RUNS: Final = (16, 256)
 """The least and the greatest ``min_run``."""
+BLOCK_SIZES: Final = (1, 4096)
+"""The least and the greatest block, in tokens, as of an index."""
 KEY_BYTES: Final = (16, 64)
 """The shortest and the longest key."""
 
@@ -80,8 +82,8 @@ class Digester:
 
     def __init__(self, key: bytes, *, block_size: int, min_run: int, pause: float = 0.0) -> None:
         _check_key(key, "the key")
-        if block_size < 1:
-            msg = f"block_size must be at least 1, not {block_size}"
+        if not BLOCK_SIZES[0] <= block_size <= BLOCK_SIZES[1]:
+            msg = f"block_size must be from {BLOCK_SIZES[0]} to {BLOCK_SIZES[1]}, not {block_size}"
             raise ValueError(msg)
         if not MIN_RUNS[0] <= min_run <= MIN_RUNS[1]:
             msg = f"min_run must be from {MIN_RUNS[0]} to {MIN_RUNS[1]}, not {min_run}"

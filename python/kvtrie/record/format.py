@@ -18,7 +18,7 @@ import numpy as np
 
 from kvtrie._core import Span
 from kvtrie.record._errors import short
-from kvtrie.record.digests import DIGEST_BYTES, MIN_RUNS, Digester
+from kvtrie.record.digests import BLOCK_SIZES, DIGEST_BYTES, MIN_RUNS, Digester
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -37,6 +37,7 @@ REUSES: Final = ("exact", "moved")
 """The classes of reused KV."""
 
 _MAX_TOKEN: Final = (1 << 32) - 1
+_LONGEST_DIGEST: Final = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,15 +269,25 @@ def read_header(row: Mapping[str, Any]) -> Header:
     min_run = _count(row, "min_run")
     if not MIN_RUNS[0] <= min_run <= MIN_RUNS[1]:
         _wrong("min_run", min_run, f"from {MIN_RUNS[0]} to {MIN_RUNS[1]}")
-    if not _count(row, "block_size"):
-        _wrong("block_size", 0, "at least 1")
+    block_size, window, rate = (
+        _count(row, "block_size"),
+        _count(row, "window"),
+        _number(row, "rate"),
+    )
+    # A reader takes as much memory as there are blocks, and as much time as there are windows.
+    if not BLOCK_SIZES[0] <= block_size <= BLOCK_SIZES[1]:
+        _wrong("block_size", block_size, f"from {BLOCK_SIZES[0]} to {BLOCK_SIZES[1]}")
+    if not 1 <= window <= min_run:
+        _wrong("window", window, f"from 1 to min_run, {min_run}")
+    if not 0 <= rate <= 1:
+        _wrong("rate", rate, "from 0 to 1")
     return Header(
         content=content,
-        block_size=_count(row, "block_size"),
+        block_size=block_size,
         min_run=min_run,
-        window=_count(row, "window"),
+        window=window,
         key=_text(row, "key"),
-        rate=_number(row, "rate"),
+        rate=rate,
         engine=_text(row, "engine"),
         model=_text(row, "model"),
         began=_number(row, "began"),
@@ -304,7 +315,7 @@ def read_request(row: Mapping[str, Any], header: Header) -> Recorded:
     num_prompt, num_tokens = _count(row, "num_prompt"), _count(row, "num_tokens")
     if num_prompt > num_tokens:
         _wrong("num_prompt", num_prompt, f"at most num_tokens, {num_tokens}")
-    space = _text(row, "space")
+    space = _digest(row, "space")
     tokens = _tokens(row, num_tokens) if header.content == "tokens" else None
     if tokens is None:
         blocks, gaps, windows = (_bytes(row, one) for one in ("blocks", "gaps", "windows"))
@@ -324,8 +335,8 @@ def read_request(row: Mapping[str, Any], header: Header) -> Recorded:
     if ended not in ENDS:
         _wrong("ended", ended, f"one of {', '.join(ENDS)}")
     return Recorded(
-        request=_text(row, "request"),
-        session=_text(row, "session") if "session" in row else None,
+        request=_digest(row, "request"),
+        session=_digest(row, "session") if "session" in row else None,
         space=space,
         num_prompt=num_prompt,
         num_tokens=num_tokens,
@@ -337,11 +348,19 @@ def read_request(row: Mapping[str, Any], header: Header) -> Recorded:
         first_token=_number(row, "first_token") if "first_token" in row else None,
         took=_number(row, "took"),
         ended=ended,
-        spans=tuple(Span(*one) for one in _ranges(row, "spans", num_tokens)),
+        spans=tuple(_span(one) for one in _ranges(row, "spans", num_tokens)),
         reused=_reused(row, num_prompt),
         computed=_computed(row, num_prompt),
         would=_would(row, num_prompt) if "would" in row else None,
     )
+
+
+def _span(one: tuple[int, int, str]) -> Span:
+    try:
+        return Span(*one)
+    except ValueError as error:
+        msg = f"spans: {error}"
+        raise FieldError(msg) from None
 
 
 def _reused(row: Mapping[str, Any], num_prompt: int) -> tuple[tuple[int, int, str], ...]:
@@ -411,6 +430,15 @@ def _text(row: Mapping[str, Any], name: str) -> str:
     value = row.get(name)
     if not isinstance(value, str):
         _wrong(name, value, "a text")
+    if not value.isascii() and any("\ud800" <= one <= "\udfff" for one in value):
+        _wrong(name, value, "a text without half a character (a lone surrogate)")
+    return value
+
+
+def _digest(row: Mapping[str, Any], name: str) -> str:
+    value = _text(row, name)
+    if len(value) > _LONGEST_DIGEST:
+        _wrong(name, f"{len(value)} characters", f"at most {_LONGEST_DIGEST}")
     return value
 
 

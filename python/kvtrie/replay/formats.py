@@ -9,14 +9,13 @@ possible.
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtrie.replay import hashed, logged, texts
-from kvtrie.replay.source import TraceFile
+from kvtrie.replay.source import TraceFile, read_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -85,12 +84,12 @@ def read_trace(
 def _why_unknown(first: str) -> str:
     known = ", ".join(form.name for form in FORMATS)
     try:
-        found: Any = json.loads(first)
+        found: Any = read_json(first)
     except ValueError:
         if _LENGTHS.match(first):
             return _ONLY_LENGTHS
         if first.startswith("{"):
-            return "not JSON: the line is cut off, or not one object"
+            return "not JSON: the line is cut off, or not one object, or nested too deeply"
         return f"unknown format (known: {known})"
     if isinstance(found, dict):
         if "version" in found:

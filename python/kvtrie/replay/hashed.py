@@ -11,11 +11,11 @@ block that is not full; it is left out. A file of n ids costs about 0.5 µs per 
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from kvtrie.replay.source import read_json
 from kvtrie.replay.trace import Trace, TraceRequest, chained, from_keys
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def read_bailian(source: TraceFile, block_size: int | None) -> Trace:
 
 def _has(first: str, *names: str) -> bool:
     try:
-        found = json.loads(first)
+        found = read_json(first)
     except ValueError:
         return False
     return isinstance(found, dict) and all(name in found for name in names)
@@ -90,9 +90,9 @@ def _read(source: TraceFile, name: str, sizes: tuple[int, ...]) -> Trace:
 
 def _fields(source: TraceFile, line: int, text: str) -> tuple[int, Keys]:
     try:
-        found: Any = json.loads(text)
+        found: Any = read_json(text)
     except ValueError:
-        reason = "not JSON: the line is cut off, or not one object"
+        reason = "not JSON: the line is cut off, or not one object, or nested too deeply"
         raise source.error(line, reason) from None
     if not isinstance(found, dict):
         raise source.error(line, "not a JSON object")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import json
 import tarfile
 import zlib
 from typing import TYPE_CHECKING, Any, Final
@@ -22,6 +23,19 @@ _GZIP: Final = b"\x1f\x8b"
 _SUFFIX: Final = ".jsonl"
 _CUT: Final = "the compressed data is cut off or damaged"
 _DAMAGED: Final = (EOFError, zlib.error, gzip.BadGzipFile, tarfile.TarError)
+
+
+def read_json(text: str) -> Any:  # noqa: ANN401 - any JSON
+    """What a line says.
+
+    Raises:
+        ValueError: It is not JSON, or nested too deeply.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        msg = "the JSON is nested too deeply"
+        raise ValueError(msg) from None
 
 
 class TraceFile:

@@ -14,13 +14,13 @@ tokens. A byte of text costs about 0.2 µs then, and each token 4 bytes of memor
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import re
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from kvtrie.replay.source import read_json
 from kvtrie.replay.trace import KnownTokens, Trace, TraceRequest, chain_keys, from_keys
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ WORDS: Final = "words and marks of the text, not a model's: give --tokenizer for
 def is_agent(first: str) -> bool:
     """Whether the first line has a prompt, a reply and a session as text."""
     try:
-        found = json.loads(first)
+        found = read_json(first)
     except ValueError:
         return False
     return isinstance(found, dict) and all(isinstance(found.get(one), str) for one in _TEXTS)
@@ -119,9 +119,9 @@ def _ids(source: TraceFile, file: str, line: int, ids: Sequence[int]) -> Tokens:
 
 def _row(source: TraceFile, file: str, line: int, text: str) -> dict[str, Any]:
     try:
-        found: Any = json.loads(text)
+        found: Any = read_json(text)
     except ValueError:
-        reason = "not JSON: the line is cut off, or not one object"
+        reason = "not JSON: the line is cut off, or not one object, or nested too deeply"
         raise source.error(line, reason, file) from None
     if not isinstance(found, dict):
         raise source.error(line, "not a JSON object", file)
