@@ -257,6 +257,22 @@ def test_a_page_that_cannot_be_written_leaves_nothing(folder: Path, talk: Path) 
     assert run(folder, talk, "--html", talk.parent).exit_code == 3
 
 
+def test_reasoning_under_the_names_of_engines_is_reasoning(folder: Path, tmp_path: Path) -> None:
+    """Dropped reasoning in ``reasoning`` or ``thinking`` was reported as changed text."""
+    long = "because the tool looks it up and the user asks again " * 4
+    found = []
+    for name in ("reasoning_content", "reasoning", "thinking"):
+        rows = [TALK[0], {"role": "assistant", "content": "yes", name: long}, *TALK[2:]]
+        path = tmp_path / "names.jsonl"
+        path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+        done = run(folder, path, "--json")
+        assert done.exit_code == 0, done.output
+        found.append(json.loads(done.stdout))
+    assert found[0]["rows"][0]["measured"]["turns"][1]["divergence"]["cause"] == "reasoning"
+    assert found[0]["savings"]
+    assert found[1:] == found[:1] * 2
+
+
 OBEYED = "\x1b[31m\x1b]0;title\x07\u202e"
 
 

@@ -73,6 +73,15 @@ def test_load_accepts_a_byte_order_mark_and_windows_line_ends(tmp_path: Path) ->
     assert load_conversations(file)[0].messages == (USER,)
 
 
+def test_load_finds_reasoning_under_every_name(tmp_path: Path) -> None:
+    for name in ("reasoning_content", "reasoning", "thinking"):
+        (found,) = load_conversations(_write(tmp_path, USER, {**REPLY, name: "Hm."}))
+        assert found.messages[1] == {**REPLY, "reasoning_content": "Hm.", name: "Hm."}
+    both = {**REPLY, "reasoning": "Second.", "reasoning_content": "First."}
+    (found,) = load_conversations(_write(tmp_path, USER, both))
+    assert found.messages[1]["reasoning_content"] == "First."
+
+
 def test_turns_take_tool_calls_as_recorded() -> None:
     call = {**CALL, "content": ""}
     turns = Conversation((USER, call, RESULT, REPLY, USER)).turns()
@@ -125,6 +134,8 @@ def test_turns_drop_the_reasoning_from_the_reference() -> None:
         ([USER, {**REPLY, "token_ids": [1, True]}], "True is no token id"),
         ([USER, {**REPLY, "token_ids": [1, -1]}], "-1 is no token id"),
         ([USER, {**REPLY, "token_ids": [1 << 32]}], "4294967296 is no token id"),
+        ([USER, {**REPLY, "reasoning": ["x"]}], "'reasoning' must be text, not a list"),
+        ([USER, '{"role": "user", "content": ' + "9" * 5000 + "}"], "line 2: not JSON that can be"),
     ],
 )
 def test_load_refuses_with_one_sentence(tmp_path: Path, rows: list[object], words: str) -> None:

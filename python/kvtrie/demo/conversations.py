@@ -16,6 +16,8 @@ _ROLES = {
     "tool": "tool",
     "function": "tool",
 }
+# DeepSeek's API and older vLLM; vLLM and OpenRouter; Ollama and gpt-oss' template.
+_REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,7 @@ class Conversation:
 
     Attributes:
         messages: Its checked messages. Roles are system, user, assistant and tool; content made of
-            text parts is joined to one string.
+            text parts is joined to one string; reasoning is in ``reasoning_content``.
         tools: Its declared tools, in OpenAI form.
         line: The line of the file on which it begins, counted from 1.
     """
@@ -89,7 +91,8 @@ def load_conversations(path: str | Path | None = None) -> list[Conversation]:
     A line is a JSON object of one of two forms. ``{"messages": [...], "tools": [...]}`` is a whole
     conversation (``tools`` is optional). ``{"role": ..., "content": ...}`` is one message;
     consecutive lines of this form are one conversation. Blank lines are skipped. An assistant
-    message may have ``token_ids``, the ids that an engine returned for it.
+    message may have ``token_ids``, the ids that an engine returned for it, and its reasoning in
+    ``reasoning_content``, ``reasoning`` or ``thinking``.
 
     Args:
         path: The file, or None for the shipped conversation.
@@ -136,6 +139,8 @@ def _rows(path: Path) -> Iterable[tuple[int, dict[str, Any]]]:
             raise _bad(where, f"not JSON ({error.msg} at column {error.colno}).") from None
         except RecursionError:
             raise _bad(where, "the JSON is nested too deeply.") from None
+        except ValueError:
+            raise _bad(where, "not JSON that can be read (a number has too many digits).") from None
         if not isinstance(row, dict):
             raise _bad(where, f"a JSON object is expected, not {_name(row)}.")
         yield number, row
@@ -177,7 +182,19 @@ def _message(message: object, where: str) -> dict[str, Any]:
         out["content"] = "" if out.get("content") is None else _text(out["content"], where)
     else:
         out["content"] = _text(out.get("content"), where)
+    if role == "assistant":
+        _name_reasoning(out, where)
     return out
+
+
+def _name_reasoning(message: dict[str, Any], where: str) -> None:
+    """Put the reasoning, as engines and clients name it, under one name too."""
+    for name in _REASONING:
+        found = message.get(name)
+        if found is not None and not isinstance(found, str):
+            raise _bad(where, f"{name!r} must be text, not {_name(found)}.")
+        if found and not message.get(_REASONING[0]):
+            message[_REASONING[0]] = found
 
 
 def _text(content: object, where: str) -> str:
