@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeGuard
 
@@ -14,6 +14,12 @@ NUM_LAYERS: Final = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 NUM_HEADS: Final = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 HIDDEN_SIZE: Final = ("hidden_size", "n_embd", "d_model")
 HEAD_DIM: Final = ("head_dim", "kv_channels")
+# No model has more. Each layer and channel of a config costs memory when it is read.
+_MOST_LAYERS: Final = 10_000
+_MOST_CHANNELS: Final = 65_536
+_MOST: Final = dict.fromkeys(NUM_LAYERS, _MOST_LAYERS) | dict.fromkeys(
+    (*HEAD_DIM, "global_head_dim", "rotary_dim", "qk_rope_head_dim"), _MOST_CHANNELS
+)
 MULTIMODAL: Final = ("text_config", "thinker_config", "vision_config", "audio_config")
 
 
@@ -92,11 +98,15 @@ class ConfigFields:
         if not is_int(value) or value < 1:
             why = ": it differs from layer to layer" if isinstance(value, (list, tuple)) else ""
             self.refuse(f"{name} is {value!r}, not a positive integer{why}")
+        most = _MOST.get(name, value)
+        if value > most:
+            self.refuse(f"{name} is {value}, more than {most:,}")
         return value
 
     def number(self, name: str, value: object, *, least: float = 0.0) -> float:
         """A finite number above ``least``, as the config spells it."""
-        if not is_number(value) or not least < value < math.inf:
+        # An int may be beyond every float.
+        if not is_number(value) or not least < value <= sys.float_info.max:
             self.refuse(f"{name} is {value!r}, not a number above {least:g}")
         return value
 
@@ -129,6 +139,8 @@ class ConfigFields:
         width, heads = self.size(*HIDDEN_SIZE), self.size(*NUM_HEADS)
         if width % heads:
             self.refuse(f"hidden_size {width} does not divide into {heads} heads (head_dim)")
+        if width // heads > _MOST_CHANNELS:
+            self.refuse(f"hidden_size {width} gives {heads} heads more than {_MOST_CHANNELS:,}")
         return width // heads
 
     def refuse(self, reason: str) -> NoReturn:
