@@ -109,6 +109,22 @@ def test_dropped_reasoning_is_named_and_kvtrie_moves_what_follows() -> None:
     assert measured.computed < measured.computed_by_prefix
 
 
+def test_a_template_that_writes_no_reasoning_drops_it_at_the_end_of_the_reply() -> None:
+    """It was said to drop reasoning never, above rows in which it drops all."""
+    # Qwen2.5's template has the format's marks for tools, and no field for reasoning.
+    no_field = QWEN3.replace("m.reasoning_content and", "false and")
+    report = lab.study(tokenizer_of("qwen3", no_field), [lab.BUILT_IN["reasoning"]])
+    measured = report.rows[0].measured
+    assert measured is not None
+    assert [turn.divergence and turn.divergence.cause for turn in measured.turns] == [
+        None,
+        *["reasoning"] * 3,
+    ]
+    assert (report.format, report.drops) == ("qwen3", "end of the reply")
+    kept = QWEN3.replace("preserve or", "true or")
+    assert lab.study(tokenizer_of("qwen3", kept), [lab.BUILT_IN["reasoning"]]).drops == "never"
+
+
 def test_switches_are_those_that_change_a_prompt() -> None:
     template = lab.Template(tokenizer_of("qwen3", QWEN3))
     assert list(template.switches(list(lab.BUILT_IN.values()))) == [{"preserve": True}]

@@ -66,8 +66,9 @@ class TemplateReport:
 
     Attributes:
         format: The name of the chat format that kvtrie reads in it, or None.
-        drops: When the template drops reasoning: ``next user message``, ``next final answer``
-            or ``never``; None where the format is not known.
+        drops: When the template drops reasoning: ``next user message``, ``next final answer``,
+            ``end of the reply`` (it writes none into a prompt) or ``never``; None where the format
+            is not known.
         why_unknown: Why the format is not known, or ``""``.
         block_size: Tokens per block.
         min_run: The shortest run that kvtrie moves.
@@ -143,7 +144,7 @@ def study(
     form = None if template.tagger is None else template.tagger.format
     return TemplateReport(
         format=None if form is None else form.name,
-        drops=None if form is None else _DROPS[form.boundary],
+        drops=None if form is None else _drops(form.boundary, rows),
         why_unknown=template.untagged,
         block_size=block_size,
         min_run=min_run,
@@ -159,6 +160,15 @@ _DROPS: Final = {
     "final": "next final answer",
     "never": "never",
 }
+
+
+def _drops(boundary: str, rows: Sequence[Row]) -> str:
+    """When reasoning is dropped, of a client that sends it in its own field."""
+    turns = [turn for row in rows if row.measured and not row.switch for turn in row.measured.turns]
+    # The format's boundary is that of reasoning in the text, if the template reads no field of it.
+    if boundary == "never" and any(map(_is_dropped, turns)):
+        return "end of the reply"
+    return _DROPS[boundary]
 
 
 def _planned(
