@@ -257,6 +257,16 @@ def test_a_page_that_cannot_be_written_leaves_nothing(folder: Path, talk: Path) 
     assert run(folder, talk, "--html", talk.parent).exit_code == 3
 
 
+def test_what_is_nested_too_deeply_is_one_sentence(folder: Path, tmp_path: Path) -> None:
+    deep = tmp_path / "deep.jinja"
+    deep.write_text("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}")
+    for more in (("--chat-template", deep), ("--set", "x=" + "[" * 60_000)):
+        done = run(folder, *more)
+        assert done.exit_code == 2, done.output
+        (line,) = done.stderr.splitlines()
+        assert line.startswith("kvtrie: ")
+
+
 def test_reasoning_under_the_names_of_engines_is_reasoning(folder: Path, tmp_path: Path) -> None:
     """Dropped reasoning in ``reasoning`` or ``thinking`` was reported as changed text."""
     long = "because the tool looks it up and the user asks again " * 4

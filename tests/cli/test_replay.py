@@ -323,3 +323,12 @@ def test_a_tokenizer_that_cannot_be_read(name: str, tmp_path: Path) -> None:
     assert done.exit_code == 2
     assert len(done.stderr.splitlines()) == 1
     assert str(tmp_path / name) in done.stderr
+
+
+def test_a_config_that_is_nested_too_deeply_is_one_sentence(tmp_path: Path) -> None:
+    trace, config = tmp_path / "trace.jsonl", tmp_path / "config.json"
+    write(trace, mooncake(seed=4, num=3))
+    config.write_text('{"model_type": ' + "[" * 100_000 + "}")
+    done = run(trace, "--model", config)
+    assert done.exit_code == 2, done.output
+    assert done.stderr == f"kvtrie: {config}: not JSON that can be read: it is nested too deeply\n"

@@ -102,6 +102,8 @@ def _arguments(given: list[str]) -> dict[str, Any]:
             if value.lower() in _WORDS:
                 fail(f"--set {name}: {value!r} is not JSON; write {name}={_WORDS[value.lower()]}")
             fail(f"--set {name}: {value!r} is not JSON; text is written as '{name}=\"{value}\"'")
+        except RecursionError:
+            fail(f"--set {name}: the value is nested too deeply")
     return found
 
 

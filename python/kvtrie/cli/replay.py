@@ -144,6 +144,8 @@ def _bytes_per_token(model: Path | None, given: int | None) -> int | None:
         fail(f"{path}: {error.strerror or error}")
     except ValueError as error:
         fail(f"{path}: not JSON: {error}")
+    except RecursionError:
+        fail(f"{path}: not JSON that can be read: it is nested too deeply")
     if not isinstance(config, dict):
         fail(f"{path}: not a model's config: not a JSON object")
     try:

@@ -59,11 +59,12 @@ def uses(template: str | dict[str, str]) -> dict[str, Use]:
     for one in template.values() if isinstance(template, dict) else [template]:
         try:
             tree = _environment().parse(one)
-        except JinjaError:
+            for name in meta.find_undeclared_variables(tree):
+                found.setdefault(name, Use())
+            _look(tree, found)
+        except (JinjaError, RecursionError):
+            # Rendering it says why.
             continue
-        for name in meta.find_undeclared_variables(tree):
-            found.setdefault(name, Use())
-        _look(tree, found)
     return found
 
 
