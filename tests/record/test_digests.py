@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from base64 import b64encode
 
 import numpy as np
 import pytest
@@ -94,6 +95,16 @@ def test_only_whole_blocks_have_digests() -> None:
     assert [len(one.blocks(ids(words(count, 1, 99)), space)) for count in (0, 15, 16, 47)] == [
         *(0, 0, 8, 16)
     ]
+
+
+@pytest.mark.parametrize("period", [1, 2, 9, 10_000])
+def test_no_prompt_has_more_than_one_window_per_token(period: int) -> None:
+    """docs/record.md says what the record of a hostile prompt takes at most."""
+    one = digester(min_run=16)
+    space = one.space(None, None)
+    tokens = ids([at % period for at in range(10_000)])
+    parts = (*one.windows(tokens, space), one.blocks(tokens, space))
+    assert sum(len(b64encode(part)) for part in parts) < 12.75 * len(tokens)
 
 
 @pytest.mark.parametrize("count", [0, 1, 16, 31])
