@@ -10,36 +10,40 @@ import subprocess
 import sys
 import time
 import urllib.request
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.tags.templates import QWEN3
+from tests.vllm import chat
+from tests.vllm.engine import BLOCK
 from tests.vllm.inside import SCHEDULER, connector_config
+from tests.vllm.test_dead import REASONING
+from tests.vllm.test_template import KEEPING
+from transformers import AutoTokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
 
-@pytest.fixture(scope="module")
-def address(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+@contextmanager
+def serving(model: Path, folder: Path, *more: str) -> Iterator[str]:
+    """The address of a server; its log is in ``folder``."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(llama)]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--skip-tokenizer-init"]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
     command += ["--dtype", "float32", "--block-size", "32", "--enforce-eager"]
     command += ["--max-model-len", "4096", "--num-gpu-blocks-override", "200"]
-    command += [
-        "--kv-transfer-config",
-        json.dumps(connector_config(gate="unchecked", policy={"scope": "namespace"})),
-    ]
-    command += ["--scheduler-cls", SCHEDULER, "--enable-prompt-tokens-details"]
+    command += ["--enable-prompt-tokens-details", *more]
     environment = {
         **os.environ,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         "VLLM_LOGGING_LEVEL": "INFO",
     }
-    log = tmp_path_factory.mktemp("server") / "log"
+    log = folder / "log"
     with log.open("w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
         try:
@@ -64,6 +68,25 @@ def address(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[s
                 process.kill()
 
 
+@pytest.fixture(scope="module")
+def address(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    settings = connector_config(gate="unchecked", policy={"scope": "namespace"})
+    more = ("--skip-tokenizer-init", "--scheduler-cls", SCHEDULER)
+    more += ("--kv-transfer-config", json.dumps(settings))
+    with serving(llama, tmp_path_factory.mktemp("server"), *more) as base:
+        yield base
+
+
+def posted(address: str, path: str, body: dict[str, Any]) -> list[str]:
+    request = urllib.request.Request(  # noqa: S310 - our own
+        f"{address}/v1/{path}",
+        data=json.dumps(body).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=120) as response:  # noqa: S310
+        return [line.decode().strip() for line in response]
+
+
 def stream(address: str, prompt: list[int], **more: Any) -> list[dict[str, Any]]:
     body = {
         "model": more.pop("model"),
@@ -76,13 +99,7 @@ def stream(address: str, prompt: list[int], **more: Any) -> list[dict[str, Any]]
         "return_token_ids": True,
         **more,
     }
-    request = urllib.request.Request(  # noqa: S310 - our own
-        f"{address}/v1/completions",
-        data=json.dumps(body).encode(),
-        headers={"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request, timeout=120) as response:  # noqa: S310
-        lines = [line.decode().strip() for line in response]
+    lines = posted(address, "completions", body)
     return [
         json.loads(line.removeprefix("data: "))
         for line in lines
@@ -178,3 +195,39 @@ def test_usage_and_metrics_count_what_is_reused_after_gaps(address: str, llama: 
         "local_compute": len(gapped) - moved,
         "computed": len(gapped) - moved,
     }
+
+
+def test_the_template_of_the_command_line_decides_what_is_dead(tmp_path: Path) -> None:
+    """The engine is another process than the one that renders prompts and has the command line."""
+    # The model directory's template would keep reasoning.
+    model = chat.model(tmp_path / "model", template=KEEPING)
+    (tmp_path / "served.jinja").write_text(QWEN3, encoding="utf-8")
+    settings = json.dumps(connector_config(gate=None))
+    more = ("--chat-template", str(tmp_path / "served.jinja"), "--kv-transfer-config", settings)
+    with serving(model, tmp_path, *more) as address:
+        t = chat.Chat(AutoTokenizer.from_pretrained(model))
+        question, answer = chat.user("question"), "it " * 60
+        text = t.tokenizer.apply_chat_template(
+            [question], chat_template=QWEN3, tokenize=False, add_generation_prompt=True
+        )
+        turn = t.ids(text + REASONING + answer)
+        # The model is made to end the reply.
+        end: dict[str, Any] = {"allowed_token_ids": [t.end], "stop_token_ids": [t.end]}
+        stream(address, turn, model=str(model), ignore_eos=False, **end)
+        told = chat.reply("it") | {"reasoning_content": "answers " * 120}
+        body = {
+            "model": str(model),
+            "messages": [question, told, chat.user("tool")],
+            "max_tokens": 1,
+            "temperature": 0,
+        }
+        answered = json.loads("".join(posted(address, "chat/completions", body)))
+        cached = answered["usage"]["prompt_tokens_details"]["cached_tokens"]
+        num_dead = metric(address, "blocks_dead")
+        log = (tmp_path / "log").read_text(encoding="utf-8")
+        assert "kvtrie: chat template: --chat-template" in log
+        assert metric(address, "requests_other_template") == metric(address, "errors") == 0
+    in_blocks = len(t.ids(REASONING)) // BLOCK
+    assert in_blocks - 2 <= num_dead <= in_blocks
+    # The next prompt lacks it: what is before it is found.
+    assert 0 < cached <= len(t.ids(text))
