@@ -21,6 +21,8 @@ from kvtrie.testing.model._allocator import ModelAllocator
 from kvtrie.testing.model._index import ModelIndex
 from kvtrie.testing.model._plans import ModelPlan
 from kvtrie.testing.model._results import (
+    ModelGroupInsertResult,
+    ModelGroupStats,
     ModelInsertResult,
     ModelMatch,
     ModelRemoveResult,
@@ -30,6 +32,8 @@ from kvtrie.testing.model._sequences import ModelSequence
 
 __all__ = [
     "ModelAllocator",
+    "ModelGroupInsertResult",
+    "ModelGroupStats",
     "ModelIndex",
     "ModelInsertResult",
     "ModelMatch",

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from kvtrie import ReusePolicy
+from kvtrie import Namespace, ReusePolicy
 from kvtrie.testing.model._contexts import ModelMovedRun, context
 from kvtrie.testing.model._cover import Allowed, Piece, Slots, Source, cover
 from kvtrie.testing.model._grades import grade_of
@@ -45,6 +45,7 @@ class Cached:
     `is_one_path`, the order of the entries is that of positions.
     """
 
+    namespace: Namespace
     entries: dict[Tokens, Entry]
     block_size: int
     min_run: int

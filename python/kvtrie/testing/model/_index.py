@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Any, TypeAlias
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from kvtrie import (
     COMPUTED,
     EXACT_ONLY,
     BlockInUseError,
+    Group,
     Imported,
     KvTrieError,
     Namespace,
@@ -25,11 +27,22 @@ from kvtrie.testing.model._arguments import (
     expect,
     int32,
 )
-from kvtrie.testing.model._draft import Cached, draft
+from kvtrie.testing.model._draft import IN_PLACE, Cached, Draft, draft
 from kvtrie.testing.model._grades import Grade, grade_of, meet
+from kvtrie.testing.model._groups import (
+    Column,
+    GroupEntry,
+    Offers,
+    check_groups,
+    columns,
+    read_offers,
+    read_stops,
+    refuse_ids_in_use,
+)
 from kvtrie.testing.model._plans import ModelPlan, copied_from, is_moved
 from kvtrie.testing.model._removal import Removal
 from kvtrie.testing.model._results import (
+    ModelGroupInsertResult,
     ModelInsertResult,
     ModelMatch,
     ModelStats,
@@ -39,6 +52,8 @@ from kvtrie.testing.model._store import Entry, Key, PlanState, exact_run
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+
+    from kvtrie.testing.model._contexts import ModelMovedRun
 
 Source: TypeAlias = Any
 """A plan, `kvtrie.COMPUTED`, or `kvtrie.Imported(...)`."""
@@ -51,6 +66,17 @@ MAX_POOL_ID = 64
 MIN_MIN_RUN = 8
 MAX_MEMBERSHIPS = 8
 """The most sessions that one block belongs to."""
+
+
+class Takes(NamedTuple):
+    """What an insert lets groups take: ids at places up to `exact_until`, which is in `reached`."""
+
+    namespace: Namespace
+    tokens: Tokens
+    reached: int
+    """The end of the blocks that back the sequence."""
+    exact_until: float
+    plan: PlanState | None
 
 
 class ModelIndex(Removal):
@@ -72,6 +98,7 @@ class ModelIndex(Removal):
         seed: int | None = None,
         pool_id: bytes | None = None,
         hash_bits: int = 64,
+        groups: Iterable[Group] = (),
     ) -> None:
         super().__init__(
             as_count(num_blocks, "num_blocks", 1), as_count(block_size, "block_size", 1)
@@ -96,6 +123,11 @@ class ModelIndex(Removal):
             if (getattr(self, name) or 0) > limit:
                 message = f"{name} is {getattr(self, name)}, above {limit}"
                 raise ValueError(message)
+        self._columns = columns(groups, self.block_size)
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        return tuple(column.group for column in self._columns.values())
 
     # --- reading ----------------------------------------------------------------------------------
 
@@ -106,10 +138,11 @@ class ModelIndex(Removal):
         keep_last = as_count(keep_last, "keep_last")
         touch = as_flag(touch, "touch")
         start = self._start(start, tokens)
-        path = self._path(namespace, tokens[: max(0, len(tokens) - keep_last)])
-        found = exact_run(map(self._entries.get, path))
+        end = self._hit(namespace, tokens[: max(0, len(tokens) - keep_last)])
+        found = [self._entries[key] for key in self._path(namespace, tokens[:end])]
         if touch:
             self._touch(found)
+            self._need(namespace, tokens, end)
         self._settle()
         blocks = [entry.block for entry in found[start // self.block_size :]]
         return ModelMatch(len(found) * self.block_size, int32(blocks))
@@ -144,6 +177,7 @@ class ModelIndex(Removal):
         if policy.min_run is not None and policy.min_run < self.min_run:
             message = f"policy.min_run is {policy.min_run}, below the index's {self.min_run}"
             raise ValueError(message)
+        self._refuse_for_groups(policy, path)
         entries = {own: entry for (ns, own), entry in self._entries.items() if ns == namespace}
         paths = list(entries)
         if path is not None:
@@ -153,6 +187,7 @@ class ModelIndex(Removal):
                 raise ValueError(message)
             entries = {own: entry for own, entry in entries.items() if whole[: len(own)] == own}
         cached = Cached(
+            namespace,
             entries,
             self.block_size,
             self.min_run,
@@ -163,30 +198,56 @@ class ModelIndex(Removal):
             moved_end,
             paths,
         )
-        self._plans_without_scope += cached.is_without_scope(tokens, keep_last, policy)
-        origins, moved_runs = draft(cached, tokens, keep_last, policy)
+        # Next to further groups, no partial block is copied.
+        searched = policy.replace(partial_blocks=False) if self._columns else policy
+        self._plans_without_scope += cached.is_without_scope(tokens, keep_last, searched)
+        origins, moved_runs = draft(cached, tokens, keep_last, searched)
+        if self._columns and all(origin is None or origin.exact for origin in origins):
+            origins, moved_runs = self._exact_draft(cached, tokens, keep_last)
         used = [origin.source.entry for origin in origins if origin is not None]
         self._touch(used)
-        approximate = [i for i, origin in enumerate(origins) if origin and not origin.exact]
+        end = sum(origin is not None and origin.piece == IN_PLACE for origin in origins)
+        self._need(namespace, tokens, end)
+        parts = {
+            name: column.last_run(namespace, tokens, end) for name, column in self._columns.items()
+        }
         state = PlanState(
             namespace,
             tokens,
             self._epoch(namespace),
             pin,
-            first_approximate=approximate[0] if approximate else None,
-            hops=[origin.hops if origin else 0 for origin in origins],
             grade=grade_of(policy, self.kinds) if policy.approximate else None,
             awaits=policy.repair != "fronts"
             and policy.recompute_share > 0
             and any(is_moved(origin) for origin in origins),
         )
-        plan = ModelPlan(self, state, origins, moved_runs, moved_end)
+        plan = ModelPlan(self, state, origins, moved_runs, moved_end, parts)
         if pin:
             state.pins |= set(plan.blocks.tolist())
             state.source_pins |= copied_from(origins)
+            for name, part in parts.items():
+                for number, entry in enumerate(reversed(part)):
+                    state.group_pins[name, entry.block] = end - number * self.block_size
         self._plans.append(state)
         self._settle()
         return plan
+
+    def _refuse_for_groups(self, policy: ReusePolicy, path: AnySequence | None) -> None:
+        for name, column in self._columns.items():
+            if path is not None:
+                message = f"the index has group {name!r}; a plan from one path is for group 0 alone"
+                raise ValueError(message)
+            if policy.approximate and column.group.num_window_tokens is None:
+                message = f"the index has group {name!r} with states, which cannot be moved"
+                raise ValueError(message)
+
+    def _exact_draft(
+        self, cached: Cached, tokens: Tokens, keep_last: int
+    ) -> tuple[Draft, tuple[ModelMovedRun, ...]]:
+        """What is in place up to where every group can continue."""
+        limited = tokens[: max(0, len(tokens) - keep_last)]
+        end = self._hit(cached.namespace, limited)
+        return draft(cached, tokens, len(tokens) - end, EXACT_ONLY.replace(partial_blocks=False))
 
     # --- inserting --------------------------------------------------------------------------------
 
@@ -200,6 +261,8 @@ class ModelIndex(Removal):
         source: Source,
         spans: Iterable[Span] = (),
         session: str | None = None,
+        groups: Mapping[str, Integers] | None = None,
+        stops: Integers = (),
     ) -> ModelInsertResult:
         namespace, tokens = read(seq)
         offered = as_integers(blocks, "blocks", self.num_blocks)
@@ -210,6 +273,7 @@ class ModelIndex(Removal):
         start = self._start(start, tokens)
         session = as_session(session)
         kinds, marks = self._spans(spans, tokens)
+        offers, stops = read_offers(groups, self._columns), read_stops(stops)
         size = self.block_size
         first, last = start // size, num_computed // size
         if len(offered) < last - first:
@@ -217,11 +281,12 @@ class ModelIndex(Removal):
             raise ValueError(message)
         plan = self._source(source, namespace, tokens)
         path = self._path(namespace, tokens)
+        check_groups(offers, stops, self._columns, len(tokens), size)
+        refuse_ids_in_use(offers, self._columns, namespace, tokens)
         self._refuse_blocks_in_use(path, first, offered)
 
         # From here on nothing fails.
-        if plan is not None:
-            plan.used = True
+        exact_until = min(num_computed, _exact_until(source, plan))
         owned = self._where().keys() | self._out_of_reach()
         before = [self._entries.get(key) for key in path[:first]]
         freed: list[int] = []
@@ -231,9 +296,7 @@ class ModelIndex(Removal):
             # Computed blocks before `start` are offered unchanged.
             whole = [entry.block for entry in before if entry is not None] + offered
             for key, block in zip(path[:last], whole, strict=False):
-                exact, hops = self._label(source, plan, len(key[1]), backing)
-                offer = Entry(block, exact, hops, 0, [0] * size, self._stays + 1)
-                offer.grade = self._grade(source, plan, backing)
+                offer = self._offer(source, plan, key, block, backing)
                 entry = self._decide(key, offer, duplicates, freed)
                 if entry is None:
                     break
@@ -244,11 +307,12 @@ class ModelIndex(Removal):
             _add_session(session, backing, first)
         num_exact = len(exact_run(backing)) * size
         if plan is not None:
-            if plan.pinned:
-                plan.pins |= {entry.block for entry in backing}
-            if num_exact < len(backing) * size:
-                known = plan.first_approximate
-                plan.first_approximate = num_exact if known is None else min(known, num_exact)
+            _note(plan, backing, num_exact, len(backing) * size)
+        end = len(backing) * size
+        takes = Takes(namespace, tokens, end, min(exact_until, num_exact), plan)
+        taken = {name: self._take(name, pairs, takes) for name, pairs in offers.items()}
+        for position in (end, *self._states(offers, taken), *(at for at in stops if at <= end)):
+            self._need(namespace, tokens, position)
         reached = max(0, len(backing) - first)
         surplus = [block for block in offered[reached:] if block not in owned]
         self._kinds = kinds
@@ -260,7 +324,39 @@ class ModelIndex(Removal):
             duplicates=int32(duplicates),
             surplus=int32(surplus),
             freed=int32(freed),
+            groups=taken,
         )
+
+    def _states(self, offers: Offers, taken: dict[str, ModelGroupInsertResult]) -> list[int]:
+        """The positions of the states that were offered and are at their places."""
+        return [
+            position
+            for name, pairs in offers.items()
+            for (position, _), block in zip(pairs, taken[name].blocks, strict=True)
+            if block is not None and self._columns[name].group.num_window_tokens is None
+        ]
+
+    def _take(
+        self, name: str, pairs: list[tuple[int, int]], takes: Takes
+    ) -> ModelGroupInsertResult:
+        """Take the ids that are offered for one group."""
+        column, plan = self._columns[name], takes.plan
+        is_state = column.group.num_window_tokens is None
+        backing: list[int | None] = []
+        duplicates: list[int] = []
+        surplus: list[int] = []
+        for position, block in pairs:
+            end, is_held = column.end_of(position), column.is_held(block)
+            key = takes.namespace, takes.tokens[:end]
+            entry = column.entries.get(key) if end <= takes.reached else None
+            if entry is None and is_held and end <= takes.exact_until:
+                entry = column.entries[key] = GroupEntry(block, self._clock, needed=is_state)
+            elif is_held:
+                (surplus if entry is None else duplicates).append(block)
+            backing.append(None if entry is None else entry.block)
+            if entry is not None and plan is not None and plan.pinned and not is_state:
+                plan.group_pins[name, entry.block] = end
+        return ModelGroupInsertResult(backing, int32(duplicates), int32(surplus))
 
     def _source(self, source: Source, namespace: Namespace, tokens: Tokens) -> PlanState | None:
         if source is COMPUTED or isinstance(source, Imported):
@@ -292,6 +388,14 @@ class ModelIndex(Removal):
                 message = f"insert: block {block} is given twice, or backs another prefix"
                 raise BlockInUseError(message)
             seen.add(block)
+
+    def _offer(
+        self, source: Source, plan: PlanState | None, key: Key, block: int, before: list[Entry]
+    ) -> Entry:
+        exact, hops = self._label(source, plan, len(key[1]), before)
+        offer = Entry(block, exact, hops, 0, [0] * self.block_size, self._stays + 1)
+        offer.grade = self._grade(source, plan, before)
+        return offer
 
     def _label(
         self, source: Source, plan: PlanState | None, end: int, before: list[Entry]
@@ -387,7 +491,22 @@ class ModelIndex(Removal):
             sorted(self._condemned),
             self._waiting,
             sorted(self._quarantined),
-            [(sorted(plan.pins), sorted(plan.source_pins)) for plan in self._plans],
+            [
+                (sorted(plan.pins), sorted(plan.source_pins), sorted(plan.group_pins.items()))
+                for plan in self._plans
+            ],
+            [
+                (
+                    repr(column.group),
+                    sorted(
+                        (repr(ns), sort_key(key), e.block, e.needed, e.last_use)
+                        for (ns, key), e in column.entries.items()
+                    ),
+                    sorted(column.condemned),
+                    sorted(column.waiting),
+                )
+                for column in self._columns.values()
+            ],
             self._clock,
             self._marks,
             self._kinds,
@@ -420,11 +539,44 @@ class ModelIndex(Removal):
             ),
             "holes are in bounds": len(self._holes()) <= self.num_blocks
             or self._oldest_end(cut_off=True) is None,
+            "groups are sound": all(map(self._is_sound, self._columns.values())),
         }
         broken = [rule for rule, holds in rules.items() if not holds]
         if broken:
             message = f"the model is broken: not true that {', '.join(broken)}"
             raise KvTrieError(message)
+
+    def _is_sound(self, column: Column) -> bool:
+        """Whether each id of a group has one state, and each place an exact block of group 0."""
+        indexed = [entry.block for entry in column.entries.values()]
+        every = [*indexed, *column.condemned, *column.waiting]
+        pinned = self._pinned_of(column.group.name)
+        at = map(self._entries.get, column.entries)
+        return (
+            len(set(every)) == len(every)
+            and all(0 <= block < column.group.num_blocks for block in every)
+            and column.condemned <= pinned <= {*indexed, *column.condemned}
+            and all(entry is not None and entry.exact for entry in at)
+            and all(0 < entry.last_use <= self._clock for entry in column.entries.values())
+        )
+
+
+def _note(plan: PlanState, backing: list[Entry], num_exact: int, reached: int) -> None:
+    """Note in a plan what an insert with it returns."""
+    if plan.pinned:
+        plan.pins |= {entry.block for entry in backing}
+    if num_exact < reached:
+        known = plan.first_approximate
+        plan.first_approximate = num_exact if known is None else min(known, num_exact)
+    plan.used = True
+
+
+def _exact_until(source: Source, plan: PlanState | None) -> float:
+    """The position up to which the source's KV is exact, in groups besides group 0."""
+    if isinstance(source, Imported):
+        return source.exact_until
+    ends = [] if plan is None else [plan.first_approximate, plan.first_rebuilt]
+    return min((end for end in ends if end is not None), default=math.inf)
 
 
 def _add_session(session: str, path: list[Entry], first: int) -> None:

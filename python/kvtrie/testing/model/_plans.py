@@ -17,12 +17,14 @@ from kvtrie.testing.model._arguments import (
     as_count,
     as_integers,
     as_ranges,
+    expect,
     int32,
 )
 from kvtrie.testing.model._draft import IN_PLACE, Draft, Origin
+from kvtrie.testing.model._groups import GroupEntry, column_of, missing
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
     from types import TracebackType
 
     from kvtrie.testing.model._contexts import ModelMovedRun
@@ -101,6 +103,7 @@ class ModelPlan:
         draft: Draft,
         moved_runs: tuple[ModelMovedRun, ...],
         moved_end: int | None,
+        parts: Mapping[str, list[GroupEntry]],
     ) -> None:
         self.moved_end = moved_end
         self._index = index
@@ -111,6 +114,12 @@ class ModelPlan:
             kinds for _, origins in _stretches(draft) for kinds in [_kinds(origins)] * len(origins)
         ]
         self._moved_runs = moved_runs
+        end = sum(origin is not None and origin.piece == IN_PLACE for origin in draft)
+        # Of each group, where its ids begin, and the ids.
+        self._parts = {
+            name: (end - len(part) * index.block_size, [entry.block for entry in part])
+            for name, part in parts.items()
+        }
         self._set(draft)
         self._in_place = [
             origin.source.entry.block
@@ -126,6 +135,18 @@ class ModelPlan:
             dtype=SEGMENT_DTYPE,
         )
         self._used = [_stays(origins) for _, origins in stretches]
+        approximate = [at for at, origin in enumerate(draft) if origin and not origin.exact]
+        lacking = [part for name in self._parts for part in self._missing(name)]
+        state = self._state
+        state.first_approximate = min(
+            (*approximate, *(computed_after for computed_after, _ in lacking)), default=None
+        )
+        state.first_rebuilt = min((tokens[0] for _, tokens in lacking), default=None)
+        state.hops = [origin.hops if origin else 0 for origin in draft]
+
+    def _missing(self, name: str) -> list[tuple[int, list[int]]]:
+        window = self._index._columns[name].group.num_window_tokens  # noqa: SLF001 - its index
+        return [] if window is None else missing(self._draft, window, self._parts[name][0])
 
     def __repr__(self) -> str:
         return f"ModelPlan({self._in_place}, {self._segments.tolist()})"
@@ -251,10 +272,42 @@ class ModelPlan:
             raise ValueError(message)
         draft = [None if i in chosen else origin for i, origin in enumerate(self._draft)]
         self._set(draft)
-        rest = [i for i, origin in enumerate(draft) if origin is not None and not origin.exact]
-        state.first_approximate = rest[0] if rest else None
-        state.hops = [origin.hops if origin else 0 for origin in draft]
         state.recomputed = True
+
+    def _part(self, call: str, name: str, kind: str) -> tuple[int, list[int]]:
+        expect(name, str, "name")
+        self._check_live(call)
+        group = column_of(self._index._columns, name).group  # noqa: SLF001 - a part of its index
+        if group.kind != kind:
+            message = f"{call}: group {name!r} is one with a {group.kind}"
+            raise ValueError(message)
+        return self._parts[name]
+
+    def group(self, name: str) -> tuple[int, Int32]:
+        start, blocks = self._part("group", name, "window")
+        return start, int32(blocks)
+
+    def state(self, name: str) -> int | None:
+        _, blocks = self._part("state", name, "state")
+        return blocks[0] if blocks else None
+
+    def rebuild(self, name: str) -> Int64:
+        self._part("rebuild", name, "window")
+        tokens = sorted({token for _, lacking in self._missing(name) for token in lacking})
+        starts = [token for token in tokens if token - 1 not in tokens]
+        ends = [token + 1 for token in tokens if token + 1 not in tokens]
+        return np.array([starts, ends], dtype=np.int64).T
+
+    def advance(self, position: int) -> None:
+        position = as_count(position, "position")
+        self._check_live("advance")
+        state, index = self._state, self._index
+        state.group_pins = {
+            (name, block): end
+            for (name, block), end in state.group_pins.items()
+            if index._columns[name].reads(end, position)  # noqa: SLF001 - a part of its index
+        }
+        index._settle()  # noqa: SLF001 - a plan is part of its index
 
     def validate(self) -> npt.NDArray[np.bool_]:
         state, answers = self._state, []

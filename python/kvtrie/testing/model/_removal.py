@@ -17,7 +17,8 @@ from kvtrie.testing.model._arguments import (
     expect,
     int32,
 )
-from kvtrie.testing.model._results import ModelRemoveResult
+from kvtrie.testing.model._groups import column_of
+from kvtrie.testing.model._results import ModelGroupStats, ModelRemoveResult
 from kvtrie.testing.model._sequences import AnySequence, Tokens, read
 from kvtrie.testing.model._tags import Tags
 
@@ -39,27 +40,67 @@ class Removal(Tags):
     def _epoch(self, namespace: Namespace) -> tuple[int, int]:
         return self._resets, self._drops.get(namespace, 0)
 
-    def take_freed(self) -> Int32:
+    def take_freed(self, *, group: str | None = None) -> Int32:
+        if group is not None:
+            column = column_of(self._columns, group)
+            freed, column.waiting = sorted(column.waiting), set()
+            return int32(freed)
         freed, self._waiting = self._waiting, []
         return int32(freed)
 
-    def evict(self, n: int) -> Int32:
+    def evict(self, n: int, *, group: str | None = None) -> Int32:
         n = as_count(n, "n")
+        if group is not None:
+            return self._evict_from(group, n)
         freed, self._waiting = self._waiting[:n], self._waiting[n:]
         while len(freed) < n and (victim := self._next_victim()) is not None:
-            freed.append(self._entries.pop(victim).block)
+            freed.append(self._pop(victim))
         self._settle()
+        return int32(freed)
+
+    def _evict_from(self, name: str, n: int) -> Int32:
+        column = column_of(self._columns, name)
+        freed = sorted(column.waiting)[:n]
+        column.waiting -= set(freed)
+        pinned = self._pinned_of(name)
+        while len(freed) < n and (victim := column.next_victim(pinned)) is not None:
+            freed.append(column.entries.pop(victim).block)
         return int32(freed)
 
     @property
     def num_evictable(self) -> int:
         return len(self._evictable())
 
-    def discard(self, block_ids: Integers) -> Int32:
+    def group_stats(self, group: str) -> ModelGroupStats:
+        column = column_of(self._columns, group)
+        indexed = {entry.block for entry in column.entries.values()}
+        pinned = len(indexed & self._pinned_of(group))
+        return ModelGroupStats(
+            indexed=len(indexed),
+            pinned=pinned,
+            evictable=len(indexed) - pinned,
+            condemned=len(column.condemned),
+            waiting=len(column.waiting),
+        )
+
+    def discard(self, block_ids: Integers, *, group: str | None = None) -> Int32:
+        if group is not None:
+            return self._discard_from(group, block_ids)
         wanted = list(dict.fromkeys(as_integers(block_ids, "block_ids", self.num_blocks)))
         where = self._where()
         self._unknown_discards += sum(block not in where for block in wanted)
         return self._forget(where[block] for block in wanted if block in where)
+
+    def _discard_from(self, name: str, block_ids: Integers) -> Int32:
+        column = column_of(self._columns, name)
+        wanted = dict.fromkeys(as_integers(block_ids, "block_ids", column.group.num_blocks))
+        where = {entry.block: key for key, entry in column.entries.items()}
+        pinned = self._pinned_of(name)
+        gone = [block for block in wanted if block in where]
+        for block in gone:
+            del column.entries[where[block]]
+        column.condemned |= pinned & set(gone)
+        return int32(block for block in gone if block not in pinned)
 
     def quarantine(self, block_ids: Integers) -> int:
         wanted = dict.fromkeys(as_integers(block_ids, "block_ids", self.num_blocks))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -18,6 +18,26 @@ class ModelMatch:
 
 
 @dataclass(frozen=True)
+class ModelGroupInsertResult:
+    """As `kvtrie.GroupInsertResult`."""
+
+    blocks: list[int | None]
+    duplicates: Int32
+    surplus: Int32
+
+
+@dataclass(frozen=True)
+class ModelGroupStats:
+    """As `kvtrie.GroupStats`."""
+
+    indexed: int
+    pinned: int
+    evictable: int
+    condemned: int
+    waiting: int
+
+
+@dataclass(frozen=True)
 class ModelInsertResult:
     """As `kvtrie.InsertResult`."""
 
@@ -26,6 +46,7 @@ class ModelInsertResult:
     duplicates: Int32
     surplus: Int32
     freed: Int32
+    groups: dict[str, ModelGroupInsertResult] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

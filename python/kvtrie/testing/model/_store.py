@@ -13,6 +13,8 @@ from kvtrie.testing.model._sequences import Tokens
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from kvtrie.testing.model._groups import Column
+
 Key: TypeAlias = tuple[Namespace, Tokens]
 
 
@@ -52,6 +54,10 @@ class PlanState:
     """Blocks pinned together with all blocks above them."""
     source_pins: set[int] = field(default_factory=set)
     """Blocks pinned alone."""
+    group_pins: dict[tuple[str, int], int] = field(default_factory=dict)
+    """The names of groups with their ids that are pinned; each with the end of its place."""
+    first_rebuilt: int | None = None
+    """The first token of a window that is rebuilt."""
     grade: Grade | None = None
     """The grade of its policy; None if that allows exact KV only."""
     released: bool = False
@@ -87,6 +93,8 @@ class ModelStore:
         self._marks = 0
         self._stays = 0
         self._plans_without_scope = 0
+        self._columns: dict[str, Column] = {}
+        """The groups besides group 0, by name."""
 
     # --- computed from all entries ----------------------------------------------------------------
 
@@ -121,6 +129,10 @@ class ModelStore:
     def _pinned(self) -> set[int]:
         return {block for plan in self._plans for block in plan.pins | plan.source_pins}
 
+    def _pinned_of(self, name: str) -> set[int]:
+        """The ids of a group that plans pin."""
+        return {block for plan in self._plans for own, block in plan.group_pins if own == name}
+
     def _holding(self) -> set[Key]:
         """Keys that are pinned together with everything above them."""
         blocks = {block for plan in self._plans for block in plan.pins}
@@ -136,6 +148,26 @@ class ModelStore:
             for key, entry in self._entries.items()
             if key not in anchors and key not in (above if entry.mark is None else held)
         ]
+
+    # --- groups -----------------------------------------------------------------------------------
+
+    def _hit(self, namespace: Namespace, tokens: Tokens) -> int:
+        """The tokens after which every group can continue."""
+        exact = exact_run(map(self._entries.get, self._path(namespace, tokens)))
+        ends = range(0, len(exact) * self.block_size + 1, self.block_size)
+        return max(
+            end
+            for end in ends
+            if all(own.can_continue(namespace, tokens, end) for own in self._columns.values())
+        )
+
+    def _need(self, namespace: Namespace, tokens: Tokens, end: int) -> None:
+        """Touch what groups have of what they need to continue after `end` tokens."""
+        for column in self._columns.values():
+            for own in column.needs(tokens, end):
+                entry = column.entries.get((namespace, own))
+                if entry is not None:
+                    entry.last_use, entry.needed = self._clock, True
 
     # --- using ------------------------------------------------------------------------------------
 
@@ -175,6 +207,15 @@ class ModelStore:
             default=None,
         )
 
+    def _pop(self, key: Key) -> int:
+        """Remove an entry, and the ids of groups at its place; its block."""
+        for name, column in self._columns.items():
+            gone = column.entries.pop(key, None)
+            if gone is not None:
+                pinned = gone.block in self._pinned_of(name)
+                (column.condemned if pinned else column.waiting).add(gone.block)
+        return self._entries.pop(key).block
+
     def _left(self, block: int) -> int | None:
         """A block that left; None if it is pinned, and so condemned."""
         if block in self._pinned():
@@ -187,7 +228,7 @@ class ModelStore:
         return self._condemned | set(self._waiting) | self._quarantined
 
     def _forget(self, keys: Iterable[Key]) -> Int32:
-        gone = [self._entries.pop(key).block for key in list(keys)]
+        gone = [self._pop(key) for key in list(keys)]
         freed = [block for block in gone if self._left(block) is not None]
         self._settle()
         return int32(freed)
@@ -202,8 +243,12 @@ class ModelStore:
             victim = self._oldest_end(cut_off=True)
             if victim is None:
                 break
-            cut_off.append(self._entries.pop(victim).block)
+            cut_off.append(self._pop(victim))
         self._waiting += sorted(cut_off)
+        for name, column in self._columns.items():
+            released = column.condemned - self._pinned_of(name)
+            column.condemned -= released
+            column.waiting |= released
 
     def _release(self, state: PlanState) -> None:
         state.released = True
