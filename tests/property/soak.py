@@ -3,9 +3,9 @@
     python -m tests.property.soak --operations 1000000
 
 Each episode is an index of a random size with a random sequence of calls, every result compared
-with the model, drained at its end. `--plan-weight` has more of the calls plan. A mismatch prints
-the episode that shows it; run it alone with `--first N --episodes 1` and the same weight. The exit
-status is 1 when there was one.
+with the model, drained at its end. `--plan-weight` has more of the calls plan, `--groups` gives
+each index one to three groups of layers. A mismatch prints the episode that shows it; run it alone
+with `--first N --episodes 1` and the same options. The exit status is 1 when there was one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ import sys
 import time
 from dataclasses import dataclass, field
 from random import Random
+from typing import Any
 
+from tests.property.group_twin import GroupTwin, random_groups
 from tests.property.twin import MANY_CANDIDATES, DroppedError, MismatchError, Twin
 
 SHAPES = (
@@ -54,7 +56,13 @@ class Report:
         self.mismatches += other.mismatches
 
 
-def episode(number: int, hash_bits: int | None, steps: int, plan_weight: int = 1) -> Report:
+def episode(
+    number: int,
+    hash_bits: int | None,
+    steps: int,
+    plan_weight: int = 1,
+    groups: bool = False,
+) -> Report:
     rng = Random(number)
     report = Report()
     # One in eight has few blocks, small ones, and deep holes: the bound on holes is met there.
@@ -67,22 +75,26 @@ def episode(number: int, hash_bits: int | None, steps: int, plan_weight: int = 1
         num_blocks = rng.randint(2, 8)
     elif long:
         num_blocks = rng.choice([240, 400]) // max(4, block_size)
-    twin = Twin(
-        rng,
-        num_blocks=num_blocks,
-        block_size=block_size,
-        hash_bits=rng.choice([0, 4, 8, 64]) if hash_bits is None else hash_bits,
-        seed=rng.getrandbits(64),
-        mirror=number % 4 == 0,
-        alphabet=3 if hollow else rng.choice([1, 2, 2, 3, 4]),
-        max_tokens=64 if long else min(64, block_size * rng.choice([4, 8, 16, 32])),
-        holes=3.0 if hollow else 0.2,
-        min_run=rng.choice([8, 8, 8, 9, 12, 16]),
-        moved_runs=rng.random() < 7 / 8,
-        max_candidates=rng.choice([MANY_CANDIDATES] * 5 + [64, 16, 4]),
-        long=long,
-        plan_weight=plan_weight,
-    )
+    shape: dict[str, Any] = {
+        "num_blocks": num_blocks,
+        "block_size": block_size,
+        "hash_bits": rng.choice([0, 4, 8, 64]) if hash_bits is None else hash_bits,
+        "seed": rng.getrandbits(64),
+        "mirror": number % 4 == 0,
+        "alphabet": 3 if hollow else rng.choice([1, 2, 2, 3, 4]),
+        "max_tokens": 64 if long else min(64, block_size * rng.choice([4, 8, 16, 32])),
+        "holes": 3.0 if hollow else 0.2,
+        "min_run": rng.choice([8, 8, 8, 9, 12, 16]),
+        "moved_runs": rng.random() < 7 / 8,
+        "max_candidates": rng.choice([MANY_CANDIDATES] * 5 + [64, 16, 4]),
+        "long": long,
+        "plan_weight": plan_weight,
+    }
+    twin: Twin
+    if groups:
+        twin = GroupTwin(rng, groups=random_groups(rng, block_size, num_blocks), **shape)
+    else:
+        twin = Twin(rng, **shape)
     try:
         for i in range(steps):
             twin.step()
@@ -108,7 +120,7 @@ def episode(number: int, hash_bits: int | None, steps: int, plan_weight: int = 1
     return report
 
 
-def _worker(task: tuple[int, int | None, int, int]) -> Report:
+def _worker(task: tuple[int, int | None, int, int, bool]) -> Report:
     return episode(*task)
 
 
@@ -120,12 +132,13 @@ def run(
     hash_bits: int | None = None,
     steps: int = 400,
     plan_weight: int = 1,
+    groups: bool = False,
     jobs: int = 1,
     seconds: float = math.inf,
 ) -> Report:
     total, end = Report(), time.monotonic() + seconds
     count = episodes if episodes is not None else operations // steps + 1
-    tasks = [(first + i, hash_bits, steps, plan_weight) for i in range(count)]
+    tasks = [(first + i, hash_bits, steps, plan_weight, groups) for i in range(count)]
     if jobs == 1:
         for task in tasks:
             total.add(_worker(task))
@@ -182,6 +195,7 @@ def main() -> int:
     parser.add_argument(
         "--plan-weight", type=int, default=1, help="plans and releases so many times as often"
     )
+    parser.add_argument("--groups", action="store_true", help="indexes with groups of layers")
     parser.add_argument(
         "--seconds", type=float, default=math.inf, help="stop after the episode that ends later"
     )
@@ -195,6 +209,7 @@ def main() -> int:
         hash_bits=args.hash_bits,
         steps=args.steps,
         plan_weight=args.plan_weight,
+        groups=args.groups,
         jobs=args.jobs,
         seconds=args.seconds,
     )

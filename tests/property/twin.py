@@ -99,6 +99,8 @@ def _plain(value: Any) -> Any:
         return (kind, value.shape, value.tolist())
     if isinstance(value, tuple):
         return [tuple(getattr(run, name) for name in MOVED_RUN) for run in value]
+    if isinstance(value, dict):
+        return {name: pick(own, IN_GROUP) for name, own in value.items()}
     return value
 
 
@@ -110,7 +112,8 @@ MOVED_RUN = (
 
 MATCH = ("num_tokens", "blocks")
 REMOVED = ("freed", "kept", "condemned")
-INSERTED = ("blocks", "num_exact", "duplicates", "surplus", "freed")
+INSERTED = ("blocks", "num_exact", "duplicates", "surplus", "freed", "groups")
+IN_GROUP = ("blocks", "duplicates", "surplus")
 PLAN = (
     "blocks",
     "num_new_blocks",
@@ -156,6 +159,7 @@ class Twin:
         max_candidates: int = MANY_CANDIDATES,
         long: bool = False,
         plan_weight: int = 1,
+        groups: Sequence[kvtrie.Group] = (),
     ) -> None:
         self.rng = rng
         self.long = long
@@ -175,11 +179,14 @@ class Twin:
                 moved_runs=moved_runs,
                 seed=seed,
                 hash_bits=hash_bits,
+                groups=groups,
             )
             for _ in range(2)
         )
         self.mirror = twin if mirror else None
-        self.model = ModelIndex(num_blocks, block_size, min_run=min_run, moved_runs=moved_runs)
+        self.model = ModelIndex(
+            num_blocks, block_size, min_run=min_run, moved_runs=moved_runs, groups=groups
+        )
         self.held = set(range(num_blocks))
         self.pairs: list[Pair] = []
         self.usual: list[kvtrie.ReusePolicy] = []
@@ -646,10 +653,11 @@ class Twin:
         source, pair = self.source()
         computed, start, blocks = self.offer(pair, source)
         spans, fresh = self.spans(len(pair.model)) if self.chance(0.2) else [], self.chance(0.4)
-        session = self.session()
+        session, more = self.session(), self.more_to_insert(pair)
         done = self.both(
             f"insert({pair.model.tokens}, {blocks}, num_computed={computed}, start={start}, "
-            f"source={source.model if isinstance(source, Plans) else source}, {spans}, {session})",
+            f"source={source.model if isinstance(source, Plans) else source}, {spans}, {session}, "
+            f"{more})",
             lambda index, side: index.insert(
                 self.seq(pair, side, fresh=fresh),
                 np.array(blocks, dtype=np.int32) if fresh else blocks,
@@ -658,6 +666,7 @@ class Twin:
                 source=self.source_of(source, side),
                 spans=spans,
                 session=session,
+                **more,
             ),
             INSERTED,
         )
@@ -665,6 +674,10 @@ class Twin:
             if isinstance(source, Plans):
                 source.used = True
             self.inserted(done[0])
+
+    def more_to_insert(self, _pair: Pair) -> dict[str, Any]:
+        """Further arguments of an insert."""
+        return {}
 
     def hollow(self) -> None:
         """Fill up to three paths as deep as held ids allow and discard all of each but its end."""

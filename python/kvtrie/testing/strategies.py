@@ -25,8 +25,10 @@ __all__ = [
     "block_sizes",
     "edits",
     "families",
+    "groups",
     "items",
     "namespaces",
+    "offers",
     "policies",
     "pool_sizes",
     "prompts",
@@ -34,6 +36,7 @@ __all__ = [
     "sessions",
     "sources",
     "spans",
+    "stops",
     "token_ids",
 ]
 
@@ -188,6 +191,61 @@ def policies(draw: st.DrawFn, *, min_run: int = 8) -> kvtrie.ReusePolicy:
         recompute_share=draw(st.sampled_from([0.0, 0.0, 0.2, 1.0])),
         partial_blocks=draw(st.booleans()),
     )
+
+
+@st.composite
+def groups(
+    draw: st.DrawFn, block_size: int, *, max_groups: int = 3, largest: int = 32
+) -> list[kvtrie.Group]:
+    """One to `max_groups` groups of layers for an index of this block size.
+
+    Windows are shorter or longer than a block. A pool has at most `largest` ids, or as many as the
+    window takes.
+    """
+    found = []
+    for number in range(draw(st.integers(1, max_groups))):
+        if draw(st.integers(0, 2)) == 0:
+            found.append(
+                kvtrie.Group.state(f"states {number}", num_slots=draw(pool_sizes(largest)))
+            )
+            continue
+        window = draw(st.integers(2, 4 * block_size + 2))
+        needed = -(-(window - 1) // block_size)
+        num_blocks = draw(st.integers(needed, max(needed, largest)))
+        found.append(
+            kvtrie.Group.window(
+                f"window {number}", window=window, num_blocks=num_blocks, block_size=block_size
+            )
+        )
+    return found
+
+
+@st.composite
+def offers(
+    draw: st.DrawFn, group: kvtrie.Group, length: int, block_size: int
+) -> list[tuple[int, int]]:
+    """Pairs of a position and an id for one group, as `insert(groups=)` takes them.
+
+    Places are those of any whole blocks of a sequence, ids any of the pool; both occur once.
+    """
+    ends = range(block_size, length + 1, block_size)
+    chosen = [end for end in ends if draw(st.booleans())][: group.num_blocks]
+    back = 0 if group.kind == "state" else block_size
+    ids = draw(
+        st.lists(
+            st.integers(0, group.num_blocks - 1),
+            unique=True,
+            min_size=len(chosen),
+            max_size=len(chosen),
+        )
+    )
+    return [(end - back, block) for end, block in zip(chosen, ids, strict=True)]
+
+
+@st.composite
+def stops(draw: st.DrawFn, length: int, block_size: int) -> list[int]:
+    """Some of the positions within a sequence that `insert(stops=)` takes."""
+    return [stop for stop in range(0, length + 1, block_size) if draw(st.integers(0, 3)) == 0]
 
 
 def sessions() -> st.SearchStrategy[str | None]:
