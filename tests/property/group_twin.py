@@ -132,6 +132,13 @@ class GroupTwin(Twin):
             return
         plans = self.rng.choice(known)
         position = self.rng.randint(0, len(plans.pair.model) + 4 * self.block_size)
+        pins = list(plans.model._state.group_pins.items())
+        if pins and self.chance(0.6):
+            # Near the last token that reads a pinned id.
+            (name, _), end = self.rng.choice(pins)
+            window = self.groups[name].num_window_tokens
+            reader = end if window is None else end + window - 2
+            position = max(0, reader + self.rng.randint(-1, 1))
         position = self.rng.choice([-1, FAR]) if self.chance(0.02) else position
         before = len(plans.model._state.group_pins)
         self.both(

@@ -243,6 +243,16 @@ def test_advancing_unpins_what_no_later_token_reads(
         assert sorted({0, 1, 2, 3} - set(gone)) == pinned
 
 
+@pytest.mark.parametrize(("position", "pinned"), [(0, 1), (12, 1), (13, 0)])
+def test_a_state_is_read_up_to_its_position(kit: Kit, position: int, pinned: int) -> None:
+    index = made(kit, GDN)
+    filled(kit, index, range(0), [12])
+    with index.plan(kit.seq(TEXT, [7])) as plan:
+        assert plan.state("gdn") == 2
+        plan.advance(position)
+        assert index.group_stats("gdn").pinned == pinned
+
+
 def test_what_no_call_needed_is_evicted_first(kit: Kit) -> None:
     index = made(kit, SWA)
     filled(kit, index, range(8), [], stops=[12])
@@ -295,16 +305,19 @@ def test_a_moved_run_has_its_windows_rebuilt(kit: Kit) -> None:
 
 
 def test_what_follows_a_rebuilt_window_is_approximate(kit: Kit) -> None:
-    # All of the moved run is computed, but a token after a copied one needs a window.
     index = made(kit, SWA)
-    filled(kit, index, range(8), [])
+    filled(kit, index, range(1), [])
     prompt = kit.seq(TEXT[:8], [1, 2], TEXT[12:30], [3, 4, 5, 6])
     with index.plan(prompt, ANY_SOURCE) as plan:
-        plan.recompute([(14, 28)])
-        # Tokens 10 to 13 are copied; the windows of 14 and later reach back to them.
-        assert parts(plan, [SWA]) == [(0, [0, 1], [[10, 14]])]
-        done = index.insert(prompt, [0, 1, *range(20, 26)], num_computed=32, source=plan)
+        # All of the moved run is computed, but the group has no block before it.
+        plan.recompute([(10, 28)])
+        assert (plan.num_exact, plan.num_approximate) == (8, 0)
+        assert parts(plan, [SWA]) == [(8, [], [[0, 8]])]
+        table = [0, 1, *range(20, 26)]
+        offers = {"swa": [(4, 5), (8, 6)]}
+        done = index.insert(prompt, table, num_computed=32, source=plan, groups=offers)
         assert done.num_exact == 8
+        assert done.groups["swa"].blocks == [None, None]
 
 
 def test_without_a_moved_run_the_plan_is_the_exact_one(kit: Kit) -> None:
