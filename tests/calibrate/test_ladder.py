@@ -178,7 +178,7 @@ def test_laxest_is_the_meet_of_rule_p19(given: list[kvtrie.ReusePolicy]) -> None
     found = gates.laxest(given)
     assert all(one.is_at_least_as_strict_as(found) for one in given)
     kinds = ("tool", "thinking")
-    assert grade_of(found, kinds) == meet([grade_of(one, kinds) for one in given], kinds)
+    assert grade_of(found, kinds) == meet(grade_of(one, kinds) for one in given)
 
 
 def index_of(rng: Random, seed: int) -> tuple[kvtrie.RadixIndex, list[list[int]]]:

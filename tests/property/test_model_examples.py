@@ -982,6 +982,22 @@ def test_allocator_double_free_is_refused(kit: Kit) -> None:
     assert pool.num_free == 4
 
 
+# --- P19: grades ----------------------------------------------------------------------------------
+
+
+def test_an_offer_is_no_stricter_because_of_a_kind_that_came_later(kit: Kit, index: Any) -> None:
+    seq = kit.seq(A, B)
+    with index.plan(seq, EXACT_ONLY, pin=False) as plan:
+        put(index, seq, [0, 1], source=Imported(exact_until=2))
+        # From here on, what the plan builds after the first block is approximate (D14).
+        assert put(index, seq, [0, 1], source=plan).num_exact == 2
+        index.discard([1])
+        assert result(put(index, seq, [0, 2], source=plan)) == ([0, 2], 2, [], [], [])
+        # No approximate block was before it, so its grade is the strictest, and stays that.
+        index.tag(seq, [Span(0, 1, "mine")])
+        assert result(put(index, seq, [0, 3], source=plan)) == ([0, 2], 2, [3], [], [])
+
+
 # --- defaults -------------------------------------------------------------------------------------
 
 

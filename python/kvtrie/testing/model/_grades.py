@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Grade(NamedTuple):
-    """The fields of a policy that bound approximate KV; `kinds` are the forbidden ones.
+    """The fields of a policy that bound approximate KV; `kinds` has a bit for each forbidden one.
 
     `shared_prefix` is 0 with `scope="namespace"`. Of the shares, by who chooses what is computed,
     only that of the policy's `repair` is not 0.
@@ -28,7 +28,7 @@ class Grade(NamedTuple):
     max_new_context: float
     shared_prefix: float
     shares: tuple[float, ...]
-    kinds: frozenset[str]
+    kinds: int
 
     def is_at_least_as_strict_as(self, other: Grade) -> bool:
         return (
@@ -42,11 +42,11 @@ class Grade(NamedTuple):
             and self.max_new_context <= other.max_new_context
             and self.shared_prefix >= other.shared_prefix
             and all(mine >= its for mine, its in zip(self.shares, other.shares, strict=True))
-            and self.kinds >= other.kinds
+            and other.kinds & ~self.kinds == 0
         )
 
 
-LAXEST = Grade(0, 255, 1.0, 0, 0, math.inf, 1.0, 1.0, 0, (0.0,) * 4, frozenset())
+LAXEST = Grade(0, 255, 1.0, 0, 0, math.inf, 1.0, 1.0, 0, (0.0,) * 4, 0)
 """The grade of a policy that bounds nothing, and of KV whose policy is not known."""
 
 
@@ -54,7 +54,7 @@ _REPAIRS = ("fronts", "ngrams", "probe", "question")
 
 
 def grade_of(policy: ReusePolicy | None, known: Iterable[str]) -> Grade:
-    """The grade of an approximate policy, with the kinds that an index knows."""
+    """The grade of an approximate policy, with the kinds that an index knows, by their bits."""
     if policy is None:
         return LAXEST
     return Grade(
@@ -68,14 +68,15 @@ def grade_of(policy: ReusePolicy | None, known: Iterable[str]) -> Grade:
         policy.max_new_context,
         policy.shared_prefix if policy.scope == "conversation" else 0,
         tuple(policy.recompute_share * (policy.repair == name) for name in _REPAIRS),
-        frozenset(policy.forbid_kinds) & frozenset(known),
+        sum(1 << bit for bit, kind in enumerate(known) if kind in policy.forbid_kinds),
     )
 
 
-def meet(grades: Iterable[Grade], known: Iterable[str]) -> Grade:
-    """The strictest grade that all are at least as strict as."""
+def meet(grades: Iterable[Grade]) -> Grade:
+    """The strictest grade that all are at least as strict as; of none, the strictest of all."""
     huge = math.inf
-    met = Grade(huge, 0, 0.0, huge, huge, 0, 0.0, 0.0, huge, (huge,) * 4, frozenset(known))
+    # All bits: it forbids the kinds that are not known yet, too.
+    met = Grade(huge, 0, 0.0, huge, huge, 0, 0.0, 0.0, huge, (huge,) * 4, -1)
     for grade in grades:
         met = Grade(
             min(met.min_run, grade.min_run),

@@ -416,7 +416,7 @@ class ModelIndex(Removal):
         grades = [entry.grade for entry in before if not entry.exact]
         if isinstance(source, Imported):
             grades.append(grade_of(source.policy, self.kinds))
-        return meet(grades, self.kinds)
+        return meet(grades)
 
     def _decide(
         self, key: Key, offer: Entry, duplicates: list[int], freed: list[int]
@@ -482,7 +482,7 @@ class ModelIndex(Removal):
             (
                 *(repr(ns), sort_key(key), e.block, e.exact, e.hops, e.last_use, e.mark),
                 *(tuple(e.tags), tuple(e.sessions)),
-                () if e.exact else (*e.grade[:-1], sorted(e.grade.kinds)),
+                () if e.exact else e.grade,
             )
             for (ns, key), e in self._entries.items()
         )
