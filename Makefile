@@ -470,8 +470,9 @@ soak: setup ## a million random calls, plans, removals and hostile manifests, ea
 	KVTRIE_HOSTILE=1000000 $(CARGO) test --quiet --profile release-checked --package kvtrie-transfer --test hostile -- --nocapture
 
 .PHONY: soak-groups
-soak-groups: $(VENV)/.packages ## a million random calls on indexes with one to four groups of layers, against a brute-force model (ten minutes)
+soak-groups: setup ## a million random calls on indexes with one to four groups of layers, and ten minutes of them from Python, against brute-force models (twenty minutes)
 	KVTRIE_GROUPS=1000000 $(CARGO) test --quiet --profile release-checked --package kvtrie-core --test groups -- --nocapture
+	$(PY) -m tests.property.soak --groups --seconds 600
 
 .PHONY: soak-cluster
 soak-cluster: ## ten million random events of 1 to 256 workers against sets of blocks, in one thread and in four (minutes)
