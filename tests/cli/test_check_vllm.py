@@ -99,6 +99,8 @@ def test_what_should_be_changed_is_no_error() -> None:
         (extra(chat_format={"user": 1}), "no argument says where the assistant speaks"),
         (extra(chat_format={"users": 1}), "users"),
         (extra(events={"endpoint": "tcp://*:5558"}), "events needs vLLM's own"),
+        (extra(snapshots={}), "unknown key 'snapshots'; did you mean 'snapshot'?"),
+        (extra(snapshot={"end": 1}), "snapshot: unknown key 'end'"),
     ],
 )
 def test_what_vllm_would_refuse(changes: dict[str, Any], why: str) -> None:
@@ -168,6 +170,32 @@ def test_the_events_of_both_have_their_own_endpoints() -> None:
     assert "did you mean 'enable_kv_cache_events'?" in err
 
 
+def test_snapshots_need_events_and_an_endpoint_of_their_own() -> None:
+    ours = extra(snapshot={})
+    code, _, err = run(**ours)
+    assert code == 2
+    assert "snapshot needs vLLM's events: --kv-events-config" in err
+    code, _, err = run(
+        "--kv-events-config", '{"enable_kv_cache_events": true, "publisher": "null"}', **ours
+    )
+    assert code == 2
+    assert "snapshot needs vLLM's events" in err
+    theirs = {"enable_kv_cache_events": True}
+    code, out, _ = run("--kv-events-config", json.dumps(theirs), **ours)
+    assert code == 0, out
+    taken = extra(
+        snapshot={"endpoint": "tcp://*:7000"},
+        events={"endpoint": "tcp://*:6999", "replay_endpoint": "tcp://*:7000"},
+    )
+    code, _, err = run("--kv-events-config", json.dumps(theirs), **taken)
+    assert code == 2
+    assert "snapshot: endpoint 'tcp://*:7000' is another one's too" in err
+    theirs["replay_endpoint"] = "tcp://127.0.0.1:5559"  # type: ignore[assignment]
+    code, _, err = run("--kv-events-config", json.dumps(theirs), **ours)
+    assert code == 2
+    assert "snapshot: endpoint 'tcp://127.0.0.1:5559' is another one's too" in err
+
+
 def test_the_vllm_that_is_installed(version: dict[str, str]) -> None:
     version.clear()
     assert "vLLM is not installed in this environment" in run()[2]
@@ -230,6 +258,12 @@ def test_connectors_next_to_it() -> None:
     code, _, err = run(*scheduler, **among("SimpleCPUOffloadConnector", mode="exact"))
     assert code == 2
     assert '"mode": "exact" has no gaps to continue after: omit --scheduler-cls' in err
+    code, _, err = run(
+        *("--kv-events-config", '{"enable_kv_cache_events": true}'),
+        **among("SimpleCPUOffloadConnector", mode="exact", snapshot={}),
+    )
+    assert code == 2
+    assert 'events of their own, which a snapshot lacks: remove "snapshot"' in err
     # Nothing is approximate, so it may come last.
     changes = among("SimpleCPUOffloadConnector", mode="exact")
     changes["kv_connector_extra_config"]["connectors"].reverse()

@@ -151,6 +151,7 @@ SAID: dict[str, Any] = {
     "publishes": False,
     "moves": True,
     "is_exact": False,
+    "snapshots": False,
 }
 
 
@@ -183,6 +184,8 @@ def names(*others: str) -> list[dict[str, Any]]:
         (names(storing.NAME), {"scheduler": None}, "only KvtrieScheduler keeps blocks"),
         (names(storing.NAME), {"publishes": True}, "would publish approximate blocks as exact"),
         (names(storing.NAME), {"is_exact": True}, '"mode": "exact" has no gaps to continue'),
+        (names(storing.NAME), {"snapshots": True}, "publish events of their own, which a snapshot"),
+        (names(storing.NAME), EXACTLY | {"snapshots": True}, 'remove "snapshot"'),
         (names("NixlConnector"), EXACTLY, "NixlConnector .* it sends blocks to engines"),
         (names("KvtrieConnector"), EXACTLY, r"list KvtrieConnector once in"),
         (None, EXACTLY, r"list KvtrieConnector once in"),
@@ -274,6 +277,25 @@ def test_vllm_refuses_it_with_its_own_connectors(
 def test_the_scheduler_refuses_other_connectors(core: Callable[..., Core]) -> None:
     with pytest.raises(Exception, match="ExampleConnector next to it is not supported"):
         core(shadow=False, **storing.options("ExampleConnector"), **SMALL)
+
+
+def test_snapshots_next_to_it_are_refused_in_the_worker(core: Callable[..., Core]) -> None:
+    vllm = core(shadow=False, **storing.options(is_exact=True), **SMALL)
+    config = vllm.core.vllm_config
+    before = config.kv_transfer_config.kv_connector_extra_config
+    mine, *others = before["connectors"]
+    changed = {**mine, "kv_connector_extra_config": {"mode": "exact", "snapshot": {}}}
+    config.kv_transfer_config.kv_connector_extra_config = {"connectors": [changed, *others]}
+    try:
+        with (
+            set_current_vllm_config(config),
+            pytest.raises(UnsupportedError, match="which a snapshot lacks"),
+        ):
+            KVConnectorFactory.create_connector(
+                config, KVConnectorRole.WORKER, vllm.scheduler.kv_cache_config
+            )
+    finally:
+        config.kv_transfer_config.kv_connector_extra_config = before
 
 
 def test_events_next_to_it_are_refused_in_the_worker(core: Callable[..., Core]) -> None:

@@ -12,7 +12,7 @@ from kvtrie.integrations._asked import SettingsError, hint
 from kvtrie.integrations.vllm import _model, _others, _template, _version
 from kvtrie.integrations.vllm._others import MINE as CONNECTOR
 from kvtrie.integrations.vllm._others import MODULE, MULTI, SCHEDULER, TRANSFER
-from kvtrie.integrations.vllm._settings import Settings
+from kvtrie.integrations.vllm._settings import SNAPSHOTS, Settings
 from kvtrie.integrations.vllm._transfer_settings import check_transfer
 
 if TYPE_CHECKING:
@@ -87,6 +87,7 @@ def check(
         is_option = chat_template is not None and settings.chat_template == chat_template
         said.append(f"chat template: {'--chat-template' if is_option else template.source}")
     _check_events(settings, events)
+    _check_snapshot(settings, events)
     said += [*_on_gaps(settings, scheduler), *_on_failure(found)]
     if model is not None:
         said += _model.check(settings, model)
@@ -149,6 +150,7 @@ def _check_multi(
         publishes=bool(theirs.get("enable_kv_cache_events")),
         moves=mine.get("gate") is not None and not mine.get("shadow"),
         is_exact=mine.get("mode") == "exact",
+        snapshots=mine.get("snapshot") is not None,
     )
     checked: list[Mapping[str, Any]] = children or []
     for one in (found, *checked):
@@ -189,6 +191,23 @@ def _check_events(settings: Settings, given: str | None) -> None:
         value = settings.events.get(name)
         if value is not None and value in used:
             _refuse(f"events: {name} {value!r} is in --kv-events-config too: choose another")
+
+
+def _check_snapshot(settings: Settings, given: str | None) -> None:
+    if settings.snapshot is None:
+        return
+    theirs = {} if given is None else _mapping(given, "--kv-events-config", _EVENTS)
+    # vLLM publishes over ZeroMQ where it publishes.
+    if not theirs.get("enable_kv_cache_events") or theirs.get("publisher", "zmq") != "zmq":
+        _refuse(
+            "snapshot needs vLLM's events: --kv-events-config "
+            """'{"enable_kv_cache_events": true, "publisher": "zmq"}', or remove the setting"""
+        )
+    ours = {} if settings.shadow else settings.events or {}
+    used = [one.get(name) for one in (theirs, ours) for name in ("endpoint", "replay_endpoint")]
+    endpoint = settings.snapshot.get("endpoint", SNAPSHOTS)
+    if endpoint in used:
+        _refuse(f"snapshot: endpoint {endpoint!r} is another one's too: choose another")
 
 
 def _mapping(text: str, where: str, known: Sequence[str]) -> Mapping[str, Any]:

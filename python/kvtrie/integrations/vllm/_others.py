@@ -45,7 +45,13 @@ _WHY: Final[Mapping[str, str]] = {
 
 
 def check_names(
-    given: object, *, scheduler: object, publishes: bool, moves: bool, is_exact: bool
+    given: object,
+    *,
+    scheduler: object,
+    publishes: bool,
+    moves: bool,
+    is_exact: bool,
+    snapshots: bool,
 ) -> None:
     """Check ``connectors`` of a `MultiConnector`.
 
@@ -55,10 +61,12 @@ def check_names(
         publishes: Whether ``--kv-events-config`` switches events on.
         moves: Whether KV may be approximate.
         is_exact: Whether the mode is exact.
+        snapshots: Whether snapshots of the events are given.
 
     Raises:
-        UnsupportedError: One of them may store or send approximate KV as exact, or write to a block
-            that is still copied from; the message has its name and the reason.
+        UnsupportedError: One of them may store or send approximate KV as exact, write to a block
+            that is still copied from, or publish what a snapshot lacks; the message has its name
+            and the reason.
     """
     children = given if isinstance(given, list) else []
     names = [one.get("kv_connector") if isinstance(one, dict) else None for one in children]
@@ -67,6 +75,11 @@ def check_names(
         module = one.get("kv_connector_module_path") if isinstance(one, dict) else None
         if name != MINE:
             _check_other(str(name), module)
+    if snapshots:
+        refuse(
+            f"under {MULTI} the others publish events of their own, which a snapshot lacks: "
+            'remove "snapshot"'
+        )
     if is_exact:
         # No block has a hash of kvtrie's, and every source is kept until its copy is made.
         if _name_of(scheduler) == SCHEDULER:
@@ -102,6 +115,7 @@ def check_command() -> None:
         publishes=_command.publishes(),
         moves=mine.get("gate") is not None and not mine.get("shadow"),
         is_exact=mine.get("mode") == "exact",
+        snapshots=mine.get("snapshot") is not None,
     )
 
 
@@ -130,7 +144,12 @@ def check_children(children: Sequence[object]) -> Any:  # noqa: ANN401 - KvtrieC
 
 
 def check_around(
-    current: VllmConfig | None, mine: VllmConfig, *, moves: bool, is_exact: bool
+    current: VllmConfig | None,
+    mine: VllmConfig,
+    *,
+    moves: bool,
+    is_exact: bool,
+    snapshots: bool = False,
 ) -> bool:
     """Whether a worker's half is among others; ``current`` is the configuration around it.
 
@@ -153,6 +172,7 @@ def check_around(
         publishes=events is not None and events.enable_kv_cache_events,
         moves=moves,
         is_exact=is_exact,
+        snapshots=snapshots,
     )
     return True
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from kvtrie.record import RecordOptions
 
 WHERE: Final = "kv_connector_extra_config"
+SNAPSHOTS: Final = "tcp://127.0.0.1:5559"
+"""Where snapshots are given, without another endpoint."""
 LAST_HINT: Final = "kvtrie.last"
 """The action of vLLM's ``kv_hints`` that says that a conversation ends."""
 
@@ -52,6 +54,7 @@ class Settings:
     record: str | Mapping[str, Any] | None = None
     shadow: bool = False
     events: Mapping[str, Any] | None = None
+    snapshot: Mapping[str, Any] | None = None
     # A secret.
     seed: int | None = field(default=None, repr=False)
 
@@ -122,6 +125,7 @@ class Settings:
             _refuse("shadow", given["shadow"], "true or false")
         self.recorded()
         _check_events(given["events"])
+        _check_snapshot(given["snapshot"])
         seed = given["seed"]
         if isinstance(seed, bool) or not isinstance(seed, int | None):
             _refuse("seed", seed, "an integer from 0 to 2**64-1, or null")
@@ -254,6 +258,17 @@ def _check_events(given: object) -> None:
             _refuse(f"events: {name}", value, wanted)
         if kind is int and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             _refuse(f"events: {name}", value, "an integer from 1")
+
+
+def _check_snapshot(given: object) -> None:
+    if given is None:
+        return
+    if not isinstance(given, Mapping):
+        _refuse("snapshot", given, f'a mapping such as {{"endpoint": "{SNAPSHOTS}"}}')
+    check_keys(given, ("endpoint",), f"{WHERE}: snapshot")
+    value = given.get("endpoint", SNAPSHOTS)
+    if not isinstance(value, str) or not value:
+        _refuse("snapshot: endpoint", value, f'an address of ZeroMQ such as "{SNAPSHOTS}"')
 
 
 def _refuse(name: str, value: object, wanted: str) -> NoReturn:

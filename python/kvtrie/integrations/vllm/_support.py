@@ -112,10 +112,14 @@ def _check_settings(vllm_config: VllmConfig) -> None:
         refuse(f"speculative decoding by {method!r} has its own KV: use ngram, or none")
 
 
-def check_others(vllm_config: VllmConfig, *, moves: bool, is_exact: bool) -> bool:
+def check_others(vllm_config: VllmConfig, *, moves: bool, is_exact: bool, snapshots: bool) -> bool:
     """Whether other connectors run next to this one, which only a worker's configuration shows."""
     return check_around(
-        get_current_vllm_config_or_none(), vllm_config, moves=moves, is_exact=is_exact
+        get_current_vllm_config_or_none(),
+        vllm_config,
+        moves=moves,
+        is_exact=is_exact,
+        snapshots=snapshots,
     )
 
 

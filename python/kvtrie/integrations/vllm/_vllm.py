@@ -40,6 +40,7 @@ from vllm.distributed.kv_events import (
     EventPublisher,
     EventPublisherFactory,
     KVCacheEvent,
+    ZmqEventPublisher,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -103,6 +104,7 @@ __all__ = [
     "RequestStatus",
     "SamplingParams",
     "SupportsHMA",
+    "ZmqEventPublisher",
     "cached_tokenizer_from_config",
     "cpu_isa",
     "create_metric_per_engine",
@@ -156,9 +158,9 @@ FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
     "CacheHitSource": ("EXTERNAL_UNSPECIFIED",),
     "BlockStored": (
         *("block_hashes", "parent_block_hash", "token_ids", "block_size", "medium"),
-        *("lora_name", "extra_keys", "group_idx"),
+        *("lora_id", "lora_name", "extra_keys", "group_idx"),
     ),
-    "BlockRemoved": ("block_hashes",),
+    "BlockRemoved": ("block_hashes", "medium", "group_idx"),
     "EventBatch": ("ts", "events"),
     "MultiConnector": ("sub_connectors",),
     "KVConnectorStats": ("data",),
@@ -227,6 +229,7 @@ CALLS: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     },
     "EventPublisherFactory": {"create": ("config", "data_parallel_rank")},
     "EventPublisher": {"publish": ("events",), "shutdown": ()},
+    "ZmqEventPublisher": {"offset_endpoint_port": ("endpoint", "data_parallel_rank")},
     "KVConnectorStats": {"to_dict": ()},
     "ReasoningParserManager": {"get_reasoning_parser": ("name",)},
     "AttentionLayerBase": {"get_attn_backend": ()},
@@ -254,6 +257,7 @@ OVERRIDDEN: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         "get_block_ids_with_load_errors": (),
         "requires_piecewise_for_cudagraph": ("extra_config",),
         "get_kv_connector_stats": (),
+        "take_events": (),
         "build_kv_connector_stats": ("data",),
         "build_prom_metrics": (
             *("vllm_config", "metric_types", "labelnames"),
@@ -312,7 +316,8 @@ SCHEDULER: Final = (
 _DECLARED: Final = (
     *(BlockStored, BlockRemoved, KVConnectorOutput, LoRARequest, MultiConnector),
     *(KvHintsEnvelope, KvHintAction, KVCacheManager, KVCacheBlocks, EventBatch),
-    *(EventPublisher, EventPublisherFactory, KVConnectorStats, KVConnectorPromMetrics),
+    *(EventPublisher, EventPublisherFactory, ZmqEventPublisher),
+    *(KVConnectorStats, KVConnectorPromMetrics),
     *(AttentionLayerBase, AttentionBackend, ReasoningParser, ReasoningParserManager),
     *(KVCacheConfig, KVCacheGroupSpec, FullAttentionSpec),
     *(VllmConfig, ModelConfig, CacheConfig, ParallelConfig, SchedulerConfig, SpeculativeConfig),

@@ -13,6 +13,7 @@ from kvtrie.integrations.vllm._exact import ExactPlanner
 from kvtrie.integrations.vllm._metadata import StepMetadata
 from kvtrie.integrations.vllm._planner import Planner
 from kvtrie.integrations.vllm._settings import Settings
+from kvtrie.integrations.vllm._snapshots import Snapshots, snapshots
 from kvtrie.integrations.vllm._stats import Counts, PromMetrics, Stats
 from kvtrie.integrations.vllm._vllm import (
     KVConnectorBase_V1,
@@ -23,10 +24,11 @@ from kvtrie.integrations.vllm._vllm import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     import torch
     from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
         KVConnectorStats,
@@ -94,7 +96,15 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
             rope_of(vllm_config)
         self._cleared = EXACT_ONLY if self._settings.shadow else self._decision.policy
         self._block_size: int = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-        self._is_among_others = _support.check_others(vllm_config, moves=moves, is_exact=is_exact)
+        gives = self._settings.snapshot is not None
+        self._is_among_others = _support.check_others(
+            vllm_config, moves=moves, is_exact=is_exact, snapshots=gives
+        )
+        if gives and len(kv_cache_config.kv_cache_groups) > 1:
+            _version.refuse(
+                "an index of workers does not follow models with several groups of KV blocks: "
+                'remove "snapshot"'
+            )
         if self._is_among_others and len(kv_cache_config.kv_cache_groups) > 1:
             _version.refuse(
                 "models with several groups of KV blocks were not run next to other connectors: "
@@ -102,6 +112,7 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
             )
         self._counts = Counts()
         self._planner: Planner | ExactPlanner | None = None
+        self._snapshots: Snapshots | None = None
         self._kv_caches: dict[str, torch.Tensor] = {}
         self._copies: Copies | None = None
         self._not_copied: set[int] = set()
@@ -126,7 +137,18 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
         super().bind_kv_cache_manager(kv_cache_manager)
         if self._settings.is_exact:
             self._bind_exact(kv_cache_manager)
-            return
+        else:
+            self._bind(kv_cache_manager)
+        # A shadow publishes nothing of its own.
+        self._snapshots = snapshots(
+            self._settings.snapshot,
+            None if self._settings.shadow else self._settings.events,
+            self._vllm_config,
+            kv_cache_manager.block_pool,
+            self._counts,
+        )
+
+    def _bind(self, kv_cache_manager: KVCacheManager) -> None:
         _support.check_pool(kv_cache_manager.block_pool, self._block_size)
         events = None if self._settings.shadow else self._settings.events
         publisher = _events.publisher(events, self._vllm_config)
@@ -229,9 +251,11 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
         return True
 
     def shutdown(self) -> None:
-        """Publish no more events."""
+        """Publish no more events, and give no more snapshots."""
         if self._planner is not None:
             self._planner.shutdown()
+        if self._snapshots is not None:
+            self._snapshots.shutdown()
 
     def _surprise(self, request: Request) -> None:
         _LOG.exception("kvtrie: request %s continues without kvtrie", request.request_id)
@@ -336,7 +360,15 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
             self._planner.sort_events()
             # vLLM asks for it after every step, and has reported the step's failures before.
             self._planner.step_is_done()
+        if self._snapshots is not None:
+            self._snapshots.look()
         return self._counts.take()
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """None of its own. vLLM has just taken those of its pool, and publishes them next."""
+        if self._snapshots is not None:
+            self._snapshots.published()
+        return ()
 
     @classmethod
     def build_kv_connector_stats(

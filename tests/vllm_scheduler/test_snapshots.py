@@ -1,0 +1,582 @@
+"""Snapshots of vLLM's KV events: an index that subscribes late has what its cache manager finds."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import Counter
+from functools import partial
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Self
+
+import msgspec
+import pytest
+import zmq
+from tests.vllm.prompts import ANSWER, QUESTION, REASONING, words
+from tests.vllm.traffic import Traffic
+from tests.vllm_scheduler.test_events import UNCHECKED, enabled, finds, in_flight
+from tests.vllm_scheduler.test_traffic import SMALL, Run
+from tests.vllm_scheduler.worker import BLOCK
+from vllm.config import KVEventsConfig
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.v1.core.kv_cache_utils import get_block_hash, maybe_convert_block_hash
+
+import kvtrie
+from kvtrie.cluster import Subscription, subscribe
+from kvtrie.integrations._asked import SettingsError
+from kvtrie.integrations.vllm import _settings, _snapshots
+from kvtrie.integrations.vllm._version import UnsupportedError
+from kvtrie.integrations.vllm.connector import KvtrieConnector
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from tests.vllm_scheduler.core import Core
+
+NUM_PROBES = 10_000
+SECONDS = 30.0
+SHARED = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+
+
+def addresses(folder: Path) -> dict[str, Any]:
+    """Options of a core that publishes, with a replay buffer that holds next to nothing."""
+    return {
+        "kv_events_config": KVEventsConfig(
+            enable_kv_cache_events=True,
+            publisher="zmq",
+            endpoint=f"ipc://{folder}/events",
+            replay_endpoint=f"ipc://{folder}/replay",
+            buffer_steps=2,
+        )
+    }
+
+
+def giving(folder: Path, **settings: Any) -> dict[str, Any]:
+    return {**settings, "snapshot": {"endpoint": f"ipc://{folder}/snapshot"}}
+
+
+class Late:
+    """An index of one worker that subscribes when it is made."""
+
+    def __init__(self, folder: Path, *, snapshot: bool = True, replay: bool = True) -> None:
+        self.index = kvtrie.KvIndexer(BLOCK, b"the key of tests")
+        self.worker = self.index.add_worker("vllm", SHARED)
+        self.subscription: Subscription = subscribe(
+            self.index,
+            self.worker,
+            f"ipc://{folder}/events",
+            f"ipc://{folder}/replay" if replay else None,
+            snapshot=f"ipc://{folder}/snapshot" if snapshot else None,
+            check_every=0.2,
+        )
+
+    def follows(self, vllm: Core) -> None:
+        """Wait until it has what vLLM has published."""
+        published(vllm)
+        number = source_of(vllm)._number
+        end = time.monotonic() + SECONDS
+        while self.subscription.state != "live" or self.subscription._applied < number:
+            assert time.monotonic() < end, (self.subscription, self.subscription.error)
+            time.sleep(0.01)
+        assert self.subscription._applied == number
+
+    def claims(self, tokens: Sequence[int]) -> int:
+        seq = kvtrie.TokenSequence(tokens, SHARED)
+        scores = self.index.find_matches(seq, kvtrie.ReusePolicy(), keep_last=1)
+        assert not scores.uncertain[0]
+        return int(scores.exact[0])
+
+
+def source_of(vllm: Core) -> _snapshots.Snapshots:
+    source = vllm.connector._snapshots
+    assert source is not None
+    return source
+
+
+def published(vllm: Core) -> None:
+    """Wait until vLLM has published everything, and the source has counted it."""
+    publisher, source = vllm.scheduler.kv_event_publisher, source_of(vllm)
+
+    def is_done() -> bool:
+        # The last one that vLLM has numbered.
+        numbers = [number for number, _ in list(publisher._buffer)[-1:]]
+        return not publisher._event_queue.unfinished_tasks and [source._number] == (numbers or [-1])
+
+    until(is_done)
+
+
+def compare(vllm: Core, late: Late, run: Run, seed: int, count: int) -> None:
+    """Ask both for so many prompts that begin as those of the run."""
+    seen = [list(ask.prompt) + vllm.answers[name].tokens for name, (ask, _) in run.asked.items()]
+    rng, num_over, num_under, num_found = Traffic(seed=seed).random, 0, 0, 0
+    for _ in range(count):
+        history = rng.choice(seen)
+        probe = history[: rng.randrange(1, len(history) + 1)] + words(rng.randrange(3), 1)
+        claimed, found = late.claims(probe), finds(vllm, probe)
+        num_over += claimed > found
+        num_under += claimed < found
+        num_found += found > 0
+    assert (num_over, num_under) == (0, 0)
+    assert num_found > count // 40
+    late.index.check()
+
+
+def pool_copies(vllm: Core) -> Counter[Any]:
+    """How many blocks of the pool have each hash that no approximate block has."""
+    events = getattr(vllm.connector.planner, "_events", None)
+    approximate = {} if events is None else events._approximate
+    found = Counter(
+        maybe_convert_block_hash(get_block_hash(block.block_hash))
+        for block in vllm.pool.blocks
+        if block.block_hash is not None
+    )
+    return Counter({one: count for one, count in found.items() if one not in approximate})
+
+
+@in_flight
+@pytest.mark.parametrize("exact", [False, True], ids=["approximate", "exact"])
+def test_an_index_that_subscribes_late_has_what_vllm_finds(
+    core: Callable[..., Core], in_flight: bool, exact: bool, tmp_path: Path
+) -> None:
+    mode = {"mode": "exact"} if exact else UNCHECKED
+    vllm = core(
+        connector=giving(tmp_path, **mode),
+        gaps=not exact,
+        in_flight=in_flight,
+        shadow=not exact,
+        **SMALL,
+        **addresses(tmp_path),
+    )
+    run = Run(vllm, seed=91 + in_flight)
+    run.go(300)
+    published(vllm)
+    source = source_of(vllm)
+    # The record is the pool's own map.
+    assert source._held.copies == pool_copies(vllm)
+    assert source._number > 100
+    late, second = Late(tmp_path), Late(tmp_path, replay=False)
+    try:
+        for one in (late, second):
+            one.follows(vllm)
+            assert one.subscription.counts["snapshots"] >= 1
+            compare(vllm, one, run, 5, NUM_PROBES // 2)
+        # What follows is applied on top: evictions, aborts, preemptions and resets.
+        run.go(500)
+        for one in (late, second):
+            one.follows(vllm)
+            compare(vllm, one, run, 6, NUM_PROBES // 2)
+            # With a check every 0.2 s and so small a buffer, batches that are under way on a busy
+            # machine count as lost, and there is another snapshot.
+            assert one.subscription.counts["batches"] > 0
+            assert one.subscription.counts["snapshots_refused"] == 0
+    finally:
+        late.subscription.close()
+        second.subscription.close()
+    assert vllm.counts["errors"] == 0
+
+
+class Model:
+    """Events of a pool whose blocks are stored and removed in any order, with copies and holes."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = Traffic(seed=seed).random
+        self.held: Counter[int] = Counter()
+        # By number: parent, salt or image, and adapter.
+        self.known: list[tuple[int | None, Any, str | None]] = []
+
+    def tokens(self, number: int) -> list[int]:
+        return [number * BLOCK + at for at in range(BLOCK)]
+
+    def stored(self, numbers: Sequence[int]) -> BlockStored:
+        parent, _, adapter = self.known[numbers[0]]
+        extra = [self.known[number][1] for number in numbers]
+        return BlockStored(
+            block_hashes=list(numbers),
+            parent_block_hash=parent,
+            token_ids=[token for number in numbers for token in self.tokens(number)],
+            block_size=BLOCK,
+            lora_id=None,
+            medium="GPU",
+            lora_name=adapter,
+            extra_keys=None if all(keys is None for keys in extra) else extra,
+            group_idx=0,
+        )
+
+    def path(self, number: int | None) -> list[int]:
+        found: list[int] = []
+        while number is not None:
+            found.append(number)
+            number = self.known[number][0]
+        return found[::-1]
+
+    def event(self) -> Any:
+        rng = self.random
+        if rng.random() < 0.002:
+            self.held.clear()
+            return AllBlocksCleared()
+        if self.held and rng.random() < 0.45:
+            gone = rng.sample(sorted(self.held), min(len(self.held), rng.randrange(1, 6)))
+            self.held -= Counter(gone)
+            return BlockRemoved(block_hashes=gone, medium="GPU", group_idx=0)
+        if self.known and rng.random() < 0.5:
+            # Again, or one more copy, of the end of a path.
+            path = self.path(rng.randrange(len(self.known)))
+            numbers = path[rng.randrange(len(path)) :]
+        else:
+            parent = rng.randrange(len(self.known)) if self.known and rng.random() < 0.8 else None
+            adapter = None if parent is None else self.known[parent][2]
+            extra: Any = None
+            if parent is None:
+                adapter = rng.choice([None, "one"])
+                extra = rng.choice([None, ("salt",)])
+                if extra is not None and adapter is not None:
+                    extra = (adapter, *extra)
+            numbers = []
+            for at in range(rng.randrange(1, 5)):
+                above = parent if at == 0 else numbers[-1]
+                self.known.append((above, extra if at == 0 else None, adapter))
+                numbers.append(len(self.known) - 1)
+        self.held.update(numbers)
+        return self.stored(numbers)
+
+
+def spaces() -> list[kvtrie.Namespace]:
+    return [
+        kvtrie.Namespace(model="m", salt=salt, adapter=adapter)
+        for salt in (kvtrie.SHARED, "salt")
+        for adapter in (None, "one")
+    ]
+
+
+def packed(events: list[Any]) -> bytes:
+    done: bytes = msgspec.msgpack.Encoder().encode([0.0, events, 0])
+    return done
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_snapshot_is_what_all_events_leave(seed: int) -> None:
+    model, held = Model(seed), _snapshots.Held(100_000)
+    one, other = (kvtrie.KvIndexer(BLOCK, b"the key of tests") for _ in range(2))
+    ones, others = (index.add_worker("w", SHARED) for index in (one, other))
+    policy, num_found, num_moved = kvtrie.ReusePolicy(), 0, 0
+    for round_ in range(30):
+        for _ in range(60):
+            events = [model.event() for _ in range(model.random.randrange(1, 4))]
+            held.apply(events)
+            one.apply(ones, packed(events))
+            if round_ % 3:
+                # Further batches on top of a snapshot.
+                other.apply(others, packed(events))
+        if round_ % 3 == 0:
+            other.apply(others, bytes(held.encoded(0)))
+        assert held.copies == +model.held
+        for _ in range(40):
+            path = model.path(model.random.randrange(len(model.known)))
+            first = model.random.randrange(len(path))
+            for cut in (path, path[first:]):
+                tokens = [token for number in cut for token in model.tokens(number)]
+                for space in spaces():
+                    seq = kvtrie.TokenSequence(tokens, space)
+                    found, same = (
+                        index.find_matches(seq, policy, keep_last=1) for index in (one, other)
+                    )
+                    assert found.exact[0] == same.exact[0]
+                    # A block that was stored after its parent left is in its place.
+                    assert found.moved[0] <= same.moved[0]
+                    assert found.uncertain[0] == same.uncertain[0] == False  # noqa: E712
+                    num_found += int(found.exact[0])
+                    num_moved += int(found.moved[0])
+        known = one.worker_stats(ones), other.worker_stats(others)
+        counts = [stats["entries"] + stats["parked"] for stats in known]
+        assert counts == [len(held.copies)] * 2
+        other.check()
+    assert num_found > 0
+    assert num_moved > 0
+
+
+def test_holes_are_bounded_and_what_is_exact_stays_right() -> None:
+    model, held = Model(9), _snapshots.Held(20)
+    one, other = (kvtrie.KvIndexer(BLOCK, b"the key of tests") for _ in range(2))
+    ones, others = (index.add_worker("w", SHARED) for index in (one, other))
+    num_forgotten = num_parked = 0
+    for round_ in range(900):
+        events = [model.event()]
+        before = len(held)
+        held.apply(events)
+        one.apply(ones, packed(events))
+        num_forgotten += before - len(held) > 20
+        assert len(held) - len(held.copies) <= 20
+        if round_ % 30:
+            other.apply(others, packed(events))
+            continue
+        other.apply(others, bytes(held.encoded(0)))
+        num_parked += int(other.worker_stats(others)["parked"])
+        for _ in range(40):
+            path = model.path(model.random.randrange(len(model.known)))
+            tokens = [token for number in path for token in model.tokens(number)]
+            seq = kvtrie.TokenSequence(tokens, SHARED)
+            assert one.find_matches(seq).exact[0] == other.find_matches(seq).exact[0]
+        other.check()
+    assert num_forgotten > 0
+    assert num_parked > 0
+    held.apply([BlockRemoved(block_hashes=list(model.held.elements()), medium="GPU")])
+    assert len(held) == 0
+    assert not held._children
+
+
+def test_reports_of_reuse_do_not_make_a_snapshot_large() -> None:
+    model, held = Model(1), _snapshots.Held(100)
+    model.known = [(None, None, None)]
+    held.apply([model.stored([0])])
+    small = len(held.encoded(0))
+    held.apply([model.stored([0])] * 10_000)
+    assert held.copies == {0: 10_001}
+    assert len(held.encoded(0)) < 102 * small
+
+
+def test_blocks_whose_hash_covers_later_tokens_are_left_out() -> None:
+    model, held = Model(1), _snapshots.Held(100)
+    model.known = [(None, None, None)]
+    event = model.stored([0])
+    if not hasattr(event, "lookahead_token_ids"):
+        pytest.skip("this vLLM has no such blocks")
+    event.lookahead_token_ids = [[1]]
+    held.apply([event])
+    assert len(held) == 0
+
+
+class Client:
+    """Asks a source as others may."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.context: zmq.Context[Any] = zmq.Context()
+        self.endpoint = endpoint
+        self.sockets: list[Any] = []
+
+    def ask(self, *frames: bytes, **options: int) -> Any:
+        socket = self.context.socket(zmq.DEALER)
+        for name, value in options.items():
+            socket.set(getattr(zmq, name), value)
+        socket.connect(self.endpoint)
+        socket.send_multipart(list(frames))
+        self.sockets.append(socket)
+        return socket
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.context.destroy(linger=0)
+
+
+def until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + SECONDS
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_answers(core: Callable[..., Core], tmp_path: Path) -> None:
+    vllm = core(connector=giving(tmp_path, **UNCHECKED), **addresses(tmp_path))
+    source = source_of(vllm)
+    vllm.ask(QUESTION + REASONING + ANSWER)
+    published(vllm)
+    with Client(source.endpoint) as client:
+        state = client.ask(b"", b"state")
+        assert state.poll(10_000)
+        empty, header = state.recv_multipart()
+        said = msgspec.json.decode(header)
+        assert empty == b""
+        assert said == {
+            "version": 1,
+            "incarnation": source.incarnation,
+            "number": source._number,
+        }
+        assert len(source.incarnation) == 32
+        # Whatever else is asked is counted.
+        for frames in ([b"snapshot"], [b"", b"snap"], [b"", b"state", b""], [b"", b""]):
+            client.ask(*frames)
+        until(lambda: source.counts["refused"] == 4)
+        # One snapshot is made for all who wait.
+        source._rests_until = float("inf")
+        waiting = [client.ask(b"", b"snapshot") for _ in range(80)]
+        until(lambda: source.counts["refused"] == 4 + 80 - 64)
+        source._rests_until = 0.0
+        until(lambda: source.counts["sent"] == 64)
+        assert source.counts["made"] == 1
+        until(lambda: sum(bool(one.poll(0)) for one in waiting) == 64)
+        answer = next(one for one in waiting if one.poll(0)).recv_multipart()
+        assert msgspec.json.decode(answer[1]) == said
+        events = msgspec.msgpack.decode(answer[2])[1]
+        assert events[0] == {"type": "AllBlocksCleared"}
+        # Too large to be read at all.
+        client.ask(b"", b"x" * 65)
+        again = client.ask(b"", b"state")
+        assert again.poll(10_000)
+    assert source.counts["refused"] == 20
+
+
+def test_rests_after_each_snapshot(core: Callable[..., Core], tmp_path: Path) -> None:
+    vllm = core(connector=giving(tmp_path, **UNCHECKED), **addresses(tmp_path))
+    source = source_of(vllm)
+    with Client(source.endpoint) as client:
+        first = client.ask(b"", b"snapshot")
+        assert first.poll(10_000)
+        rests = source._rests_until - time.monotonic()
+        assert rests > 0
+        source._rests_until = float("inf")
+        second = client.ask(b"", b"snapshot")
+        until(lambda: len(source._waiting) == 1)
+        # Others are answered.
+        assert client.ask(b"", b"state").poll(10_000)
+        assert not second.poll(0)
+
+
+def test_who_does_not_read_gets_no_more(
+    core: Callable[..., Core], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllm = core(connector=giving(tmp_path, **UNCHECKED), **addresses(tmp_path))
+    source = source_of(vllm)
+
+    def has_sent(number: int) -> bool:
+        return source.counts["sent"] == number
+
+    # More than the kernel keeps.
+    monkeypatch.setattr(source._held, "encoded", lambda _: bytearray(4 << 20))
+    with Client(source.endpoint) as client:
+        socket = client.ask(b"", b"snapshot", RCVHWM=1)
+        for number in range(1, 12):
+            until(partial(has_sent, number))
+            source._rests_until = 0.0
+            socket.send_multipart([b"", b"snapshot"])
+        count = 0
+        while socket.poll(300):
+            socket.recv_multipart()
+            count += 1
+        assert count <= 6
+
+
+def test_a_flood_of_requests_is_read_in_parts(
+    core: Callable[..., Core], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllm = core(connector=giving(tmp_path, **UNCHECKED), **addresses(tmp_path))
+    source = source_of(vllm)
+    waits: list[int] = []
+
+    def wait(_: float) -> None:
+        waits.append(source.counts["states"])
+
+    monkeypatch.setattr(source._stop, "wait", wait)
+    with Client(source.endpoint) as client:
+        socket = client.ask(b"", b"state")
+        for _ in range(499):
+            socket.send_multipart([b"", b"state"])
+        until(lambda: bool(waits) and waits[-1] == 500)
+    parts = [after - before for before, after in pairwise([0, *waits])]
+    assert 0 < max(parts) <= 64
+
+
+def test_events_that_were_taken_unseen_end_it(core: Callable[..., Core], tmp_path: Path) -> None:
+    vllm = core(connector=giving(tmp_path, **UNCHECKED), **addresses(tmp_path))
+    source = source_of(vllm)
+    vllm.ask(words(100, 1))
+    published(vllm)
+    # As if vLLM had asked for no stats in this step.
+    look, source.look = source.look, lambda: None  # type: ignore[method-assign]
+    try:
+        vllm.ask(words(100, 2))
+    finally:
+        source.look = look  # type: ignore[method-assign]
+    until(lambda: not source._thread.is_alive())
+    vllm.ask(words(100, 3))
+    assert vllm.counts["errors"] == 1
+    assert not source._batches
+
+
+def test_a_failure_ends_it_and_nothing_else(
+    core: Callable[..., Core], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllm = core(connector=giving(tmp_path, **UNCHECKED), **addresses(tmp_path))
+    source = source_of(vllm)
+
+    def boom(*_: object) -> None:
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(source._held, "apply", boom)
+    assert len(vllm.ask(words(100, 1))) == 8
+    until(lambda: not source._thread.is_alive())
+    assert len(vllm.ask(words(100, 2))) == 8
+    assert vllm.counts["errors"] == 1
+    assert not source._batches
+
+
+def test_without_the_setting_nothing_runs(core: Callable[..., Core]) -> None:
+    vllm = core(connector=UNCHECKED, kv_events_config=enabled())
+    assert vllm.connector._snapshots is None
+    assert vllm.connector.take_events() == ()
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ("tcp://*:5559", "snapshot must be a mapping such as"),
+        (True, "snapshot must be a mapping such as"),
+        ({"endpoint": 5}, "snapshot: endpoint must be an address of ZeroMQ .*, not 5"),
+        ({"endpoint": ""}, "snapshot: endpoint must be an address of ZeroMQ .*, not ''"),
+        ({"endpoint": None}, "snapshot: endpoint must be an address of ZeroMQ .*, not None"),
+        ({"endpoints": "tcp://*:5559"}, "snapshot: unknown key 'endpoints'; did you mean 'endpoi"),
+    ],
+)
+def test_a_bad_setting_is_refused(given: Any, why: str) -> None:
+    with pytest.raises(SettingsError, match=why):
+        _settings.Settings.read({"snapshot": given})
+
+
+def test_an_endpoint_that_cannot_be_used_is_refused(
+    core: Callable[..., Core], tmp_path: Path
+) -> None:
+    vllm = core(connector=UNCHECKED, **addresses(tmp_path))
+    config, counts = vllm.core.vllm_config, vllm.connector._counts
+    events = f"ipc://{tmp_path}/events"
+    cases: list[tuple[Any, Any, str]] = [
+        ({"endpoint": events}, None, f"endpoint '{events}' is another one's too"),
+        ({"endpoint": f"ipc://{tmp_path}/replay"}, None, "is another one's too"),
+        ({"endpoint": "tcp://*:1"}, {"endpoint": "tcp://*:1"}, "is another one's too"),
+        ({"endpoint": "nowhere"}, None, "snapshot: endpoint 'nowhere': "),
+    ]
+    for given, others, why in cases:
+        with pytest.raises(SettingsError, match=why):
+            _snapshots.snapshots(given, others, config, vllm.pool, counts)
+    for theirs in (enabled(), None, KVEventsConfig(enable_kv_cache_events=False)):
+        before, config.kv_events_config = config.kv_events_config, theirs
+        try:
+            with pytest.raises(SettingsError, match="snapshot needs vLLM's events: start it with"):
+                _snapshots.snapshots({}, None, config, vllm.pool, counts)
+        finally:
+            config.kv_events_config = before
+
+
+def test_several_groups_are_refused(core: Callable[..., Core], tmp_path: Path) -> None:
+    vllm = core(connector=giving(tmp_path, mode="exact"), shadow=False, **addresses(tmp_path))
+    one = vllm.scheduler.kv_cache_config
+    two = dataclasses.replace(one, kv_cache_groups=2 * list(one.kv_cache_groups))
+    with pytest.raises(UnsupportedError, match=r"several groups of KV blocks: remove .snapshot"):
+        KvtrieConnector(vllm.core.vllm_config, KVConnectorRole.SCHEDULER, two)
+
+
+def test_an_address_is_of_this_machine_unless_said_otherwise(
+    core: Callable[..., Core], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert _settings.SNAPSHOTS == "tcp://127.0.0.1:5559"
+    monkeypatch.setattr(_snapshots, "SNAPSHOTS", "tcp://127.0.0.1:0")
+    vllm = core(connector=UNCHECKED, **addresses(tmp_path))
+    source = _snapshots.snapshots(
+        {}, None, vllm.core.vllm_config, vllm.pool, vllm.connector._counts
+    )
+    assert source is not None
+    try:
+        assert source.endpoint.startswith("tcp://127.0.0.1:")
+    finally:
+        source.shutdown()
