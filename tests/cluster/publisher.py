@@ -1,7 +1,11 @@
-"""A publisher of KV events as vLLM's and SGLang's: PUB, ROUTER, numbers from 0, a replay buffer."""
+"""A publisher of KV events as vLLM's and SGLang's: PUB, ROUTER, numbers from 0, a replay buffer.
+
+And a source of snapshots as kvtrie's connector: a snapshot repeats everything from the start.
+"""
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import deque
 from typing import TYPE_CHECKING, Any, Self
@@ -44,16 +48,27 @@ class Publisher:
     """Runs in a thread of its own, because sockets belong to one."""
 
     def __init__(
-        self, *, endpoint: str = "tcp://127.0.0.1:0", replay: str = "tcp://127.0.0.1:0"
+        self,
+        *,
+        endpoint: str = "tcp://127.0.0.1:0",
+        replay: str = "tcp://127.0.0.1:0",
+        snapshot: str = "tcp://127.0.0.1:0",
     ) -> None:
         self.context = zmq.Context()
         self.pub = self.context.socket(zmq.PUB)
         self.router = self.context.socket(zmq.ROUTER)
-        for socket, at in ((self.pub, endpoint), (self.router, replay)):
+        self.source = self.context.socket(zmq.ROUTER)
+        for socket, at in ((self.pub, endpoint), (self.router, replay), (self.source, snapshot)):
             # A restart takes the port of the life before.
             socket.bind(at)
         self.endpoint = self.pub.get_string(zmq.LAST_ENDPOINT)
         self.replay = self.router.get_string(zmq.LAST_ENDPOINT)
+        self.snapshot = self.source.get_string(zmq.LAST_ENDPOINT)
+        self.incarnation = "a life"
+        self.history: list[dict[str, Any]] = []
+        self.num_states = self.num_snapshots = 0
+        # What is answered in place of a header and a batch; an empty list: nothing.
+        self.spoil: Callable[[list[bytes]], list[bytes]] = list
         self.buffer: deque[tuple[int, bytes]] = deque(maxlen=50)
         self.number = 0
         self.asked: list[int] = []
@@ -65,6 +80,8 @@ class Publisher:
         self.thread.start()
 
     def send(self, *events: dict[str, Any], number: int | None = None, lost: bool = False) -> None:
+        with self.lock:
+            self.history += events
         self.send_raw(packed(*events), number=number, lost=lost)
 
     def send_raw(self, payload: bytes, *, number: int | None = None, lost: bool = False) -> None:
@@ -77,7 +94,9 @@ class Publisher:
 
     def serve(self) -> None:
         while not self.stop.is_set():
-            if not self.router.poll(10):
+            if self.source.poll(5):
+                self.give(*self.source.recv_multipart())
+            if not self.router.poll(5):
                 continue
             client, empty, first = self.router.recv_multipart()
             assert empty == b""
@@ -93,6 +112,23 @@ class Publisher:
                 self.router.send_multipart(message)
             end = (-1).to_bytes(8, "big", signed=True)
             self.router.send_multipart([client, b"", *topic, end, b""])
+
+    def header(self, **changes: Any) -> bytes:
+        said = {"version": 1, "incarnation": self.incarnation, "number": self.number - 1}
+        return json.dumps(said | changes).encode()
+
+    def give(self, client: bytes, empty: bytes, asked: bytes) -> None:
+        assert empty == b""
+        with self.lock:
+            answer = [self.header()]
+            if asked == b"state":
+                self.num_states += 1
+            else:
+                assert asked == b"snapshot"
+                answer = self.spoil([*answer, packed(CLEARED, *self.history)])
+                self.num_snapshots += 1
+        if answer:
+            self.source.send_multipart([client, b"", *answer])
 
     def close(self) -> None:
         self.stop.set()

@@ -2,15 +2,18 @@
 
 An engine numbers its batches from 0 and has no id of its life. So a number that goes back, and a
 lost connection, end everything that is known of it; a number that is too high is a gap, which the
-engine's replay socket may fill.
+engine's replay socket may fill. What it cannot fill, a snapshot of kvtrie's connector replaces:
+one batch that clears the worker and stores what it holds, with the number of the last batch that
+counts. It also has an id of the engine's life.
 """
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections import Counter
-from typing import TYPE_CHECKING, Any, Final, Literal, Self
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Self
 
 from kvtrie._core import EventError, KvIndexer, StaleHandleError
 
@@ -30,6 +33,16 @@ _SETTLE: Final = 0.1
 # What is kept of batches while ZMQ's own queue is full is lost; the gap shows it.
 _HIGH_WATER: Final = 100_000
 _HEARTBEAT: Final = 2_000
+_VERSION: Final = 1
+_LONGEST_HEADER: Final = 256
+# The largest `max_batch_bytes` that an index can have.
+_LARGEST_SNAPSHOT: Final = 1 << 30
+# The first event, with what MessagePack has before it.
+_CLEARS: Final = b"\x81\xa4type\xb0AllBlocksCleared"
+_BEFORE_EVENTS: Final = 16
+# Seconds between two requests for a snapshot: doubled from one to the other.
+_LEAST_PAUSE: Final = 1.0
+_MOST_PAUSE: Final = 60.0
 
 
 def subscribe(
@@ -38,16 +51,18 @@ def subscribe(
     endpoint: str,
     replay: str | None = None,
     *,
+    snapshot: str | None = None,
     topic: str = "",
     approximate: bool = False,
     replay_timeout: float = 5.0,
+    snapshot_timeout: float = 10.0,
     check_every: float = 5.0,
 ) -> Subscription:
     """Feed an index from one engine, in a thread of its own, until `close`.
 
-    The worker is uncertain until all batches from number 0 on have arrived: subscribe before the
-    engine starts, or while its replay buffer still has all of them. Without `replay` every gap
-    stays.
+    The worker is uncertain until all batches from number 0 on have arrived, or a snapshot and all
+    batches after it. Without `snapshot`, subscribe before the engine starts, or while its replay
+    buffer still has all of them; without `replay` too, every gap stays.
 
     Args:
         index: The index.
@@ -55,17 +70,21 @@ def subscribe(
         endpoint: Where the engine publishes, for instance `"tcp://10.0.0.1:5557"`. Each
             data-parallel rank has its own.
         replay: The engine's replay endpoint, or None.
+        snapshot: Where kvtrie's connector in this engine gives snapshots, or None. They are asked
+            for what no replay has, and every `check_every` seconds whether the engine is the same.
         topic: The topic of the messages; `"kvtrie"` for kvtrie's own.
         approximate: Whether these are kvtrie's events of approximate blocks. They count as moved
             runs, and their state does not make the worker uncertain.
         replay_timeout: Seconds to wait for the next message of a replay.
+        snapshot_timeout: Seconds to wait for a snapshot.
         check_every: Seconds without a message after which the replay socket is asked for more: a
             lost last batch leaves no gap. 0 never asks.
 
     Raises:
         ImportError: pyzmq is missing.
         TypeError: `index` is not a `KvIndexer`.
-        ValueError: An endpoint is not one of ZMQ, or a time is negative.
+        ValueError: An endpoint is not one of ZMQ, a time is negative, or a snapshot is asked for
+            approximate blocks, of which there is none.
         StaleHandleError: There is no such worker.
 
     Example:
@@ -80,20 +99,66 @@ def subscribe(
     if not issubclass(type(index), KvIndexer):
         msg = f"{call}: index is {index!r}, not a KvIndexer"
         raise TypeError(msg)
-    for name, seconds in (("replay_timeout", replay_timeout), ("check_every", check_every)):
+    times = {
+        "replay_timeout": replay_timeout,
+        "snapshot_timeout": snapshot_timeout,
+        "check_every": check_every,
+    }
+    for name, seconds in times.items():
         if not 0 <= seconds < 1e9:
             msg = f"{call}: {name} is {seconds}; it must be in [0, 1e9)"
             raise ValueError(msg)
+    if approximate and snapshot is not None:
+        msg = f"{call}: snapshot is {snapshot!r}; it must be None with approximate=True"
+        raise ValueError(msg)
     return Subscription(
         index,
         worker,
         endpoint,
         replay,
+        snapshot,
         topic=topic,
         approximate=approximate,
         replay_timeout=replay_timeout,
+        snapshot_timeout=snapshot_timeout,
         check_every=check_every,
     )
+
+
+class _Header(NamedTuple):
+    """What comes with a snapshot: whose it is, and the last batch that counts."""
+
+    incarnation: str
+    number: int
+
+    @classmethod
+    def read(cls, frames: list[bytes], *others: str) -> _Header:
+        """Read an answer of a header, and of `others`.
+
+        Raises:
+            ValueError: It is something else.
+        """
+        names = ("empty", "header", *others)
+        if len(frames) != len(names):
+            msg = f"it has {len(frames)} frames, not [{', '.join(names)}]"
+            raise ValueError(msg)
+        frame = frames[1]
+        if len(frame) > _LONGEST_HEADER:
+            msg = f"its header has {len(frame)} bytes; the limit is {_LONGEST_HEADER}"
+            raise ValueError(msg)
+        said: Any = json.loads(frame)
+        known = said if isinstance(said, dict) else {}
+        version, name, number = (known.get(key) for key in ("version", "incarnation", "number"))
+        if version != _VERSION:
+            msg = f"its version is {version!r}, not {_VERSION}"
+            raise ValueError(msg)
+        if not isinstance(name, str) or not name:
+            msg = f"its incarnation is {name!r}"
+            raise ValueError(msg)
+        if isinstance(number, bool) or not isinstance(number, int) or not -1 <= number < 1 << 63:
+            msg = f"its number is {number!r}"
+            raise ValueError(msg)
+        return cls(name, number)
 
 
 class Subscription:
@@ -102,7 +167,9 @@ class Subscription:
     Attributes:
         worker: The worker's number.
         counts: `batches` applied, `refused` that could not be read, `gaps` met, `replays` asked
-            for, `replayed` batches, `missed` batches that no replay had, and `resyncs`.
+            for, `replayed` batches, `missed` batches that no replay had, `resyncs`,
+            `snapshots_asked` for, `snapshots` applied, and `snapshots_refused`: answers that could
+            not be used.
         error: The last thing that went wrong, in words; empty if nothing has.
     """
 
@@ -112,10 +179,12 @@ class Subscription:
         worker: int,
         endpoint: str,
         replay: str | None,
+        snapshot: str | None,
         *,
         topic: str,
         approximate: bool,
         replay_timeout: float,
+        snapshot_timeout: float,
         check_every: float,
     ) -> None:
         try:
@@ -131,9 +200,11 @@ class Subscription:
         self._index = index
         self._endpoint = endpoint
         self._replay = replay
+        self._snapshot = snapshot
         self._topic = topic.encode()
         self._approximate = approximate
         self._replay_timeout = replay_timeout
+        self._snapshot_timeout = snapshot_timeout
         self._check_every = check_every
         self._state: SubscriptionState = "syncing"
         self._changed = threading.Condition()
@@ -141,13 +212,30 @@ class Subscription:
         # The last batch that was applied, and the last that arrived by itself.
         self._applied = self._arrived = -1
         self._is_gapped = False
+        # Whether what the engine publishes now arrives.
+        self._takes_effect = False
         self._due = float("inf")
+        # The engine's life, and its last batch when it was asked before.
+        self._incarnation: str | None = None
+        self._had = -1
+        self._asks_at = float("inf")
+        # When a snapshot may be asked for, when it last was, and the least time until the next.
+        self._restores_at = 0.0
+        self._restored_at = float("-inf")
+        self._pause = _LEAST_PAUSE
         self._context: Any = zmq.Context()
         self._socket: Any = None
         self._monitor: Any = None
+        # Asks for the engine's life; the answers come in their own time.
+        self._asker: Any = None
         try:
             if replay is not None:
-                self._dealer(replay).close(0)
+                self._dealer("replay", replay).close(0)
+            if snapshot is not None:
+                # What cannot be sent at once is not sent.
+                self._asker = self._dealer(
+                    "snapshot", snapshot, IMMEDIATE=1, SNDHWM=1, MAXMSGSIZE=_LONGEST_HEADER
+                )
             self._forget()
             self._connect()
         except BaseException:
@@ -162,9 +250,9 @@ class Subscription:
     def state(self) -> SubscriptionState:
         """What is known of the engine.
 
-        `"syncing"`: not everything yet; `"live"`: all of its batches; `"gapped"`: batches are
-        missing for good; `"stale"`: the connection is lost, and nothing counts. The worker's scores
-        are uncertain in all states but `"live"`.
+        `"syncing"`: not everything yet; `"live"`: all of its batches, or a snapshot and all after
+        it; `"gapped"`: batches are missing, and no snapshot has come; `"stale"`: the connection is
+        lost, and nothing counts. The worker's scores are uncertain in all states but `"live"`.
         """
         return self._state
 
@@ -220,6 +308,8 @@ class Subscription:
         poller = zmq.Poller()
         poller.register(self._monitor, zmq.POLLIN)
         poller.register(self._socket, zmq.POLLIN)
+        if self._asker is not None:
+            poller.register(self._asker, zmq.POLLIN)
         wait = max(0.0, min(_TICK, 1e3 * (self._due - time.monotonic())))
         ready = dict(poller.poll(wait))
         if self._monitor in ready and self._lost_connection():
@@ -234,7 +324,17 @@ class Subscription:
             self._due = time.monotonic() + (self._check_every or float("inf"))
         elif time.monotonic() >= self._due:
             self._due = time.monotonic() + (self._check_every or float("inf"))
+            self._takes_effect = True
             self._fill(None)
+        if self._asker is not None:
+            self._compare_life(has_answer=self._asker in ready)
+            if self._lacks_batches and time.monotonic() >= self._restores_at:
+                self._restore()
+
+    @property
+    def _lacks_batches(self) -> bool:
+        """Whether batches are missing that no replay has."""
+        return self._is_gapped or (self._takes_effect and self._state == "syncing")
 
     def _connect(self) -> None:
         zmq = self._zmq
@@ -257,16 +357,16 @@ class Subscription:
             msg = f"subscribe: endpoint is {self._endpoint!r}: {error}"
             raise ValueError(msg) from error
 
-    def _dealer(self, replay: str) -> Any:  # noqa: ANN401 - a socket of zmq
+    def _dealer(self, name: str, endpoint: str, **options: int) -> Any:  # noqa: ANN401 - a socket of zmq
         zmq = self._zmq
         dealer = self._context.socket(zmq.DEALER)
-        # Bounded by the engine's buffer.
-        dealer.set(zmq.RCVHWM, 0)
+        for option, value in options.items():
+            dealer.set(getattr(zmq, option), value)
         try:
-            dealer.connect(replay)
+            dealer.connect(endpoint)
         except zmq.ZMQError as error:
             dealer.close(0)
-            msg = f"subscribe: replay is {replay!r}: {error}"
+            msg = f"subscribe: {name} is {endpoint!r}: {error}"
             raise ValueError(msg) from error
         return dealer
 
@@ -291,8 +391,11 @@ class Subscription:
 
     def _forget(self) -> None:
         self._applied = self._arrived = -1
-        self._is_gapped = False
+        self._is_gapped = self._takes_effect = False
         self._due = float("inf")
+        self._incarnation, self._had = None, -1
+        self._asks_at = time.monotonic() if self._check_every else float("inf")
+        self._restores_at = 0.0
         self._become("syncing")
         self._index.clear_worker(self.worker, approximate=self._approximate)
 
@@ -320,6 +423,7 @@ class Subscription:
             self.counts["resyncs"] += 1
             self.error = f"batch {number} came after batch {self._arrived}"
             self._forget()
+        self._takes_effect = True
         self._arrived = number
         if number > self._applied + 1:
             self.counts["gaps"] += 1
@@ -383,7 +487,8 @@ class Subscription:
         if self._replay is None:
             return None
         self.counts["replays"] += 1
-        dealer = self._dealer(self._replay)
+        # Bounded by the engine's buffer.
+        dealer = self._dealer("replay", self._replay, RCVHWM=0)
         try:
             dealer.send_multipart([b"", first.to_bytes(8, "big")])
             found: dict[int, bytes] = {}
@@ -402,3 +507,107 @@ class Subscription:
             return None
         finally:
             dealer.close(0)
+
+    def _compare_life(self, *, has_answer: bool) -> None:
+        """Ask now and then whose events these are, and how many there are."""
+        if has_answer:
+            frames = self._asker.recv_multipart()
+            try:
+                self._hear(_Header.read(frames))
+            except ValueError as error:
+                self._refuse(error)
+        now = time.monotonic()
+        if now >= self._asks_at:
+            try:
+                self._asker.send_multipart([b"", b"state"], self._zmq.NOBLOCK)
+            except self._zmq.Again:
+                return
+            self._asks_at = now + self._check_every
+
+    def _hear(self, header: _Header) -> None:
+        if not self._is_same(header):
+            # The connection is the same: what is published now arrives.
+            self._takes_effect = True
+            self._due = time.monotonic()
+        elif self._takes_effect and self._applied < self._had:
+            # They have had time to arrive.
+            self._fill(None)
+            self._note_loss()
+        if self._takes_effect:
+            self._incarnation, self._had = header
+
+    def _note_loss(self) -> None:
+        if self._applied < self._had:
+            self.counts["gaps"] += 1
+            self.error = f"batches {self._applied + 1} to {self._had} have not arrived"
+            self._is_gapped = True
+            self._settle()
+
+    def _is_same(self, header: _Header) -> bool:
+        """Whether the engine is the same; if not, nothing that is known counts."""
+        if self._incarnation in {None, header.incarnation}:
+            return True
+        self.counts["resyncs"] += 1
+        self.error = f"incarnation {header.incarnation} came after {self._incarnation}"
+        self._forget()
+        return False
+
+    def _restore(self) -> None:
+        """Ask for a snapshot, and put it in the place of all that is known.
+
+        Batches that are published meanwhile wait in the socket's queue.
+        """
+        before = time.monotonic() - self._restored_at
+        is_first = before > 2 * _MOST_PAUSE
+        self._pause = _LEAST_PAUSE if is_first else min(2 * self._pause, _MOST_PAUSE)
+        self.counts["snapshots_asked"] += 1
+        frames = self._given()
+        self._restored_at = time.monotonic()
+        # Of a new connection nothing is known yet, not even whether it takes effect.
+        if self._lost_connection() or not self._takes_effect:
+            return
+        self._restores_at = self._restored_at + self._pause
+        if frames is None:
+            self.error = f"no snapshot from {self._snapshot}"
+            return
+        try:
+            self._put(frames)
+        except (ValueError, EventError) as error:
+            self._refuse(error)
+
+    def _given(self) -> list[bytes] | None:
+        """The answer to a request for a snapshot; None if it does not come."""
+        dealer = self._dealer("snapshot", str(self._snapshot), MAXMSGSIZE=_LARGEST_SNAPSHOT)
+        try:
+            dealer.send_multipart([b"", b"snapshot"])
+            end = time.monotonic() + self._snapshot_timeout
+            while time.monotonic() < end and not self._stop.is_set():
+                if dealer.poll(_TICK):
+                    frames: list[bytes] = dealer.recv_multipart()
+                    return frames
+                if self._lost_connection():
+                    break
+            return None
+        finally:
+            dealer.close(0)
+
+    def _put(self, frames: list[bytes]) -> None:
+        header, batch = _Header.read(frames, "batch"), frames[2]
+        if not self._is_same(header):
+            self._takes_effect = True
+        if header.number < self._arrived:
+            msg = f"it ends with batch {header.number}, and batch {self._arrived} has arrived"
+            raise ValueError(msg)
+        if not 0 <= batch.find(_CLEARS, 0, _BEFORE_EVENTS + len(_CLEARS)):
+            msg = "its batch does not begin with AllBlocksCleared"
+            raise ValueError(msg)
+        self._index.apply(self.worker, batch)
+        self.counts["snapshots"] += 1
+        self._incarnation, self._applied = header
+        self._is_gapped = False
+        self._due = time.monotonic() + (self._check_every or float("inf"))
+        self._settle()
+
+    def _refuse(self, error: Exception) -> None:
+        self.counts["snapshots_refused"] += 1
+        self.error = f"an answer of {self._snapshot} cannot be used: {error}"
