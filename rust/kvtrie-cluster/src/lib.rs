@@ -1,7 +1,7 @@
 //! An index of many workers: which of them holds how much of a prompt, from the KV events that their engines publish.
 //! The crate is pure Rust, without Python, I/O or unsafe code of its own.
 //!
-//! The rules C1 to C10 in `docs/design.md` are its contract.
+//! The rules C1 to C11 in `docs/design.md` are its contract.
 //!
 //! # The model
 //!
