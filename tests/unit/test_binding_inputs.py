@@ -114,11 +114,26 @@ def test_a_negative_limit_is_a_value_error() -> None:
         kvtrie.TokenSequence([1], SPACE, limit=-1)
 
 
-def test_an_array_can_grow_once_its_ids_are_read() -> None:
-    ids = array.array("q", [1, 2])
-    seq = kvtrie.TokenSequence(ids, SPACE)
+@pytest.mark.parametrize("length", [2, 4096, 4097, 9000])
+@pytest.mark.parametrize("kind", ["q", "i", "H"])
+def test_an_array_can_grow_once_its_ids_are_read(kind: str, length: int) -> None:
+    ids = array.array(kind, range(length))
+    seqs = [kvtrie.TokenSequence(ids, SPACE, limit=limit) for limit in (None, length - 1)]
     ids.append(3)
-    assert seq[:].tolist() == [1, 2]
+    assert seqs[0][:].tolist() == list(range(length))
+    assert seqs[1][:].tolist() == list(range(length - 1))
+
+
+@pytest.mark.parametrize("length", [4096, 4097])
+@pytest.mark.parametrize("bad", [-1, 2**32, 2**63 - 1])
+def test_a_long_array_has_the_checks_of_a_short_one(length: int, bad: int) -> None:
+    ids = array.array("q", range(length))
+    ids[-2] = bad
+    message = rf"ids\[{length - 2}\] is {bad}; it must be in \[0, 4294967296\)"
+    with pytest.raises(ValueError, match=message):
+        kvtrie.TokenSequence(ids, SPACE)
+    assert len(kvtrie.TokenSequence(ids, SPACE, limit=length - 2)) == length - 2
+    ids.append(3)
 
 
 def test_ids_are_copied() -> None:

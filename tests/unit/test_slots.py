@@ -36,6 +36,40 @@ def test_slots_are_those_of_the_blocks_in_order(size: int) -> None:
     assert out.tolist() == expected
 
 
+def found(blocks: list[int], size: int) -> kvtrie.Match:
+    """A match of these blocks."""
+    index = kvtrie.RadixIndex(2000, size, moved_runs=False)
+    seq = kvtrie.TokenSequence(range(len(blocks) * size), SPACE)
+    index.insert(seq, blocks, num_computed=len(seq), source=kvtrie.COMPUTED)
+    return index.lookup(seq)
+
+
+# Consecutive ids are copied at once, in chunks of 256.
+BLOCKS = {
+    "one": [7],
+    "a chunk": list(range(3, 259)),
+    "more than a chunk": list(range(3, 260)),
+    "all": list(range(2000)),
+    "the last": list(range(1000, 2000)),
+    "descending": list(range(600, 0, -1)),
+    "two": [*range(700), *range(1000, 1500)],
+    "ends elsewhere": [*range(512), 700],
+    "the second chunk apart": [*range(256), *range(300, 500)],
+    "two of a chunk swapped": [*range(300), 301, 300, *range(302, 900)],
+    "first and last as in a run": [5, 7, 6, 8],
+    "every second": list(range(0, 800, 2)),
+}
+
+
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_slots_of_any_blocks_are_copied(name: str, size: int) -> None:
+    blocks = BLOCKS[name]
+    rows = table(size, 2000)
+    slots = found(blocks, size).slots(rows)
+    assert slots.tolist() == rows[blocks].ravel().tolist()
+
+
 def test_no_match_has_no_slots() -> None:
     index = kvtrie.RadixIndex(8, 4, moved_runs=False)
     found = index.lookup(kvtrie.TokenSequence(range(8), SPACE))

@@ -271,11 +271,12 @@ impl<'py> Integers<'py> {
             .or_else(|| typed(value).map(Self::U64))
     }
 
-    /// Copies an `array.array` of 64-bit integers. Engines keep tokens in such arrays, and to ask numpy for a view
+    /// Copies a short `array.array` of 64-bit integers. Engines keep tokens in such arrays, and to ask numpy for a view
     /// takes longer than to copy some thousand of them.
     fn copied(value: &Bound<'py, PyAny>) -> PyResult<Option<Self>> {
+        const SHORT: usize = 4096;
         let py = value.py();
-        if !value.get_type().is(array_type(py)?) {
+        if !value.get_type().is(array_type(py)?) || value.len()? > SHORT {
             return Ok(None);
         }
         let Ok(buffer) = PyBuffer::<i64>::get(value) else {

@@ -10,9 +10,18 @@ use pyo3::prelude::*;
 use crate::buffers::Arg;
 use crate::hints::Counts;
 
+/// Blocks that are looked at together.
+const CHUNK: usize = 256;
 const TABLE: &str = "a contiguous numpy array of int64 with one or two dimensions";
 const OUT: &str =
     "a contiguous, writable numpy array of int64 with one dimension that nobody else borrows";
+
+/// Whether the ids of some blocks are consecutive; without branches, which becomes vector code.
+fn is_run(blocks: &[BlockId]) -> bool {
+    let from = blocks.first().map_or(0, |id| id.0);
+    let wrong = |wrong, (at, id): (u32, &BlockId)| wrong | (at ^ id.0);
+    (from..).zip(blocks).fold(0, wrong) == 0
+}
 
 /// The slots of blocks in order, in a new array or in the one that is given.
 pub(crate) fn of<'py>(
@@ -43,11 +52,16 @@ pub(crate) fn of<'py>(
     }
     let Some(out) = out else {
         let mut slots = Vec::with_capacity(blocks.len() * width);
-        if width == 1 {
-            slots.extend(blocks.iter().map(|id| rows[id.0 as usize]));
-        } else {
-            for id in blocks {
-                slots.extend_from_slice(&rows[id.0 as usize * width..][..width]);
+        for chunk in blocks.chunks(CHUNK) {
+            if is_run(chunk) {
+                let first = chunk[0].0 as usize * width;
+                slots.extend_from_slice(&rows[first..][..chunk.len() * width]);
+            } else if width == 1 {
+                slots.extend(chunk.iter().map(|id| rows[id.0 as usize]));
+            } else {
+                for id in chunk {
+                    slots.extend_from_slice(&rows[id.0 as usize * width..][..width]);
+                }
             }
         }
         return Ok(PyArray1::from_vec(py, slots).into());
