@@ -110,12 +110,12 @@ def test_pages_of_a_lock_that_failed_go_to_nobody(monkeypatch: pytest.MonkeyPatc
     lock = side.cache.lock(found.last_device_node)
     assert side.cache.counts == {"inc_lock_ref": 1}
     assert (side.cache.evictable_size(), side.cache.protected_size()) == (0, 3)
-    slots = side.cache.path_device_indices(found.last_device_node)
+    slots = side.cache.path_device_indices(found.last_device_node).tolist()
     free = len(side.pool.free)
     assert side.cache.evict(EvictParams(num_tokens=2)).num_tokens_evicted == 0
     # Two of them are in the index no more, and still where the request reads them.
     assert len(side.pool.free) == free
-    assert side.cache.path_device_indices(found.last_device_node).tolist() == slots.tolist()
+    assert side.cache.path_device_indices(found.last_device_node).tolist() == slots
     assert (side.cache.evictable_size(), side.cache.protected_size()) == (0, 3)
     side.cache.unlock(lock)
     assert len(side.pool.free) == free + 2
@@ -160,6 +160,35 @@ def test_a_lock_has_the_blocks_of_now() -> None:
     assert side.cache.path_device_indices(found).tolist() == now
     side.cache.unlock(lock)
     assert side.cache.path_device_indices(found).tolist() == now
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_slots_of_a_lock_stay_while_others_come_and_go(page_size: int) -> None:
+    """The tensor itself, as SGLang reads it after it has evicted for the request."""
+    side = one_side(page_size)
+    ids = list(range(8 * page_size))
+    side.insert(ids)
+    found = side.match(ids).last_device_node
+    lock = side.cache.lock(found)
+    slots = side.cache.path_device_indices(found)
+    before = slots.tolist()
+    for number in range(1, 30):
+        side.evict(max(0, 4 - len(side.pool.free)) * page_size)
+        side.insert([1000 * number + at for at in range(4 * page_size)])
+        assert slots.tolist() == before
+    side.cache.unlock(lock)
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_pages_of_a_prefix_have_consecutive_ids(page_size: int) -> None:
+    """Their slots are copied at once. Also after an eviction, which frees the last page first."""
+    side = one_side(page_size)
+    ids = list(range(12 * page_size))
+    for _ in range(3):
+        side.insert(ids)
+        blocks = side.match(ids).last_device_node.blocks.tolist()
+        assert blocks == list(range(blocks[0], blocks[0] + 12))
+        assert side.evict(12 * page_size) == 12 * page_size
 
 
 def test_all_slots_of_cached_pages_are_listed() -> None:

@@ -34,7 +34,9 @@ class PageSlots:
         if device.type == "cpu":
             self._host = self._table.numpy()
         self._size = page_size
-        self._free = np.arange(num_pages, dtype=np.int32)
+        # The last is taken first. Pages of a prefix then mostly have consecutive ids, also after an
+        # eviction, which frees the last page of a prefix first.
+        self._free = np.arange(num_pages, dtype=np.int32)[::-1].copy()
         self.num_pages = num_pages
         self.num_free = num_pages
         """Ids of blocks that no page has."""
@@ -69,7 +71,7 @@ class PageSlots:
         """
         count = (end - start) // self._size
         # A page that is cached has a block, and no other has: there are as many as pages.
-        offered = self._free[self.num_free - count : self.num_free].copy()
+        offered = self._free[self.num_free - count : self.num_free][::-1].copy()
         if self._host is not None:
             rows = values.numpy()[start:end]
             self._host[offered] = rows if self._size == 1 else rows.reshape(count, self._size)
