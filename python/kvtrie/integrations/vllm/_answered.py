@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Final
 
+from kvtrie.integrations.vllm._tags import is_blank
+
 if TYPE_CHECKING:
     from kvtrie._core import TokenSequence
     from kvtrie.integrations.vllm._tags import Reading
@@ -20,7 +22,6 @@ _MOST: Final = 1024
 _LEAST: Final = 16
 # Of an answer; what follows may be stripped.
 _COMPARED: Final = 64
-_MAX_BLANK: Final = 4
 
 
 class Answered:
@@ -75,9 +76,3 @@ def _key(seq: TokenSequence, question: Section, answer: Section, salt: str | Non
         return None
     said = seq[start : min(end, start + _COMPARED)].tobytes()
     return hash((seq[question.body[0] : question.body[1]].tobytes(), said, salt))
-
-
-def is_blank(section: Section) -> bool:
-    """Whether it is what templates leave of dropped reasoning: delimiters, newlines between."""
-    start, end = section.body
-    return end - start <= _MAX_BLANK

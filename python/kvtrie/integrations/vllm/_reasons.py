@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
@@ -19,6 +18,7 @@ import numpy as np
 from kvtrie._core import EXACT_ONLY
 from kvtrie.gates import widening
 from kvtrie.integrations.vllm._ranges import COMPUTE
+from kvtrie.integrations.vllm._requests import Why
 from kvtrie.integrations.vllm._tags import RECOMPUTED
 
 if TYPE_CHECKING:
@@ -29,12 +29,10 @@ if TYPE_CHECKING:
     from kvtrie._core import Explanation, ReusePlan, ReusePolicy
     from kvtrie.gates import Decision
     from kvtrie.gates.widening import Step
-    from kvtrie.integrations.vllm._requests import LiveRequest, Range
+    from kvtrie.integrations.vllm._requests import LiveRequest, Paint, Range
     from kvtrie.integrations.vllm._sources import Sources
     from kvtrie.integrations.vllm._stats import Counts
     from kvtrie.integrations.vllm._tags import Kinds
-
-    Paint = tuple[int, int, int]
 
 _LOG = logging.getLogger("vllm.kvtrie")
 
@@ -78,22 +76,6 @@ _EXPLAINED: Final = {
 }
 _MAX_FIRST_BLOCKS: Final = 1024
 _MAX_POLICIES: Final = 64
-
-
-@dataclass(slots=True, eq=False)
-class Why:
-    """Labels of a prompt's tokens, and what they depend on.
-
-    Attributes:
-        paints: Ranges and their labels, of which the last one that holds a token counts. They are
-            only looked at when the prompt is computed.
-        signature: What the request was admitted with.
-        only: The label of all tokens; None if there are several.
-    """
-
-    paints: list[Paint]
-    signature: tuple[object, ...]
-    only: int | None = None
 
 
 class Reasons:

@@ -22,11 +22,12 @@ if TYPE_CHECKING:
 
     from kvtrie._core import ComputedSource, ReusePlan, ReusePolicy, Span, TokenSequence
     from kvtrie.integrations.vllm._events import Contents
-    from kvtrie.integrations.vllm._reasons import Why
     from kvtrie.integrations.vllm._tags import Reading
     from kvtrie.record import Would
 
 Range = tuple[int, int]
+# A range and the label of its tokens.
+Paint = tuple[int, int, int]
 # A number of blocks, and the source of their KV.
 Stretch = tuple[int, "ComputedSource | Imported"]
 
@@ -57,6 +58,22 @@ class Pending:
 
     def reads(self, block_ids: Collection[int]) -> bool:
         return any(block.block_id in block_ids for block in self.pinned)
+
+
+@dataclass(slots=True, eq=False)
+class Why:
+    """Labels of a prompt's tokens, and what they depend on.
+
+    Attributes:
+        paints: Ranges and their labels, of which the last one that holds a token counts. They are
+            only looked at when the prompt is computed.
+        signature: What the request was admitted with.
+        only: The label of all tokens; None if there are several.
+    """
+
+    paints: list[Paint]
+    signature: tuple[object, ...]
+    only: int | None = None
 
 
 @dataclass(slots=True, eq=False)

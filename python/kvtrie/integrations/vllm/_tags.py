@@ -10,7 +10,6 @@ import numpy as np
 
 from kvtrie.integrations._asked import SettingsError
 from kvtrie.integrations.vllm import _formats
-from kvtrie.integrations.vllm._answered import is_blank
 from kvtrie.integrations.vllm._settings import WHERE
 from kvtrie.integrations.vllm._vllm import ReasoningParserManager, cached_tokenizer_from_config
 from kvtrie.tags import PRESETS, Tagger
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from kvtrie._core import Span, TokenSequence
     from kvtrie.integrations.vllm._account import Reused
     from kvtrie.integrations.vllm._settings import Settings
-    from kvtrie.tags import Stream
+    from kvtrie.tags import Section, Stream
 
     Kinds = tuple[list[str], NDArray[np.int64] | None]
 
@@ -36,6 +35,8 @@ OTHER: Final = "other"
 RECOMPUTED: Final = "recomputed"
 REUSES: Final = ("exact", "moved", RECOMPUTED)
 """The sources of the KV of prompt tokens."""
+
+_MAX_BLANK: Final = 4
 
 
 def tagger_of(settings: Settings, vllm_config: VllmConfig) -> Tagger | None:
@@ -179,3 +180,9 @@ def count_by_kind(
             for at in np.flatnonzero(counts).tolist()
         }
     )
+
+
+def is_blank(section: Section) -> bool:
+    """Whether it is what templates leave of dropped reasoning: delimiters, newlines between."""
+    start, end = section.body
+    return end - start <= _MAX_BLANK
