@@ -65,8 +65,10 @@ def refused(result: Result, *named: str) -> None:
         lambda ids: "\n".join(map(str, ids)) + "\n",
         lambda ids: ", ".join(map(str, ids)),
         lambda ids: "\n" + ",".join(map(str, ids)) + ",\n",
+        # As some editors begin a file.
+        lambda ids: "\ufeff" + json.dumps(ids),
     ],
-    ids=["json", "spaces", "lines", "commas", "commas-and-lines"],
+    ids=["json", "spaces", "lines", "commas", "commas-and-lines", "byte-order-mark"],
 )
 def test_ids_in_any_spelling(file: File, spell: Callable[[list[int]], str]) -> None:
     other = [*IDS[:37], 7, 8, 9]

@@ -89,7 +89,7 @@ def _read(name: str) -> str:
         else:
             with open(name, "rb") as file:  # noqa: PTH123 - the name is shown as it was given
                 raw = file.read()
-        return raw.decode("utf-8")
+        return raw.decode("utf-8-sig")
     except OSError as error:
         fail(f"{name}: {error.strerror or error}")
     except UnicodeDecodeError as error:
