@@ -71,8 +71,8 @@ def serving(model: Path, folder: Path, *more: str) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def address(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     settings = connector_config(gate="unchecked", policy={"scope": "namespace"})
-    more = ("--skip-tokenizer-init", "--scheduler-cls", SCHEDULER)
-    more += ("--kv-transfer-config", json.dumps(settings))
+    more = ["--skip-tokenizer-init", "--scheduler-cls", SCHEDULER]
+    more += ["--kv-transfer-config", json.dumps(settings)]
     with serving(llama, tmp_path_factory.mktemp("server"), *more) as base:
         yield base
 
