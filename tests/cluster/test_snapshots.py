@@ -316,7 +316,39 @@ def test_no_answer_leaves_the_worker_gapped_and_following() -> None:
         fed.becomes(2)
 
 
-def test_source_that_is_nowhere_does_not_hold_up_the_events() -> None:
+def test_snapshot_that_is_older_than_replayed_batches_is_refused() -> None:
+    with Publisher() as publisher:
+        for number in range(60):
+            publisher.send(block(number), lost=True)
+        # Twice, so that the replay buffer begins after the first blocks.
+        for _ in range(30):
+            publisher.send(removed(5), lost=True)
+        old = [packed(CLEARED, *[block(number) for number in range(60)])]
+        publisher.spoil = lambda _: [publisher.header(number=3), *old]
+        with Sourced(publisher, replay=True) as fed:
+            until(lambda: fed.counts.get("snapshots_refused", 0) > 0, fed.__repr__)
+            assert "it ends with batch 3, and batch 89 has arrived" in fed.subscription.error
+            assert fed.subscription.state == "gapped"
+            assert fed.counts.get("snapshots", 0) == 0
+            with publisher.lock:
+                publisher.spoil = list
+            fed.becomes(10)
+
+
+def test_source_that_does_not_answer_is_counted() -> None:
+    """Without it neither a lost last batch nor a restart that a broker hides is seen."""
+    with (
+        Publisher() as publisher,
+        Sourced(publisher, snapshot="tcp://127.0.0.1:1", check_every=0.05) as fed,
+    ):
+        until(lambda: fed.counts.get("unanswered", 0) > 2, fed.__repr__)
+        assert fed.subscription.error == "tcp://127.0.0.1:1 does not answer"
+    with Publisher() as publisher, Sourced(publisher, check_every=5.0) as fed:
+        fed.becomes(0)
+        assert "unanswered" not in fed.counts
+
+
+def test_source_that_is_nowhere_does_not_hold_up_events_without_a_gap() -> None:
     with (
         Publisher() as publisher,
         Sourced(publisher, replay=True, snapshot="tcp://127.0.0.1:1", snapshot_timeout=0.1) as fed,

@@ -125,14 +125,14 @@ def subscribe(
     )
 
 
-class _Header(NamedTuple):
+class _SnapshotHeader(NamedTuple):
     """What comes with a snapshot: whose it is, and the last batch that counts."""
 
     incarnation: str
     number: int
 
     @classmethod
-    def read(cls, frames: list[bytes], *others: str) -> _Header:
+    def read(cls, frames: list[bytes], *others: str) -> _SnapshotHeader:
         """Read an answer of a header, and of `others`.
 
         Raises:
@@ -168,8 +168,8 @@ class Subscription:
         worker: The worker's number.
         counts: `batches` applied, `refused` that could not be read, `gaps` met, `replays` asked
             for, `replayed` batches, `missed` batches that no replay had, `resyncs`,
-            `snapshots_asked` for, `snapshots` applied, and `snapshots_refused`: answers that could
-            not be used.
+            `snapshots_asked` for, `snapshots` applied, `snapshots_refused`: answers that could not
+            be used, and `unanswered`: times that the source did not say whose it is.
         error: The last thing that went wrong, in words; empty if nothing has.
     """
 
@@ -209,8 +209,9 @@ class Subscription:
         self._state: SubscriptionState = "syncing"
         self._changed = threading.Condition()
         self._stop = threading.Event()
-        # The last batch that was applied, and the last that arrived by itself.
-        self._applied = self._arrived = -1
+        # The last batch that was applied, also by a snapshot; that arrived by itself; and that
+        # arrived or was replayed.
+        self._applied = self._arrived = self._own = -1
         self._is_gapped = False
         # Whether what the engine publishes now arrives.
         self._takes_effect = False
@@ -218,7 +219,7 @@ class Subscription:
         # The engine's life, and its last batch when it was asked before.
         self._incarnation: str | None = None
         self._had = -1
-        self._asks_at = float("inf")
+        self._asks_at = self._heard_by = float("inf")
         # When a snapshot may be asked for, when it last was, and the least time until the next.
         self._restores_at = 0.0
         self._restored_at = float("-inf")
@@ -390,11 +391,13 @@ class Subscription:
         return lost
 
     def _forget(self) -> None:
-        self._applied = self._arrived = -1
+        self._applied = self._arrived = self._own = -1
         self._is_gapped = self._takes_effect = False
         self._due = float("inf")
         self._incarnation, self._had = None, -1
         self._asks_at = time.monotonic() if self._check_every else float("inf")
+        # An answer comes at once, or after the next question.
+        self._heard_by = self._asks_at + 2 * self._check_every
         self._restores_at = 0.0
         self._become("syncing")
         self._index.clear_worker(self.worker, approximate=self._approximate)
@@ -425,6 +428,7 @@ class Subscription:
             self._forget()
         self._takes_effect = True
         self._arrived = number
+        self._own = max(self._own, number)
         if number > self._applied + 1:
             self.counts["gaps"] += 1
             if not self._fill(number):
@@ -445,6 +449,7 @@ class Subscription:
             self._is_gapped = True
             self._settle()
         self._applied = number
+        self._own = max(self._own, number)
         try:
             done = self._index.apply(self.worker, payload, approximate=self._approximate)
         except EventError as error:
@@ -513,10 +518,15 @@ class Subscription:
         if has_answer:
             frames = self._asker.recv_multipart()
             try:
-                self._hear(_Header.read(frames))
+                self._hear(_SnapshotHeader.read(frames))
             except ValueError as error:
                 self._refuse(error)
+            self._heard_by = time.monotonic() + 2 * self._check_every
         now = time.monotonic()
+        if now >= self._heard_by:
+            self.counts["unanswered"] += 1
+            self.error = f"{self._snapshot} does not answer"
+            self._heard_by = now + self._check_every
         if now >= self._asks_at:
             try:
                 self._asker.send_multipart([b"", b"state"], self._zmq.NOBLOCK)
@@ -524,7 +534,7 @@ class Subscription:
                 return
             self._asks_at = now + self._check_every
 
-    def _hear(self, header: _Header) -> None:
+    def _hear(self, header: _SnapshotHeader) -> None:
         if not self._is_same(header):
             # The connection is the same: what is published now arrives.
             self._takes_effect = True
@@ -543,7 +553,7 @@ class Subscription:
             self._is_gapped = True
             self._settle()
 
-    def _is_same(self, header: _Header) -> bool:
+    def _is_same(self, header: _SnapshotHeader) -> bool:
         """Whether the engine is the same; if not, nothing that is known counts."""
         if self._incarnation in {None, header.incarnation}:
             return True
@@ -592,11 +602,11 @@ class Subscription:
             dealer.close(0)
 
     def _put(self, frames: list[bytes]) -> None:
-        header, batch = _Header.read(frames, "batch"), frames[2]
+        header, batch = _SnapshotHeader.read(frames, "batch"), frames[2]
         if not self._is_same(header):
             self._takes_effect = True
-        if header.number < self._arrived:
-            msg = f"it ends with batch {header.number}, and batch {self._arrived} has arrived"
+        if header.number < self._own:
+            msg = f"it ends with batch {header.number}, and batch {self._own} has arrived"
             raise ValueError(msg)
         if not 0 <= batch.find(_CLEARS, 0, _BEFORE_EVENTS + len(_CLEARS)):
             msg = "its batch does not begin with AllBlocksCleared"
