@@ -14,9 +14,11 @@ import pytest
 import zmq
 from tests.vllm.prompts import ANSWER, QUESTION, REASONING, words
 from tests.vllm.traffic import Traffic
+from tests.vllm_scheduler import core as scheduler_core
 from tests.vllm_scheduler.test_events import UNCHECKED, enabled, finds, in_flight
 from tests.vllm_scheduler.test_traffic import SMALL, Run
 from tests.vllm_scheduler.worker import BLOCK
+from vllm import SamplingParams
 from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
@@ -257,7 +259,7 @@ def packed(events: list[Any]) -> bytes:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_snapshot_is_what_all_events_leave(seed: int) -> None:
-    model, held = Model(seed), _snapshots.Held(100_000)
+    model, held = Model(seed), _snapshots.StreamBlocks(100_000)
     one, other = (kvtrie.KvIndexer(BLOCK, b"the key of tests") for _ in range(2))
     ones, others = (index.add_worker("w", SHARED) for index in (one, other))
     policy, num_found, num_moved = kvtrie.ReusePolicy(), 0, 0
@@ -297,7 +299,7 @@ def test_a_snapshot_is_what_all_events_leave(seed: int) -> None:
 
 
 def test_holes_are_bounded_and_what_is_exact_stays_right() -> None:
-    model, held = Model(9), _snapshots.Held(20)
+    model, held = Model(9), _snapshots.StreamBlocks(20)
     one, other = (kvtrie.KvIndexer(BLOCK, b"the key of tests") for _ in range(2))
     ones, others = (index.add_worker("w", SHARED) for index in (one, other))
     num_forgotten = num_parked = 0
@@ -326,8 +328,50 @@ def test_holes_are_bounded_and_what_is_exact_stays_right() -> None:
     assert not held._children
 
 
+def test_a_request_that_asks_for_reports_of_reuse_changes_nothing(
+    core: Callable[..., Core], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client may ask: a router was sure of blocks that had left, and the record only grew."""
+    vllm = core(connector=giving(tmp_path, mode="exact"), shadow=False, **addresses(tmp_path))
+    params = SamplingParams
+
+    def reporting(**given: Any) -> Any:
+        more = {"kv_cache_report_mode": "full"}
+        return params(**{**given, "extra_args": {**(given.get("extra_args") or {}), **more}})
+
+    monkeypatch.setattr(scheduler_core, "SamplingParams", reporting)
+    for number in range(40):
+        for _ in range(3):
+            vllm.ask(words(200, 50 + number))
+    published(vllm)
+    held = source_of(vllm)._held
+    assert sum(held.copies.values()) == sum(pool_copies(vllm).values())
+    late = Late(tmp_path)
+    try:
+        late.follows(vllm)
+        for number in range(40):
+            prompt = words(200, 50 + number)
+            assert late.claims(prompt) == finds(vllm, prompt)
+    finally:
+        late.subscription.close()
+
+
+def test_a_source_that_holds_more_than_the_pool_ends(
+    core: Callable[..., Core], tmp_path: Path
+) -> None:
+    vllm = core(connector=giving(tmp_path, mode="exact"), shadow=False, **addresses(tmp_path))
+    model, source = Model(1), source_of(vllm)
+    model.known = [(None, None, None)]
+    source._batches.append([model.stored([0])] * (vllm.pool.num_gpu_blocks + 1))
+    source._thread.join(30)
+    assert not source._thread.is_alive()
+    vllm.ask(words(200, 1))
+    vllm.ask(words(200, 1))
+    assert vllm.counts["errors"] == 1
+
+
 def test_reports_of_reuse_do_not_make_a_snapshot_large() -> None:
-    model, held = Model(1), _snapshots.Held(100)
+    model, held = Model(1), _snapshots.StreamBlocks(100)
     model.known = [(None, None, None)]
     held.apply([model.stored([0])])
     small = len(held.encoded(0))
@@ -337,7 +381,7 @@ def test_reports_of_reuse_do_not_make_a_snapshot_large() -> None:
 
 
 def test_blocks_whose_hash_covers_later_tokens_are_left_out() -> None:
-    model, held = Model(1), _snapshots.Held(100)
+    model, held = Model(1), _snapshots.StreamBlocks(100)
     model.known = [(None, None, None)]
     event = model.stored([0])
     if not hasattr(event, "lookahead_token_ids"):

@@ -1,7 +1,7 @@
 """The source of snapshots: what all published events together say, for subscribers that lack some.
 
-vLLM's pool has hashes without tokens, and vLLM numbers its batches in another thread. So a
-snapshot is not read off the pool. `Held` applies the very batches that vLLM publishes, in their
+vLLM's pool has hashes without tokens, and vLLM numbers its batches in another thread. So a snapshot
+is not read off the pool. `StreamBlocks` applies the very batches that vLLM publishes, in their
 order, and the number of a batch is how many came before it: it is what a subscriber that missed
 nothing holds after that batch, whenever and in whichever thread it is read.
 
@@ -64,13 +64,12 @@ _Block = tuple[Any, bytes, tuple[Any, ...] | None, _Kind]
 """Hash of the parent, token ids, extra keys, and what the event had once."""
 
 
-class Held:
+class StreamBlocks:
     """The blocks that a stream of events leaves, as a subscriber has them.
 
     A removed block stays for those that continue it: a hole. There are at most ``most``;
     beyond, all are forgotten, and blocks after them have unknown parents until these come again.
-    A snapshot has at most ``most`` holes, and repeats blocks at most ``most`` times: more copies
-    than the pool has blocks are there only where a request asked for reports of reuse.
+    A snapshot has at most ``most`` holes, and repeats blocks at most ``most`` times.
     """
 
     def __init__(self, most: int) -> None:
@@ -212,7 +211,7 @@ class Snapshots:
     """Answers who asks for a snapshot, in a thread of its own.
 
     A request is ``[b"", b"state"]`` or ``[b"", b"snapshot"]``, an answer ``[b"", header]``, for the
-    second with the batch of `Held.encoded` after it. ``header`` is JSON: ``version``,
+    second with the batch of `StreamBlocks.encoded` after it. ``header`` is JSON: ``version``,
     ``incarnation``, which is random and one engine's from start to end, and ``number``, that of the
     last batch that counts, -1 if there was none.
 
@@ -232,7 +231,7 @@ class Snapshots:
         self._rank = rank
         self._pool = pool
         self._errors = counts
-        self._held = Held(pool.num_gpu_blocks)
+        self._held = StreamBlocks(pool.num_gpu_blocks)
         self._number = -1
         # What vLLM takes next, and what it took and the thread has not applied.
         self._next: list[Any] | None = None
@@ -305,17 +304,21 @@ class Snapshots:
         while self._batches:
             self._held.apply(self._batches.popleft())
             self._number += 1
+        if sum(self._held.copies.values()) > self._pool.num_gpu_blocks:
+            msg = "vLLM published more blocks than its pool has"
+            raise RuntimeError(msg)
+        header = self._header() if asked else b""
         for frames in asked:
-            self._take(frames)
+            self._take(frames, header)
         if self._waiting and time.monotonic() >= self._rests_until:
             self._answer()
         if asked:
             self._stop.wait(_BETWEEN)
 
-    def _take(self, frames: list[bytes]) -> None:
+    def _take(self, frames: list[bytes], header: bytes) -> None:
         if frames[1:] == [b"", b"state"]:
             self.counts["states"] += 1
-            self._router.send_multipart([frames[0], b"", self._header()])
+            self._router.send_multipart([frames[0], b"", header])
         elif frames[1:] != [b"", b"snapshot"] or len(self._waiting) >= _MOST_WAITING:
             self.counts["refused"] += 1
         else:

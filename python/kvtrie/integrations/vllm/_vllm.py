@@ -129,7 +129,7 @@ FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
         *("num_in_flight_tokens", "num_output_placeholders", "num_preemptions"),
         *("num_stale_output_tokens", "drop_stale_output", "prefill_stats", "sampling_params"),
         *("block_hashes", "skip_reading_prefix_cache", "kv_transfer_params"),
-        *("session_id", "kv_hints", "arrival_time"),
+        *("session_id", "kv_hints", "arrival_time", "kv_cache_report_mode"),
     ),
     "RequestStatus": ("RUNNING", "FINISHED_STOPPED"),
     "SchedulerOutput": (

@@ -177,6 +177,10 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
 
     def on_new_request(self, request: Request) -> None:
         """Register a request."""
+        if self._snapshots is not None:
+            # Events of reuse, which a client may ask for, are taken back by none: an index would
+            # count blocks that are not there any more.
+            request.kv_cache_report_mode = "incremental"
         try:
             self.planner.arrive(request)
         except SettingsError as error:
