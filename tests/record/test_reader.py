@@ -132,6 +132,7 @@ CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"blocks": "AAAA"}, "blocks must be 8 bytes for each whole block, not '3 bytes'"),
     ({"blocks": "*"}, "blocks must be base64, not '*'"),
     ({"gaps": "AAAA"}, "windows must be 8 bytes for each of gaps"),
+    ({"gaps": "", "windows": ""}, "windows must be at least 3 in 68 tokens, not 0"),
     ({"gaps": "/w==", "windows": "AAAAAAAAAAA="}, "gaps must be inside 68 tokens, not 255"),
     ({"spans": 3}, "spans must be an array, not 3"),
     ({"spans": [[0, 1]]}, r"spans must be arrays of a start, an end and a name, not \[0, 1\]"),
@@ -205,6 +206,15 @@ def test_files_that_differ(log: Path) -> None:
     lines = log.with_name("log.1").read_bytes().replace(b" ", b"")
     log.with_name("log.1").write_bytes(lines.replace(b'"block_size":16', b'"block_size":32'))
     with pytest.raises(LogError, match="line 1: block_size is 16, and of the log's first file 32"):
+        Log(log)
+
+
+def test_files_whose_windows_differ(log: Path) -> None:
+    """Both have numbers of their own: a replay ended in a traceback."""
+    log.with_name("log.1").write_bytes(log.read_bytes())
+    lines = log.with_name("log.1").read_bytes().replace(b" ", b"")
+    log.with_name("log.1").write_bytes(lines.replace(b'"window":17', b'"window":16'))
+    with pytest.raises(LogError, match="line 1: window is 17, and of the log's first file 16"):
         Log(log)
 
 

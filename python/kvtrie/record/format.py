@@ -331,6 +331,10 @@ def read_request(row: Mapping[str, Any], header: Header) -> Recorded:
     starts = np.cumsum(np.frombuffer(gaps, np.uint8), dtype=np.int64)
     if len(starts) and starts[-1] + header.window > num_tokens:
         _wrong("gaps", int(starts[-1]), f"inside {num_tokens} tokens")
+    # As many as any prompt of this length has, so that a short line cannot name many tokens.
+    least = max(0, num_tokens - header.window + 1) // (header.min_run - header.window + 1)
+    if tokens is None and len(gaps) < least:
+        _wrong("windows", len(gaps), f"at least {least} in {num_tokens} tokens")
     ended = _text(row, "ended")
     if ended not in ENDS:
         _wrong("ended", ended, f"one of {', '.join(ENDS)}")

@@ -68,7 +68,7 @@ class Log:
         self.headers: list[Header] = [header for _, header in found if header is not None]
         for file, header in found:
             first = self.headers[0] if self.headers else header
-            for name in ("content", "block_size", "min_run"):
+            for name in ("content", "block_size", "min_run", "window"):
                 if header is None or getattr(header, name) == getattr(first, name):
                     continue
                 why = f"{name} is {getattr(header, name)!r}, and of the log's first file "

@@ -137,7 +137,7 @@ class _Numbers:
         size, window = self._block_size, self._window
         if self._next + one.num_tokens > _MOST_NUMBERS:
             raise source.error(None, f"the log has more than {_MOST_NUMBERS:,} different tokens")
-        made = np.arange(self._next, self._next + one.num_tokens).astype(np.uint32)
+        made = np.arange(self._next, self._next + one.num_tokens, dtype=np.uint32)
         self._next += one.num_tokens
         starts, windows = one.starts.tolist(), one.windows.tolist()
         for start, name in zip(starts, windows, strict=True):
