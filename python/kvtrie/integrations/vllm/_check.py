@@ -213,7 +213,7 @@ def _check_snapshot(settings: Settings, given: str | None) -> None:
 def _mapping(text: str, where: str, known: Sequence[str]) -> Mapping[str, Any]:
     try:
         found = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         _refuse(f"{where} is no JSON: {error}")
     if not isinstance(found, dict):
         _refuse(f"{where} must be a mapping, not {found!r}")

@@ -180,7 +180,7 @@ def _config(directory: Path) -> dict[str, Any]:
         found = json.loads(path.read_bytes())
     except OSError as error:
         _unreadable(f"{path}: {error.strerror or error}")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         _unreadable(f"{path} is no JSON: {error}")
     if not isinstance(found, dict):
         _unreadable(f"{path} must be a mapping, not {type(found).__name__}")
