@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from tests.vllm.kept import Kept
 
 in_flight = pytest.mark.parametrize("in_flight", [False, True], ids=["sync", "async"])
-# float32, in batches of other shapes.
-ROUNDING = 1e-5
+# float32, in batches of other shapes: up to 1.3e-5 on one processor. A wrong row is off by tenths.
+ROUNDING = 1e-4
 
 
 def edited(pieces: list[int], run: int = 40) -> tuple[list[int], list[int]]:
