@@ -18,7 +18,7 @@ import kvtrie
 from kvtrie.calibrate import shipped
 from kvtrie.cli.app import app
 from kvtrie.integrations._asked import SettingsError
-from kvtrie.integrations.vllm import _check
+from kvtrie.integrations.vllm import _check, _template
 from kvtrie.models.fingerprint import checkpoint_digest, directory_template_id
 
 if TYPE_CHECKING:
@@ -190,10 +190,22 @@ def test_snapshots_need_events_and_an_endpoint_of_their_own() -> None:
     code, _, err = run("--kv-events-config", json.dumps(theirs), **taken)
     assert code == 2
     assert "snapshot: endpoint 'tcp://*:7000' is another one's too" in err
+    # Where vLLM publishes without another endpoint.
+    code, _, err = run(
+        "--kv-events-config", json.dumps(theirs), **extra(snapshot={"endpoint": "tcp://*:5557"})
+    )
+    assert code == 2
+    assert "snapshot: endpoint 'tcp://*:5557' is another one's too" in err
     theirs["replay_endpoint"] = "tcp://127.0.0.1:5559"  # type: ignore[assignment]
     code, _, err = run("--kv-events-config", json.dumps(theirs), **ours)
     assert code == 2
     assert "snapshot: endpoint 'tcp://127.0.0.1:5559' is another one's too" in err
+
+
+def test_a_template_that_is_nested_too_deeply_names_nothing() -> None:
+    """With `template_arguments` it ended in a traceback."""
+    assert _template.names_in("{{ preserve }}") == frozenset({"preserve"})
+    assert _template.names_in("{{ " + "(" * 50_000 + "1" + ")" * 50_000 + " }}") is None
 
 
 def test_the_vllm_that_is_installed(version: dict[str, str]) -> None:

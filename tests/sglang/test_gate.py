@@ -130,6 +130,7 @@ def test_a_gate_of_another_model_is_refused(
     ("text", "why"),
     [
         ("{", "KVTRIE_SGLANG: not JSON: "),
+        ('{"a":' * 20_000, "KVTRIE_SGLANG: not JSON: "),
         ("/nowhere.json", "KVTRIE_SGLANG: /nowhere.json: No such file or directory"),
         ("{}", None),
         ('{"gates": 1}', "unknown key 'gates'; did you mean 'gate'?"),

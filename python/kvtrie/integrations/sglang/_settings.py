@@ -68,7 +68,7 @@ class SGLangSettings:
                 raise SettingsError(msg) from error
         try:
             given = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             msg = f"{VARIABLE}: not JSON: {error}"
             raise SettingsError(msg) from error
         if not isinstance(given, dict):

@@ -148,9 +148,7 @@ def _check_multi(
         children,
         scheduler=scheduler,
         publishes=bool(theirs.get("enable_kv_cache_events")),
-        moves=mine.get("gate") is not None and not mine.get("shadow"),
-        is_exact=mine.get("mode") == "exact",
-        snapshots=mine.get("snapshot") is not None,
+        **_others.said_of(mine),
     )
     checked: list[Mapping[str, Any]] = children or []
     for one in (found, *checked):
@@ -186,7 +184,7 @@ def _check_events(settings: Settings, given: str | None) -> None:
             "events needs vLLM's own: --kv-events-config "
             """'{"enable_kv_cache_events": true}', or remove the setting"""
         )
-    used = [theirs.get("endpoint", "tcp://*:5557"), theirs.get("replay_endpoint")]
+    used = _endpoints(theirs)
     for name in ("endpoint", "replay_endpoint"):
         value = settings.events.get(name)
         if value is not None and value in used:
@@ -204,10 +202,15 @@ def _check_snapshot(settings: Settings, given: str | None) -> None:
             """'{"enable_kv_cache_events": true, "publisher": "zmq"}', or remove the setting"""
         )
     ours = {} if settings.shadow else settings.events or {}
-    used = [one.get(name) for one in (theirs, ours) for name in ("endpoint", "replay_endpoint")]
+    used = [*_endpoints(theirs), ours.get("endpoint"), ours.get("replay_endpoint")]
     endpoint = settings.snapshot.get("endpoint", SNAPSHOTS)
     if endpoint in used:
         _refuse(f"snapshot: endpoint {endpoint!r} is another one's too: choose another")
+
+
+def _endpoints(theirs: Mapping[str, Any]) -> list[str | None]:
+    """Where vLLM publishes, and where it replays."""
+    return [theirs.get("endpoint", "tcp://*:5557"), theirs.get("replay_endpoint")]
 
 
 def _mapping(text: str, where: str, known: Sequence[str]) -> Mapping[str, Any]:

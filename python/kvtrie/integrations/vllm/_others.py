@@ -113,10 +113,17 @@ def check_command() -> None:
         children,
         scheduler=_command.option(_command.SCHEDULER),
         publishes=_command.publishes(),
-        moves=mine.get("gate") is not None and not mine.get("shadow"),
-        is_exact=mine.get("mode") == "exact",
-        snapshots=mine.get("snapshot") is not None,
+        **said_of(mine),
     )
+
+
+def said_of(mine: Mapping[str, Any]) -> dict[str, bool]:
+    """What `check_names` asks of kvtrie's settings, before they are read."""
+    return {
+        "moves": mine.get("gate") is not None and not mine.get("shadow"),
+        "is_exact": mine.get("mode") == "exact",
+        "snapshots": mine.get("snapshot") is not None,
+    }
 
 
 def settings_among(children: object) -> Mapping[str, Any]:

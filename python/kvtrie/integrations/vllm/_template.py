@@ -68,6 +68,6 @@ def names_in(template: object) -> frozenset[str] | None:
     for text in texts:
         try:
             found |= meta.find_undeclared_variables(parser.parse(str(text)))
-        except TemplateError:
+        except (TemplateError, RecursionError):
             return None
     return frozenset(found)
