@@ -219,10 +219,10 @@ def test_exact_mode_next_to_a_storing_connector(
     run.go(150)
     report(run)
     right, wrong, other = run.stored()
-    # Other keys are of the prompts with a salt.
     assert wrong == 0
     assert right > 20
-    assert other >= 0
+    # Keys of the prompts with a salt.
+    assert other > 0
     assert vllm.counts["errors"] == vllm.counts["tokens_moved"] == 0
     assert vllm.counts["tokens_exact"] > 0
     assert vllm.worker.num_loaded > 0
