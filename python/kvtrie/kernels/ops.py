@@ -89,10 +89,8 @@ def _codes_on_cpu(
     reference.requantize_rows(tensors, saturated, slots, cos, sin, at, of_k)
 
 
-def _on_nothing(
-    tensors: Sequence[Tensor], slots: Tensor, cos: Tensor, sin: Tensor, geometry: Sequence[int]
-) -> None:
-    """The op on tensors without data: it returns nothing, and its mutations are declared."""
+def _on_nothing(*_: object) -> None:
+    """An op on tensors without data: it returns nothing, and its mutations are declared."""
 
 
 def _codes_on_cuda(
@@ -111,21 +109,9 @@ def _codes_on_cuda(
     fused.requantize_rows(tensors, saturated, slots, cos, sin, at, of_k)
 
 
-def _codes_on_nothing(
-    tensors: Sequence[Tensor],
-    saturated: Tensor,
-    slots: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    geometry: Sequence[int],
-    form: Sequence[int],
-) -> None:
-    """As ``_on_nothing``."""
-
-
 _LIBRARY.impl("move_rows", _on_cpu, "CPU")
 _LIBRARY.impl("move_rows", _on_cuda, "CUDA")
 torch.library.register_fake("kvtrie::move_rows", _on_nothing, lib=_LIBRARY)
 _LIBRARY.impl("requantize_rows", _codes_on_cpu, "CPU")
 _LIBRARY.impl("requantize_rows", _codes_on_cuda, "CUDA")
-torch.library.register_fake("kvtrie::requantize_rows", _codes_on_nothing, lib=_LIBRARY)
+torch.library.register_fake("kvtrie::requantize_rows", _on_nothing, lib=_LIBRARY)

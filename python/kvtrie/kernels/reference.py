@@ -105,21 +105,15 @@ def move_rows(
     device = tensors[0].device
     sources, dests, angle_rows = slots.to(device=device, dtype=torch.int64).unbind()
     rotated = (angle_rows >= 0).nonzero().flatten()
-    angles: dict[int, tuple[Tensor, Tensor]] = {}
+    angles = _Angles(cos, sin, angle_rows[rotated])
     for view, window in zip(views(tensors, at.k, shape), geometry.windows, strict=True):
         rows = gather_rows(view, sources)
         if window is not None and len(rotated):
-            if window.table not in angles:
-                of_rows = [
-                    table[window.table, :, : window.num_pairs].to(device)[angle_rows[rotated]]
-                    for table in (cos, sin)
-                ]
-                angles[window.table] = (of_rows[0].unsqueeze(1), of_rows[1].unsqueeze(1))
             if len(rotated) == len(rows):
-                _rotate(rows, *angles[window.table], window)
+                _rotate(rows, *angles.of(window), window)
             else:
                 some = rows[rotated]
-                _rotate(some, *angles[window.table], window)
+                _rotate(some, *angles.of(window), window)
                 rows[rotated] = some
         scatter_rows(view, dests, rows)
     if at.v is not None:
@@ -162,18 +156,13 @@ def requantize_rows(
     device = tensors[0].device
     sources, dests, angle_rows = slots.to(device=device, dtype=torch.int64).unbind()
     rotated = (angle_rows >= 0).nonzero().flatten()
+    angles = _Angles(cos, sin, angle_rows[rotated])
     sides = [views(tensors, side, shape) for side in (at.k, at.v) if side is not None]
     for layer, window in enumerate(geometry.windows):
         rows = [gather_rows(side[layer], sources) for side in sides]
         if window is not None and len(rotated):
-            of_rows = [
-                table[window.table, :, : window.num_pairs].to(device)[angle_rows[rotated]]
-                for table in (cos, sin)
-            ]
             some = [side[rotated] for side in rows]
-            saturated += _requantize(
-                some, of_rows[0].unsqueeze(1), of_rows[1].unsqueeze(1), window, form
-            )
+            saturated += _requantize(some, *angles.of(window), window, form)
             for side, new in zip(rows, some, strict=True):
                 side[rotated] = new
         for view, side in zip((side[layer] for side in sides), rows, strict=True):
@@ -216,6 +205,24 @@ def _channels(window: Window, pairs: Tensor, num_channels: int) -> Tensor:
     )
     found[..., window.start : window.start + 2 * window.num_pairs] = inside
     return found
+
+
+class _Angles:
+    """Cosines and sines of rotated tokens, ``[tokens, 1, pairs]``, gathered once per table."""
+
+    def __init__(self, cos: Tensor, sin: Tensor, rows: Tensor) -> None:
+        self._tables = cos, sin
+        self._rows = rows
+        self._known: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def of(self, window: Window) -> tuple[Tensor, Tensor]:
+        if window.table not in self._known:
+            cos, sin = (
+                table[window.table, :, : window.num_pairs].to(self._rows.device)[self._rows]
+                for table in self._tables
+            )
+            self._known[window.table] = (cos.unsqueeze(1), sin.unsqueeze(1))
+        return self._known[window.table]
 
 
 def _rotate(rows: Tensor, cos: Tensor, sin: Tensor, window: Window) -> None:
