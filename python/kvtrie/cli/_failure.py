@@ -1,4 +1,4 @@
-"""Ends a command with one sentence on stderr and an exit code."""
+"""What a command says: one sentence and an exit code, and nothing that a terminal obeys."""
 
 from __future__ import annotations
 

@@ -224,8 +224,7 @@ def _savings(rows: Sequence[Row], kept: Sequence[Saving]) -> tuple[Saving, ...]:
     for chat, (other, change) in _INSTEAD.items():
         if chat in default and other in default:
             found.append(_saving(chat, change, default[chat], default[other]))
-    least = _LEAST_SAVING
-    return tuple(one for one in found if one.before - one.after >= least * one.before > 0)
+    return tuple(one for one in found if one.before - one.after >= _LEAST_SAVING * one.before > 0)
 
 
 def _kept(

@@ -176,10 +176,8 @@ def _family(fields: ConfigFields, interleaved: bool | None) -> Family | None:
 
 def _refuse_quantized_k(fields: ConfigFields) -> None:
     """Refuse K that no quantised pool can hold; how it is stored does not change its rotation."""
-    named = {"kv_cache_dtype": fields.get("kv_cache_dtype")}
-    for name, value in quantized_fields(
-        {**named, "quantization_config": fields.get("quantization_config")}
-    ):
+    named = {name: fields.get(name) for name in ("kv_cache_dtype", "quantization_config")}
+    for name, value in quantized_fields(named):
         _refuse_kv_type(fields, name, value)
 
 

@@ -358,7 +358,7 @@ class KVPool:
             writer is ordered after it: on one stream, at once.
 
         Raises:
-            TypeError: ``moves`` is not such an array.
+            TypeError: ``moves`` is not such an array, or ``hops`` is not an int.
             ValueError: A slot is outside the pool, a move is empty, a delta is 2**31 or more
                 (beyond 2**27 where K rotates), a destination occurs twice, a slot is both source
                 and destination, or ``hops`` is needed and is not given or is below 1.

@@ -114,7 +114,7 @@ class PromptSplicer:
         """
         best: tuple[int, list[npt.NDArray[np.uint32]]] | None = None
         pieces = self._split(text)
-        plain = None
+        encoded = plain = None
         if not self._is_separable:
             encoded = self.encode(text)
             plain = self._split_ids(encoded)
@@ -125,11 +125,12 @@ class PromptSplicer:
             if found[0] and (best is None or found[0] > best[0]):
                 best = found
         if best is None:
-            return SplicedPrompt(ids=self.encode(text), outcome="plain", num_kept=0)
+            ids = self.encode(text) if encoded is None else encoded
+            return SplicedPrompt(ids=ids, outcome="plain", num_kept=0)
         num_kept, parts = best
         ids = np.concatenate(parts)
         if self.decode(ids) != text:
-            encoded = self.encode(text)
+            encoded = self.encode(text) if encoded is None else encoded
             # Some tokenizers do not decode to the text that they encode.
             if self.decode(ids) != self.decode(encoded):
                 return SplicedPrompt(ids=encoded, outcome="refused", num_kept=0)
