@@ -10,11 +10,19 @@
     reason = "a program that prints figures"
 )]
 
+use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Instant;
 
+use kvtrie_benches::Random;
 use kvtrie_cluster::{FindOptions, IndexerConfig, KvIndexer, Stream, WorkerId};
 use kvtrie_core::{Namespace, Salt, TokenSequence};
+use rmp::encode::{
+    ByteBuf, ValueWriteError, write_array_len, write_f64, write_map_len, write_nil, write_str,
+    write_uint,
+};
+
+type Failure = Box<dyn std::error::Error>;
 
 const SIZE: usize = 16;
 const BLOCKS: usize = 1_000;
@@ -23,70 +31,54 @@ const ENTRIES: usize = 1_000_000;
 const PER_EVENT: usize = 8;
 const ASKED: usize = 400;
 
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut word = self.0;
-        word = (word ^ word >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        word = (word ^ word >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-        word ^ word >> 31
-    }
-
-    /// A token id of a vocabulary of 150,000.
-    fn token(&mut self) -> u32 {
-        u32::try_from(self.next() % 150_000).unwrap_or_default()
-    }
+/// A token id of a vocabulary of 150,000.
+fn token(random: &mut Random) -> u32 {
+    u32::try_from(random.below(150_000)).unwrap_or_default()
 }
 
-fn text(out: &mut Vec<u8>, text: &str) {
-    out.push(0xa0 | u8::try_from(text.len()).unwrap_or_default());
-    out.extend_from_slice(text.as_bytes());
+fn nil(into: &mut ByteBuf) -> Result<(), ValueWriteError<Infallible>> {
+    write_nil(into).map_err(ValueWriteError::InvalidMarkerWrite)
 }
 
-fn array(out: &mut Vec<u8>, len: usize) {
-    out.push(0xdc);
-    out.extend_from_slice(&u16::try_from(len).unwrap_or_default().to_be_bytes());
-}
-
-fn number(out: &mut Vec<u8>, number: u64) {
-    out.push(0xcf);
-    out.extend_from_slice(&number.to_be_bytes());
-}
-
-/// One batch of one event, as vLLM writes it.
-fn message(hashes: &[u64], parent: Option<u64>, tokens: &[u32]) -> Vec<u8> {
-    let mut out = vec![0x93, 0xcb, 0, 0, 0, 0, 0, 0, 0, 0, 0x91, 0x88];
+/// One batch of one event, as vLLM writes it: each number in its shortest form.
+fn message(
+    hashes: &[u64],
+    parent: Option<u64>,
+    tokens: &[u32],
+) -> Result<Vec<u8>, ValueWriteError<Infallible>> {
+    let mut out = ByteBuf::new();
     let into = &mut out;
-    text(into, "type");
-    text(into, "BlockStored");
-    text(into, "block_hashes");
-    array(into, hashes.len());
+    write_array_len(into, 3)?;
+    write_f64(into, 0.0)?;
+    write_array_len(into, 1)?;
+    write_map_len(into, 8)?;
+    write_str(into, "type")?;
+    write_str(into, "BlockStored")?;
+    write_str(into, "block_hashes")?;
+    write_array_len(into, hashes.len() as u32)?;
     for &hash in hashes {
-        number(into, hash);
+        write_uint(into, hash)?;
     }
-    text(into, "parent_block_hash");
+    write_str(into, "parent_block_hash")?;
     match parent {
-        Some(parent) => number(into, parent),
-        None => into.push(0xc0),
+        Some(parent) => drop(write_uint(into, parent)?),
+        None => nil(into)?,
     }
-    text(into, "token_ids");
-    array(into, tokens.len());
-    for token in tokens {
-        into.push(0xce);
-        into.extend_from_slice(&token.to_be_bytes());
+    write_str(into, "token_ids")?;
+    write_array_len(into, tokens.len() as u32)?;
+    for &token in tokens {
+        write_uint(into, token.into())?;
     }
-    text(into, "block_size");
-    into.push(16);
-    text(into, "lora_id");
-    into.push(0xc0);
-    text(into, "medium");
-    text(into, "GPU");
-    text(into, "lora_name");
-    into.push(0xc0);
-    into.push(0);
-    out
+    write_str(into, "block_size")?;
+    write_uint(into, SIZE as u64)?;
+    write_str(into, "lora_id")?;
+    nil(into)?;
+    write_str(into, "medium")?;
+    write_str(into, "GPU")?;
+    write_str(into, "lora_name")?;
+    nil(into)?;
+    write_uint(into, 0)?;
+    Ok(out.into_vec())
 }
 
 /// Hashes as those of vLLM: equal for equal prefixes.
@@ -94,7 +86,7 @@ fn hashes(tokens: &[u32]) -> Vec<u64> {
     let mut last = 0;
     let hash = |block: &[u32]| {
         last = block.iter().fold(last, |sum: u64, &token| {
-            Random(sum ^ u64::from(token)).next()
+            Random::new(sum ^ u64::from(token)).next_u64()
         });
         last
     };
@@ -106,15 +98,15 @@ fn median(times: &mut [f64]) -> f64 {
     times[times.len() / 2]
 }
 
-fn measure(num_workers: usize, moved_runs: bool) -> Result<(), Box<dyn std::error::Error>> {
-    let mut random = Random(5);
+fn measure(num_workers: usize, moved_runs: bool) -> Result<(), Failure> {
+    let mut random = Random::new(5);
     let space = Arc::new(Namespace::new("m", "auto", "default", None, Salt::Shared)?);
     let config = IndexerConfig {
         moved_runs,
         ..IndexerConfig::new(SIZE)
     };
     let mut index = KvIndexer::new(config, &[7; 32])?;
-    let shared: Vec<u32> = (0..SHARED * SIZE).map(|_| random.token()).collect();
+    let shared: Vec<u32> = (0..SHARED * SIZE).map(|_| token(&mut random)).collect();
     let workers: Vec<WorkerId> = (0..num_workers)
         .map(|_| index.add_worker(Arc::clone(&space)))
         .collect::<Result<_, _>>()?;
@@ -124,7 +116,7 @@ fn measure(num_workers: usize, moved_runs: bool) -> Result<(), Box<dyn std::erro
     for _ in 0..per_worker {
         for &worker in &workers {
             let mut tokens = shared.clone();
-            tokens.extend((SHARED * SIZE..BLOCKS * SIZE).map(|_| random.token()));
+            tokens.extend((SHARED * SIZE..BLOCKS * SIZE).map(|_| token(&mut random)));
             let hashes = hashes(&tokens);
             let first = if prompts.len() < num_workers {
                 0
@@ -142,7 +134,8 @@ fn measure(num_workers: usize, moved_runs: bool) -> Result<(), Box<dyn std::erro
                 messages.push((
                     worker,
                     end - at,
-                    message(&hashes[at..end], parent, &tokens[at * SIZE..end * SIZE]),
+                    message(&hashes[at..end], parent, &tokens[at * SIZE..end * SIZE])
+                        .map_err(|error| error.to_string())?,
                 ));
                 at = end;
             }
@@ -165,7 +158,7 @@ fn measure(num_workers: usize, moved_runs: bool) -> Result<(), Box<dyn std::erro
     let [mut ready, mut computed, mut moved] = [const { Vec::new() }; 3];
     for at in 0..ASKED {
         let mut tokens = prompts[at * 7_919 % prompts.len()].clone();
-        tokens.truncate(tokens.len() - random.next() as usize % 4_000);
+        tokens.truncate(tokens.len() - random.below(4_000) as usize);
         tokens.resize(BLOCKS * SIZE, 1);
         let seq = TokenSequence::new(Arc::clone(&space), tokens, Vec::new())?;
         let began = Instant::now();
@@ -202,7 +195,7 @@ fn measure(num_workers: usize, moved_runs: bool) -> Result<(), Box<dyn std::erro
     Ok(())
 }
 
-fn main() -> Result<(), Box<dyn std::error::Error>> {
+fn main() -> Result<(), Failure> {
     for num_workers in [8, 256] {
         for moved_runs in [false, true] {
             measure(num_workers, moved_runs)?;
