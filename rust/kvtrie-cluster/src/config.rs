@@ -5,19 +5,20 @@ use kvtrie_core::{Error, ErrorKind, Result};
 /// The size of blocks and the bounds of an index.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct IndexerConfig {
-    /// Tokens per block, equal for all workers.
+    /// Tokens per block, equal for all workers: 1 to [`MAX_BLOCK_SIZE`](Self::MAX_BLOCK_SIZE).
     pub block_size: usize,
     /// Whether moved runs are found. Each block takes about 16 bytes more then.
     pub moved_runs: bool,
-    /// Tokens of the shortest moved run that counts. It is rounded up to whole blocks.
+    /// Tokens of the shortest moved run that counts. It is rounded up to whole blocks; 1 to 2³⁰.
     pub min_run: usize,
-    /// The most live workers.
+    /// The most live workers: 1 to [`MAX_WORKERS`](Self::MAX_WORKERS).
     pub max_workers: usize,
-    /// The most blocks that one worker may add to the index, and the most that it may hold.
+    /// The most blocks that one worker may add to the index, and the most that it may hold: 1 to
+    /// [`MAX_BLOCKS`](Self::MAX_BLOCKS).
     pub max_blocks: usize,
-    /// The most blocks of one worker whose parent is not known.
+    /// The most blocks of one worker whose parent is not known: up to 2²⁰.
     pub max_parked: usize,
-    /// The largest batch of events, in bytes.
+    /// The largest batch of events, in bytes: 1 to 2³⁰.
     pub max_batch_bytes: usize,
 }
 

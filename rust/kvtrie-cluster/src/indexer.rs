@@ -79,7 +79,7 @@ pub struct IndexerStats {
     pub entries: u64,
     /// Lives of workers that ended and whose memory is not given back yet.
     pub dead: u64,
-    /// Bytes of memory that the index holds.
+    /// Bytes of memory for blocks, hashes and fingerprints; some per worker besides are not counted.
     pub bytes: u64,
 }
 
@@ -721,7 +721,7 @@ impl KvIndexer {
         }
     }
 
-    /// Checks every invariant.
+    /// Checks the invariants of trees, hashes, holdings and fingerprints.
     ///
     /// # Errors
     /// [`BrokenInvariant`](kvtrie_core::ErrorKind::BrokenInvariant) says which one is broken.

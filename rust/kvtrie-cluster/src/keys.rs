@@ -234,7 +234,7 @@ impl Keys {
     }
 }
 
-/// The fingerprint in a namespace.
+/// The sum modulo the prime.
 pub(crate) fn plus(a: u64, b: u64) -> u64 {
     let sum = a + b;
     if sum >= PRIME { sum - PRIME } else { sum }

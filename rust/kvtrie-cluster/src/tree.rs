@@ -114,7 +114,6 @@ impl Edge {
 }
 
 fn find(parts: &[Part], key: u32) -> Result<usize, usize> {
-    // Few parts are searched faster from the front, and most edges have few.
     parts.binary_search_by_key(&key, |part| part.key)
 }
 

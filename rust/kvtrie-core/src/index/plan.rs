@@ -393,7 +393,8 @@ impl RadixIndex {
         if self.groups.is_empty() {
             return self.draft_after(end, seq, path, (policy, asked), options, effort);
         }
-        self.draft_with_groups(end, seq, path, (policy, asked), options, effort)
+        // No plan from a path: such a call refuses an index with groups.
+        self.draft_with_groups(end, seq, (policy, asked), options, effort)
     }
 
     /// Drafts a plan of an index with further groups, given the end of group 0's match: one with moved runs (G9), or the
@@ -403,7 +404,6 @@ impl RadixIndex {
         &mut self,
         end: Position,
         seq: &mut TokenSequence,
-        path: Option<&CachedPath>,
         (policy, asked): (&ReusePolicy, &Grade),
         options: PlanOptions,
         effort: Effort,
@@ -418,7 +418,7 @@ impl RadixIndex {
                 return None;
             }
             let policy = Self::without_copies(policy, true);
-            let draft = self.draft_after(end, seq, path, (&policy, asked), options, effort)?;
+            let draft = self.draft_after(end, seq, None, (&policy, asked), options, effort)?;
             let is_approximate = |segment: &Segment| segment.class == Class::Approximate;
             if draft.segments.iter().any(is_approximate) {
                 return Some(draft);
@@ -430,7 +430,7 @@ impl RadixIndex {
             return None;
         }
         let policy = Self::without_copies(policy, false);
-        let exact = self.draft_after(end, seq, path, (&policy, asked), options, effort)?;
+        let exact = self.draft_after(end, seq, None, (&policy, asked), options, effort)?;
         Some(match tried {
             Some(tried) => exact.instead_of(&tried),
             None => exact,
