@@ -426,6 +426,12 @@ def test_several_kinds_of_layers_are_said(tmp_path: Path, model: Path) -> None:
     assert code == 0
     assert "of the kinds full_attention, linear_attention: where vLLM keeps" in out
     assert "kinds" not in run("--model", str(model), **extra(mode="exact"))[1]
+    for listed, said in ((["mamba", "attention"], "kinds attention, mamba: where"), (2, None)):
+        (model / "config.json").write_text(json.dumps(config | {"layer_types": listed}))
+        code, out, _ = run("--model", str(model))
+        assert code == 0
+        assert said in out if said else "kinds" not in out
+    (model / "config.json").write_text(json.dumps(config))
     gate = gate_of(tmp_path / "gate.json", model)
     assert "config.json has none; give --dtype" in run("--model", str(model), **extra(gate=gate))[1]
     (model / "tokenizer.json").unlink()

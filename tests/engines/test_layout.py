@@ -82,7 +82,11 @@ def test_from_config_accepts(changes: dict[str, Any], heads: int, dim: int) -> N
         pytest.param({"layer_types": "full"}, "not a list", id="layers-no-list"),
         pytest.param({"sliding_window": 0}, "sliding_window is 0", id="window-of-0"),
         pytest.param({"layer_types": ["linear_attention"] * 3}, "layer 0", id="linear-layer"),
-        pytest.param({"layers_block_type": ["mamba"] * 3}, "'mamba'", id="mamba-layer"),
+        pytest.param(
+            {"layers_block_type": ["mamba"] * 3},
+            "layer 0 is 'linear_attention' (layers_block_type): its state is of one prefix",
+            id="mamba-layer",
+        ),
         pytest.param(
             {"attention_layers": ["global", "local", "global"]}, "layer 1 is 'local'", id="local"
         ),

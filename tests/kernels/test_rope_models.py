@@ -466,6 +466,26 @@ def test_a_json_that_does_not_list_layers_with_state_is_refused(model_type: str)
         RopeSpec.from_config(config)
 
 
+def test_a_json_with_the_older_names_of_layers() -> None:
+    """Published files say mamba and attention, which the config class renames."""
+    config = CASE["granitemoehybrid"].config()
+    older = {"linear_attention": "mamba", "full_attention": "attention"}
+    written = config.to_dict() | {"layer_types": [older[kind] for kind in config.layer_types]}
+    assert RopeSpec.from_config(written) == RopeSpec.from_config(config)
+    assert RopeSpec.from_config(written).state_layers
+
+
+@pytest.mark.parametrize(
+    ("listed", "named"),
+    [(5, "layer_types is 5, not a list"), ([[1]] * 4, r"layer_types has \[1\] for layer 0")],
+    ids=["number", "lists"],
+)
+def test_a_list_of_layers_that_is_none_is_refused_by_name(listed: object, named: str) -> None:
+    config = CASE["granitemoehybrid"].config().to_dict() | {"layer_types": listed}
+    with pytest.raises(UnsupportedRopeError, match=named):
+        RopeSpec.from_config(config)
+
+
 @by_listed_name
 def test_config_and_its_json_give_one_spec(case: Case) -> None:
     config = case.config()

@@ -14,9 +14,16 @@ if TYPE_CHECKING:
     from kvtrie.models.config import ConfigFields
 
 # Layer types whose KV is one row of K and of V per token as long as the request lives.
-_FULL_ATTENTION: Final = frozenset({"full_attention", "attention", "global"})
+_FULL_ATTENTION: Final = frozenset({"full_attention", "global"})
 
 _LAYER_KINDS: Final = ("layer_types", "layers_block_type", "attention_layers")
+# What transformers renames when it reads a config; published configs have either.
+_OLDER_NAMES: Final[Mapping[str, str]] = {
+    "attention": "full_attention",
+    "deepseek_sparse_attention": "indexed_attention",
+    "mamba": "linear_attention",
+    "qwen_sparse_attention": "indexed_attention",
+}
 _STATE: Final = "its state is of one prefix, and has no rows of tokens"
 _STATE_KINDS: Final = frozenset(
     {"linear_attention", "recurrent", "conv", "hybrid", "hybrid_sliding"}
@@ -90,7 +97,10 @@ def layer_kinds(fields: ConfigFields) -> list[str] | None:
             fields.refuse(f"{name} is {kinds!r}, not a list")
         if len(kinds) != num_layers:
             fields.refuse(f"{name} has {len(kinds)} entries for {num_layers} layers")
-        return [str(kind) for kind in kinds]
+        for layer, kind in enumerate(kinds):
+            if not isinstance(kind, str):
+                fields.refuse(f"{name} has {kind!r} for layer {layer}, not a name")
+        return [_OLDER_NAMES.get(kind, kind) for kind in kinds]
     family = FAMILIES.get(fields.model_type or "")
     if family is None or family.layers not in {"sliding", "windowed", "by_type"}:
         return None
@@ -172,7 +182,7 @@ def fields_of_layer(fields: ConfigFields, layer: int, *, is_window: bool) -> Con
 
 def keeps_state(fields: ConfigFields) -> bool:
     """Whether some layer has recurrent state."""
-    listed = any(set(fields.get(name) or ()) & _STATE_KINDS for name in _LAYER_KINDS)
+    listed = _listing(fields) is not None and not _STATE_KINDS.isdisjoint(layer_kinds(fields) or ())
     return listed or any(fields.get(name) is not None for name in _STATE_FIELDS)
 
 

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 _CONNECTOR: Final = "KvtrieConnector"
 _AUTO: Final = "auto"
 _LONGEST: Final = 300
-_FULL: Final = "full_attention"
+# Published configs have either name.
+_FULL: Final = frozenset({"full_attention", "attention"})
 _KV_DTYPES: Final = (_AUTO, "float16", "bfloat16", "float32")
 # vLLM's names, and what it takes them for.
 _DTYPES: Final = {
@@ -103,8 +104,9 @@ def check(settings: Settings, options: ModelOptions) -> list[str]:
     if settings.gate is not None and kv_dtype is None:
         said.append("KV's element type is not compared: config.json has none; give --dtype")
     said += _gate(settings, served, kv_dtype)
-    kinds = sorted({str(one) for one in config.get("layer_types") or ()})
-    if len(kinds) > 1 and _FULL in kinds and not settings.is_exact:
+    listed = config.get("layer_types")
+    kinds = sorted(set(map(str, listed))) if isinstance(listed, list) else []
+    if len(kinds) > 1 and not _FULL.isdisjoint(kinds) and not settings.is_exact:
         said.append(
             f"its layers are of the kinds {', '.join(kinds)}: where vLLM keeps their KV in several "
             'groups of blocks, it starts with "mode": "exact" alone'
