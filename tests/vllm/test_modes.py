@@ -123,6 +123,7 @@ def test_abort_at_every_step_gives_back_all(engine: Callable[..., Engine]) -> No
         e.check_idle()
 
 
+@pytest.mark.long
 def test_preemption_changes_nothing(engine: Callable[..., Engine]) -> None:
     prompts = [ids(100) for _ in range(5)]
     said: list[Any] = []

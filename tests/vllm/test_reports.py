@@ -6,6 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 import prometheus_client
+import pytest
 from tests.vllm.conftest import APPROXIMATE
 from tests.vllm.engine import BLOCK
 from tests.vllm.prompts import HISTORY, PARTS, gapped, words
@@ -30,6 +31,7 @@ def exported() -> Counter[tuple[str, str]]:
     return found
 
 
+@pytest.mark.long
 def test_every_report_of_an_engine_agrees_to_the_token(engine: Callable[..., Engine]) -> None:
     vllm = engine(connector=APPROXIMATE, gaps=True, disable_log_stats=False, blocks=600)
     before = exported()

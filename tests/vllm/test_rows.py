@@ -196,6 +196,7 @@ def test_a_preemption_amid_rows_changes_nothing(
     assert vllm.counts["errors"] == 0
 
 
+@pytest.mark.long
 def test_random_conversations_say_the_same_gap_by_gap(
     engines: Kept, engine: Callable[..., Engine]
 ) -> None:

@@ -197,6 +197,7 @@ def test_usage_and_metrics_count_what_is_reused_after_gaps(address: str, llama: 
     }
 
 
+@pytest.mark.long
 def test_the_template_of_the_command_line_decides_what_is_dead(tmp_path: Path) -> None:
     """The engine is another process than the one that renders prompts and has the command line."""
     # The model directory's template would keep reasoning.

@@ -22,7 +22,10 @@ NUM_REQUESTS = int(os.environ.get("KVTRIE_VLLM_SOAK", "500"))
 CLOSE = 2e-3
 
 
-@pytest.mark.parametrize("in_flight", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    "in_flight",
+    [pytest.param(False, marks=pytest.mark.long, id="sync"), pytest.param(True, id="async")],
+)
 @pytest.mark.parametrize("gaps", [False, True], ids=["scheduler-of-vllm", "gaps"])
 def test_soak(  # noqa: PLR0915 - one story
     engine: Callable[..., Engine], llama: Path, gaps: bool, in_flight: bool

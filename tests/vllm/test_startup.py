@@ -197,6 +197,7 @@ def test_a_vllm_that_was_not_tested(
     assert vllm.__version__.startswith(_version.TESTED)
 
 
+@pytest.mark.long
 def test_a_vllm_without_what_is_imported_from_it() -> None:
     script = (
         "import sys, vllm\n"

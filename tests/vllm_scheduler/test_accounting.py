@@ -60,7 +60,11 @@ def test_what_is_reused_after_gaps_counts_as_cached(
 
 
 @pytest.mark.parametrize(
-    ("options", "count"), [(ROOMY, 1000), (TIGHT, 1000)], ids=["roomy", "small-pool"]
+    ("options", "count"),
+    [
+        pytest.param(ROOMY, 1000, marks=pytest.mark.long, id="roomy"),
+        pytest.param(TIGHT, 1000, id="small-pool"),
+    ],
 )
 @pytest.mark.parametrize("gaps", [False, True], ids=["scheduler-of-vllm", "gaps"])
 @in_flight

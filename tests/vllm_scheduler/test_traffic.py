@@ -126,7 +126,7 @@ def test_adapters_share_nothing(core: Callable[..., Core]) -> None:
 
 @gaps
 @in_flight
-@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("policy", ["fcfs", pytest.param("priority", marks=pytest.mark.long)])
 @pytest.mark.parametrize("role", ["kv_both", "kv_producer"])
 def test_mixed_traffic(
     core: Callable[..., Core], gaps: bool, in_flight: bool, policy: str, role: str
