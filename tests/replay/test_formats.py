@@ -59,6 +59,24 @@ def test_block_size_may_be_given(tmp_path: Path) -> None:
         read_trace(path, 16)
 
 
+def test_times_of_arrival_are_seconds(tmp_path: Path) -> None:
+    rows = [GOOD | {"timestamp": 1500}, GOOD | {"timestamp": 1500.5}]
+    rows += [GOOD | {"timestamp": time} for time in ("noon", None, True, [1], 10**400)]
+    rows.append({"input_length": 130, "hash_ids": [5, 6, 7]})
+    path = write(tmp_path / "t.jsonl", rows)
+    found = [one.arrived for one in read_trace(path).requests]
+    assert found == [1.5, pytest.approx(1.5005), *[None] * 6]
+    path.write_text(json.dumps(GOOD).replace('"timestamp": 0', '"timestamp": Infinity') + "\n")
+    assert read_trace(path).requests[0].arrived is None
+
+
+def test_times_of_bailian_are_in_seconds(tmp_path: Path) -> None:
+    trace = read_trace(write(tmp_path / "t.jsonl", bailian(7, 20)))
+    assert trace.format == "Qwen-Bailian"
+    lines = [json.loads(line) for line in (tmp_path / "t.jsonl").read_text().splitlines()]
+    assert [one.arrived for one in trace.requests] == [line["timestamp"] for line in lines]
+
+
 def test_blank_lines_are_no_requests_and_count(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text("\n" + json.dumps(GOOD) + "\n\n" + json.dumps(GOOD) + "\n", encoding="utf-8")

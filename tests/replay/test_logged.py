@@ -135,7 +135,9 @@ def test_requests_are_in_the_order_of_their_arrival(tmp_path: Path) -> None:
     lines = (tmp_path / "log").read_bytes().splitlines(keepends=True)
     before = replay(read_trace(tmp_path / "log"), [500])
     (tmp_path / "log").write_bytes(b"".join([lines[0], *reversed(lines[1:])]))
-    after = replay(read_trace(tmp_path / "log"), [500])
+    trace = read_trace(tmp_path / "log")
+    assert [one.arrived for one in trace.requests] == [1000.0 + at for at in range(len(turns))]
+    after = replay(trace, [500])
     assert before.rows == after.rows
 
 

@@ -78,6 +78,8 @@ def test_an_archive_is_read_in_the_order_of_its_times(tmp_path: Path, is_plain: 
     places = [(f"{path}/traces/{name}", at) for _, name, at in sorted(every)]
     assert [(one.file, one.line) for one in trace.requests] == places
     assert [one.session for one in trace.requests[:4]] == ["0", "1", "2", "0"]
+    microseconds = [time for time, _, _ in sorted(every)]
+    assert [one.arrived for one in trace.requests] == [time * 1e-6 for time in microseconds]
 
 
 def test_a_prompt_is_found_where_its_text_is(tmp_path: Path) -> None:

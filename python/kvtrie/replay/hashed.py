@@ -6,7 +6,8 @@ its content, so an id may follow different ids. Both become chains here: a block
 its id and all ids before it are.
 
 Neither has tokens, replies or reasoning, so moved runs are not visible. The last id may name a
-block that is not full; it is left out. A file of n ids costs about 0.5 µs per id.
+block that is not full; it is left out. A ``timestamp`` is in milliseconds in Mooncake's, in seconds
+in Qwen-Bailian's; a line may have none. A file of n ids costs about 0.5 µs per id.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from kvtrie.replay.source import read_json
+from kvtrie.replay.source import finite, read_json
 from kvtrie.replay.trace import Trace, TraceRequest, chained, from_keys
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 _MOONCAKE_SIZES: Final = (512, 64, 16)
 _BAILIAN_SIZE: Final = 16
+_MILLISECONDS: Final = 1e-3
 _NONE: Final = np.empty(0, np.uint32)
 
 
@@ -43,7 +45,8 @@ def read_mooncake(source: TraceFile, block_size: int | None) -> Trace:
     Raises:
         TraceError: A line is bad, or no size or more than one fits all lines.
     """
-    return _read(source, "Mooncake", (block_size,) if block_size else _MOONCAKE_SIZES)
+    sizes = (block_size,) if block_size else _MOONCAKE_SIZES
+    return _read(source, "Mooncake", sizes, _MILLISECONDS)
 
 
 def read_bailian(source: TraceFile, block_size: int | None) -> Trace:
@@ -52,7 +55,7 @@ def read_bailian(source: TraceFile, block_size: int | None) -> Trace:
     Raises:
         TraceError: A line is bad.
     """
-    return _read(source, "Qwen-Bailian", (block_size or _BAILIAN_SIZE,))
+    return _read(source, "Qwen-Bailian", (block_size or _BAILIAN_SIZE,), 1.0)
 
 
 def _has(first: str, *names: str) -> bool:
@@ -63,11 +66,11 @@ def _has(first: str, *names: str) -> bool:
     return isinstance(found, dict) and all(name in found for name in names)
 
 
-def _read(source: TraceFile, name: str, sizes: tuple[int, ...]) -> Trace:
+def _read(source: TraceFile, name: str, sizes: tuple[int, ...], unit: float) -> Trace:
     requests: list[TraceRequest] = []
     ids: list[Keys] = []
     for line, text in source.lines():
-        length, found = _fields(source, line, text)
+        length, found, time = _fields(source, line, text)
         fitting = tuple(
             size for size in sizes if length // size <= len(found) <= -(-length // size)
         )
@@ -76,7 +79,8 @@ def _read(source: TraceFile, name: str, sizes: tuple[int, ...]) -> Trace:
             reason = f"{len(found)} hash_ids for {length} tokens do not fit blocks of {said} tokens"
             raise source.error(line, reason)
         sizes = fitting
-        requests.append(TraceRequest(line, length, _NONE, _NONE))
+        arrived = None if time is None else time * unit
+        requests.append(TraceRequest(line, length, _NONE, _NONE, arrived=arrived))
         ids.append(found)
     if len(sizes) > 1:
         said = " and of ".join(map(str, sizes))
@@ -88,7 +92,7 @@ def _read(source: TraceFile, name: str, sizes: tuple[int, ...]) -> Trace:
     return from_keys(empty, requests, keys, keys)
 
 
-def _fields(source: TraceFile, line: int, text: str) -> tuple[int, Keys]:
+def _fields(source: TraceFile, line: int, text: str) -> tuple[int, Keys, float | None]:
     try:
         found: Any = read_json(text)
     except ValueError:
@@ -105,7 +109,7 @@ def _fields(source: TraceFile, line: int, text: str) -> tuple[int, Keys]:
     if not isinstance(ids, list) or not all(type(one) is int for one in ids):
         raise source.error(line, "hash_ids is not a list of integers")
     try:
-        return length, np.array(ids, dtype=np.uint64)
+        return length, np.array(ids, dtype=np.uint64), finite(found.get("timestamp"))
     except (OverflowError, ValueError):
         reason = "hash_ids has a number outside 0 to 2**64 - 1"
         raise source.error(line, reason) from None

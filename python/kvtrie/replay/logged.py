@@ -94,6 +94,7 @@ def read_log(source: TraceFile, block_size: int | None) -> Trace:
                 tokens=KnownTokens(tokens[:end], one.num_prompt),
                 session=None if one.session is None else f"{one.space}/{one.session}",
                 file=str(file),
+                arrived=one.arrived,
             )
         )
     trace = Trace(

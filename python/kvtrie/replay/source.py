@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import math
 import tarfile
 import zlib
 from typing import TYPE_CHECKING, Any, Final
@@ -36,6 +37,17 @@ def read_json(text: str) -> Any:  # noqa: ANN401 - any JSON
     except RecursionError:
         msg = "the JSON is nested too deeply"
         raise ValueError(msg) from None
+
+
+def finite(value: object) -> float | None:
+    """A number of a line as a float; None for anything else, infinities and NaN among them."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        found = float(value)
+    except OverflowError:
+        return None
+    return found if math.isfinite(found) else None
 
 
 class TraceFile:

@@ -2,8 +2,8 @@
 
 They are one JSON object per line with ``timestamp``, ``input``, ``output`` and ``session_id``, one
 file per session, often in one archive. Requests come in the order of their times, over all
-sessions. A prompt is ``input``; ``output`` is the reply that is cached after it. Nothing marks
-reasoning, and no chat template is applied.
+sessions; times are in microseconds. A prompt is ``input``; ``output`` is the reply that is cached
+after it. Nothing marks reasoning, and no chat template is applied.
 
 Token ids come from a tokenizer, if there is one. Otherwise a token is a word with the space before
 it, up to three digits, a run of punctuation, or a run of white space. These are whole tokens of no
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from kvtrie.replay.source import read_json
+from kvtrie.replay.source import finite, read_json
 from kvtrie.replay.trace import KnownTokens, Trace, TraceRequest, chain_keys, from_keys
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ _TEXTS: Final = ("input", "output", "session_id")
 _BLOCK_SIZE: Final = 16
 _PIECES: Final = re.compile(r" ?[^\W\d_]+|\d{1,3}| ?(?:[^\w\s]|_)+|\s+")
 _LONGEST_SESSION: Final = 256
+_MICROSECONDS: Final = 1e-6
 _NONE: Final = np.empty(0, np.uint32)
 WORDS: Final = "words and marks of the text, not a model's: give --tokenizer for a model's"
 """What tokens are without a tokenizer."""
@@ -72,6 +73,7 @@ def read_agent(source: TraceFile, block_size: int | None) -> Trace:
         whole = np.concatenate([prompt, reply[:-1]])
         if not len(prompt):
             raise source.error(line, "the tokenizer makes no token of input", file)
+        time = finite(row["timestamp"])
         requests.append(
             TraceRequest(
                 line=line,
@@ -80,6 +82,7 @@ def read_agent(source: TraceFile, block_size: int | None) -> Trace:
                 cached=_NONE,
                 tokens=KnownTokens(whole, len(prompt)),
                 session=_session(row["session_id"]),
+                arrived=None if time is None else time * _MICROSECONDS,
                 file=file,
             )
         )

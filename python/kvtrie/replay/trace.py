@@ -53,6 +53,8 @@ class TraceRequest:
             numbers, so numbers made from fingerprints of windows will do.
         session: The conversation, or None where it is not known.
         file: Its file, or ``""`` where that is the trace's.
+        arrived: When it arrived, in seconds from any origin, or None where the file has
+            no number for it.
     """
 
     line: int
@@ -63,6 +65,7 @@ class TraceRequest:
     tokens: Callable[[], tuple[Tokens, Tokens]] | None = None
     session: str | None = None
     file: str = ""
+    arrived: float | None = None
 
     def findable(self, block_size: int) -> int:
         """Blocks that a prefix cache may find: the last token of a prompt is always computed."""
