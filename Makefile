@@ -205,6 +205,12 @@ bench-cluster: .venv-peers/dynamo/.packages target/wheels/.built ## Dynamo's Rad
 	@$(UV) pip install --quiet --python .venv-peers/dynamo/bin/python --no-deps --reinstall target/wheels/kvtrie-*.whl
 	.venv-peers/dynamo/bin/python benches/peers/cluster.py $(PEER_FLAGS)
 
+SIMULATE_FLAGS ?=
+
+.PHONY: simulate
+simulate: setup ## routers of many workers on recorded traffic: LOG=FILE, SIMULATE_FLAGS="--workers 8 --pool 600000"; printed only
+	@$(PY) benches/python/simulate.py $(if $(LOG),"$(LOG)") $(SIMULATE_FLAGS)
+
 # vLLM's lists have most of their packages in common.
 .venv-peers/vllm/.packages: benches/peers/requirements/vllm-shared.txt
 
