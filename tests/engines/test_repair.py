@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 from tests.engines.architectures import CONFIGS
+from transformers import DynamicCache
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import kvtrie
 from kvtrie.engines import _repair, _runner
@@ -245,6 +247,49 @@ def test_the_probe_of_kv_that_did_not_change_scores_nothing(models: Models, ids:
     assert float(other[5:].min()) > 0
     paid = probe.attention(kept[0][-4:], at[-4:], k[probe.layer], v[probe.layer])
     assert float(paid.sum()) == pytest.approx(1, abs=1e-3)
+
+
+def test_attention_weights_by_chunk_are_those_of_the_whole_matrix(models: Models, ids: Ids) -> None:
+    model: Any = models("llama-gqa")
+    probe = LayerProbe(model)
+    prompt = torch.from_numpy(np.asarray(ids(300), dtype=np.int64))
+    cache: Any = DynamicCache(config=model.config)
+    with torch.inference_mode(), probe.seeing() as seen:
+        model(input_ids=prompt[None], past_key_values=cache, use_cache=True)
+    assert seen.h is not None
+    rows = cache.layers[probe.layer]
+    # Some tokens, at other positions than their own, as moved ones are.
+    at = torch.tensor([n for n in range(3, 300) if n % 3])
+    h = seen.h[at - 3]
+    keys, values = rows.keys[0].transpose(0, 1), rows.values[0].transpose(0, 1)
+
+    block, attn = model.model.layers[probe.layer], model.model.layers[probe.layer].self_attn
+    with torch.inference_mode():
+        states = block.input_layernorm(h)[None]
+        q = attn.q_proj(states).view(1, len(at), -1, attn.head_dim).transpose(1, 2)
+        cos, sin = model.model.rotary_emb(states, position_ids=at[None])
+        q = apply_rotary_pos_emb(q, q, cos, sin)[0][0]
+        k = rows.keys[0].repeat_interleave(len(q) // rows.keys.shape[1], dim=0)
+        scores = q @ k.transpose(1, 2) * attn.scaling
+        scores[:, torch.arange(300) > at[:, None]] = -torch.inf
+        naive = scores.softmax(-1)
+
+    kind = model.config._attn_implementation
+    done = 0
+    for some, new, weights in probe.attended(h, at, keys, values, weighs=True):
+        assert weights is not None
+        num, end = len(at[some]), int(at[some][-1]) + 1
+        assert num <= 128
+        assert weights.shape == (len(naive), num, end)
+        assert weights.dtype == torch.float32
+        assert torch.allclose(weights, naive[:, some, :end], atol=1e-5)
+        assert new.shape == (num, probe.hidden)
+        assert model.config._attn_implementation == kind
+        done += num
+    assert done == len(at) > 128
+    paid = probe.attention(h, at, keys, values)
+    assert torch.allclose(paid, naive.mean(dim=(0, 1)), atol=1e-6)
+    assert all(weights is None for _, _, weights in probe.attended(h, at, keys, values))
 
 
 def test_what_cannot_be_probed_is_refused(make: Make, models: Models) -> None:

@@ -62,6 +62,19 @@ class PassView:
         self.out: torch.Tensor | None = None
 
 
+def changed(new: torch.Tensor, h: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """How much an attention output changed next to what the layer passes on, float32 ``[tokens]``.
+
+    Args:
+        new: The output in the assembled context, ``[tokens, hidden]``.
+        h: The layer's kept input, as ``new``.
+        out: Its kept attention output, as ``new``.
+    """
+    passed = (h + out).float().norm(dim=-1).clamp_min(1e-12)
+    found: torch.Tensor = (new - out).float().norm(dim=-1) / passed
+    return found
+
+
 class LayerProbe:
     """One layer of a model, as the transformers library builds it (``self_attn`` in ``layers``).
 
@@ -156,11 +169,8 @@ class LayerProbe:
             values: The assembled V, as ``keys``.
         """
         scores = torch.empty(len(positions), dtype=torch.float32, device=h.device)
-        for start in range(0, len(positions), _CHUNK):
-            some = slice(start, start + _CHUNK)
-            new, _ = self._attend(h[some], positions[some], keys, values)
-            change = (new - out[some]).float().norm(dim=-1)
-            scores[some] = change / (h[some] + out[some]).float().norm(dim=-1).clamp_min(1e-12)
+        for some, new, _ in self.attended(h, positions, keys, values):
+            scores[some] = changed(new, h[some], out[some])
         return scores
 
     def attention(
@@ -174,17 +184,55 @@ class LayerProbe:
             keys: As for ``scores``.
             values: As for ``scores``.
         """
+        paid = torch.zeros(len(keys), dtype=torch.float32, device=h.device)
+        for some, _, weights in self.attended(h, positions, keys, values, weighs=True):
+            if weights is not None:
+                part = len(positions[some]) / len(positions)
+                paid[: weights.shape[-1]] += weights.mean(dim=(0, 1)) * part
+        return paid
+
+    def attended(
+        self,
+        h: torch.Tensor,
+        positions: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        *,
+        weighs: bool = False,
+    ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor | None]]:
+        """The layer's attention of tokens, 128 at a time.
+
+        With weights the memory is a few times 128 x heads x end elements; they are not kept.
+
+        Args:
+            h: As for ``scores``.
+            positions: As for ``scores``.
+            keys: As for ``scores``.
+            values: As for ``scores``.
+            weighs: Whether weights are wanted. They take eager attention.
+
+        Yields:
+            Which of the tokens; their attention output, ``[some, hidden]``; and the weights, which
+            sum to 1 for each head and token, float32 ``[heads, some, last position + 1]``, or None
+            if they are not wanted or the layer returns none.
+        """
+        for start in range(0, len(positions), _CHUNK):
+            some = slice(start, start + _CHUNK)
+            given = h[some], positions[some], keys, values
+            new, weights = self._weighed(*given) if weighs else self._attend(*given)
+            yield some, new, None if weights is None else weights[0].float()
+
+    def _weighed(
+        self, h: torch.Tensor, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As ``_attend``, in eager attention, which returns its weights."""
         config: Any = self._block.self_attn.config
         kind = config._attn_implementation  # noqa: SLF001 - eager attention returns its weights
         config._attn_implementation = "eager"  # noqa: SLF001
         try:
-            _, weights = self._attend(h, positions, keys, values)
+            return self._attend(h, positions, keys, values)
         finally:
             config._attn_implementation = kind  # noqa: SLF001
-        paid = torch.zeros(len(keys), dtype=torch.float32, device=h.device)
-        if weights is not None:
-            paid[: weights.shape[-1]] = weights[0].float().mean(dim=(0, 1))
-        return paid
 
     def _attend(
         self, h: torch.Tensor, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
