@@ -109,6 +109,11 @@ fidelity-quick: setup ## the same for four conversations and five policies, prin
 	@$(PY) -m tools.real_models smollm2
 	@$(REAL) --quick --rows target/fidelity/quick.jsonl $(REAL_FLAGS)
 
+.PHONY: fidelity-research
+fidelity-research: setup ## a research policy next to the probe, in float32, into its part of docs/fidelity.md (half an hour on a free core; resumes; REAL_FLAGS)
+	@$(PY) -m tools.real_models smollm2
+	@$(REAL).research $(REAL_FLAGS)
+
 # Python tests run in so many processes, of one torch thread each. One that has no more tests takes some of another's.
 TEST_PROCESSES ?= 2
 

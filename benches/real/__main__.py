@@ -31,7 +31,7 @@ from real import (
 from real.rows import Rows
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from real.cases import Tokens
     from real.reader import Reader
@@ -101,15 +101,19 @@ class Suite:
         return measure.key([self.model, self.dtype, measure.versions(), *parts])
 
     def measure(
-        self, kind: str, size: str, wording: str, seed: int, names: tuple[str, ...]
+        self,
+        kind: str,
+        size: str,
+        wording: str,
+        seed: int,
+        names: tuple[str, ...],
+        known: Mapping[str, policies.Policy] = policies.POLICIES,
     ) -> None:
         """The rows of one case that are missing."""
         case = self.case(kind, size, wording, seed)
         plan = measure.plan_digest(self.reader, case)
         keys = {name: self.key(case.digest, plan, name) for name in names}
-        missing = {
-            name: policies.POLICIES[name] for name, key in keys.items() if key not in self.rows
-        }
+        missing = {name: known[name] for name, key in keys.items() if key not in self.rows}
         if not missing:
             return
         began = time.monotonic()

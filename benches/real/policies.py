@@ -192,6 +192,7 @@ POLICIES: Final = {
         *_shares("sink", sink, "attention sink", 20),
         *_shares("query", query, "query attention", 20),
         *_shares("lost", lost, "recorded lost attention", 20),
+        *_shares("drawn", ours.drawn, "probe and attention drawn", 15, 20, 28),
         *_shares("corrected", corrected, "K and V corrected", 20),
         *_shares("fronts", ours.fronts, "kvtrie", 20, 30),
         *_shares("ngrams", ours.ngrams, "kvtrie", 20),

@@ -475,21 +475,25 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def put(page: str, written: str) -> str:
-    """The page with its written part replaced."""
-    head, begin, rest = page.partition(BEGIN)
-    _, end, tail = rest.partition(END)
+def put(page: str, written: str, first: str = BEGIN, last: str = END) -> str:
+    """The page with what is between two marks replaced."""
+    head, begin, rest = page.partition(first)
+    _, end, tail = rest.partition(last)
     if not begin or not end:
         msg = f"{PAGE.name}: the marks are missing around the figures of real models"
         raise ValueError(msg)
-    return f"{head}{BEGIN}\n\n{written}\n\n{END}{tail}"
+    return f"{head}{first}\n\n{written}\n\n{last}{tail}"
+
+
+def latest(rows: Sequence[Row]) -> list[Row]:
+    """The rows of what was measured last of each case."""
+    last = {(row["kind"], row["size"], row["seed"]): row["plan"] for row in rows}
+    return [row for row in rows if last[row["kind"], row["size"], row["seed"]] == row["plan"]]
 
 
 def document(rows: Sequence[Row], wording: str) -> Figures:
     """All figures of a set, from the rows of what was measured last of each case."""
-    mine = [row for row in rows if row["set"] == wording]
-    last = {(row["kind"], row["size"], row["seed"]): row["plan"] for row in mine}
-    some = [row for row in mine if last[row["kind"], row["size"], row["seed"]] == row["plan"]]
+    some = latest([row for row in rows if row["set"] == wording])
     sizes = collected(some)
     return {
         "set": wording,

@@ -18,6 +18,7 @@ from real import (
     ours,
     policies,
     recorded,
+    research,
     summary,
     texts,
 )
@@ -399,6 +400,31 @@ def test_what_was_moved_once_is_computed_under_one_hop(reader: Reader, renderer:
     assert one[1]["computed"] > many[1]["computed"]
 
 
+def test_drawn_attention_is_the_mean_over_moved_tokens_from_there_on(bench: measure.Bench) -> None:
+    view = bench.view()
+    reader, plan, moved = view.reader, view.plan, ours.moved_by(view)
+    at = torch.arange(len(plan.ids))
+    some = at[plan.is_moved]
+    assert len(some) > 128
+    q = reader.queries(plan.inputs[some], some)
+    weights = reader.attention(q, some, view.gaps.k[reader.probed], at).mean(0)
+    naive = torch.stack([weights[n:, position].mean() for n, position in enumerate(some.tolist())])
+    scores, drew = ours.changes_and_drawn(view, moved)
+    assert torch.allclose(drew, naive, rtol=1e-3, atol=1e-7)
+    assert torch.allclose(scores, ours.changes(view, moved), rtol=1e-3, atol=1e-6)
+
+
+def test_drawn_attention_changes_what_the_probe_chooses(bench: measure.Bench) -> None:
+    view = bench.view()
+    probed, own = ours.probe(view, 0.2), ours.drawn(view, 0.2)
+    same = ours.drawn(view, 0.2, power=0.0, fronts=0.25)
+    assert torch.equal(same.chosen, probed.chosen)
+    assert not torch.equal(own.chosen, probed.chosen)
+    assert int(own.chosen.sum()) == int(probed.chosen.sum())
+    # Of the probe's own attention: it costs no more.
+    assert own.extra == probed.extra
+
+
 def test_true_kv_in_half_of_the_layers(bench: measure.Bench) -> None:
     view = bench.view()
     half = view.reader.num_layers // 2
@@ -677,6 +703,35 @@ def test_page_holds_what_the_figures_say() -> None:
     found = json.loads(summary.FIGURES.read_text(encoding="utf-8"))
     page = summary.PAGE.read_text(encoding="utf-8")
     assert summary.put(page, summary.render(found)) == page
+
+
+def test_page_holds_what_the_research_figures_say() -> None:
+    found = json.loads(research.FIGURES.read_text(encoding="utf-8"))
+    page = summary.PAGE.read_text(encoding="utf-8")
+    assert summary.put(page, research.render(found), research.BEGIN, research.END) == page
+    assert found["dtype"] == "float32"
+
+
+def test_research_policy_is_compared_in_float32_alone() -> None:
+    names = research.POLICIES["reporting"]
+    kinds, seed = conversations.HARD, conversations.SETS["reporting"] + 1
+    same: dict[str, Any] = {"kl_reply": [0.012], "kl_quotes": [0.012]}
+    rows = [row(name, kind, seed, **same) for name in names for kind in kinds]
+    # Rows of another type count nothing, nor conversations that a kind lacks, or has in part.
+    rows += [row(name, kind, seed, dtype="bfloat16") for name in names for kind in kinds]
+    rows += [row(name, kind, seed + 1) for name in names for kind in kinds[1:]]
+    rows += [row(name, kind, seed + 2) for name in names[1:] for kind in kinds]
+    found = research.document(rows)
+    (one,) = found["sets"].values()
+    assert list(found["sets"]) == ["reporting"]
+    assert one["conversations"] == [1]
+    assert {figures["cases"] for figures in one["policies"].values()} == {len(kinds)}
+    assert {round(figures["kl"], 9) for figures in one["policies"].values()} == {0.012}
+    text = research.render(found)
+    assert "Set *reporting*, 6 conversations, of each kind 1:" in text
+    assert "Goal of a KL of 0.016 at 32% computed or less: `probe15` meets it with 0.0120, " in text
+    none = "no `probe` computes so little, no `drawn` computes so little."
+    assert f"Goal of a KL of 0.025 at 20% computed or less: {none}" in text
 
 
 def test_readme_quotes_the_figures() -> None:
