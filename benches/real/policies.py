@@ -175,7 +175,8 @@ class Policy:
     max_hops: int = MANY_HOPS
 
 
-def _shares(name: str, chooses: Chooser, source: str, *per_cent: int) -> list[Policy]:
+def shares(name: str, chooses: Chooser, source: str, *per_cent: int) -> list[Policy]:
+    """A way to choose, at shares of the moved tokens."""
     return [Policy(f"{name}{one}", chooses, one / 100, "moved", source) for one in per_cent]
 
 
@@ -187,19 +188,18 @@ POLICIES: Final = {
         Policy("unrotated", reuse="unrotated", source="control"),
         Policy("foreign", reuse="foreign", source="control"),
         *(Policy(f"first{n}", _first(n), source="EPIC, LegoLink") for n in (4, 16, 32)),
-        *_shares("random", random, "at equal cost", 20),
-        *_shares("blend", blend, "CacheBlend", 20),
-        *_shares("sink", sink, "attention sink", 20),
-        *_shares("query", query, "query attention", 20),
-        *_shares("lost", lost, "recorded lost attention", 20),
-        *_shares("drawn", ours.drawn, "probe and attention drawn", 15, 20, 28),
-        *_shares("corrected", corrected, "K and V corrected", 20),
-        *_shares("fronts", ours.fronts, "kvtrie", 20, 30),
-        *_shares("ngrams", ours.ngrams, "kvtrie", 20),
-        *_shares("probe", ours.probe, "kvtrie", 15, 20, 28),
+        *shares("random", random, "at equal cost", 20),
+        *shares("blend", blend, "CacheBlend", 20),
+        *shares("sink", sink, "attention sink", 20),
+        *shares("query", query, "query attention", 20),
+        *shares("lost", lost, "recorded lost attention", 20),
+        *shares("corrected", corrected, "K and V corrected", 20),
+        *shares("fronts", ours.fronts, "kvtrie", 20, 30),
+        *shares("ngrams", ours.ngrams, "kvtrie", 20),
+        *shares("probe", ours.probe, "kvtrie", 15, 20, 28),
         Policy("probe20fp8", ours.probe_fp8, 0.2),
-        *_shares("question", ours.question, "kvtrie", 20, 30),
-        *_shares("oracle", oracle, "bound", 20, 30),
+        *shares("question", ours.question, "kvtrie", 20, 30),
+        *shares("oracle", oracle, "bound", 20, 30),
         Policy("lower", lower, source="true KV below the middle layer"),
         Policy("upper", upper, source="true KV from the middle layer on"),
     )

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Final
 
 from real import conversations, ours, policies, summary, texts
 from real.__main__ import MODEL, Suite
-from real.policies import Policy
+from real.policies import shares
 from real.rows import Row, Rows
 
 if TYPE_CHECKING:
@@ -39,23 +39,22 @@ END: Final = "<!-- End of the research policy's figures. -->"
 SIZE: Final = "1k"
 DTYPE: Final = "float32"
 
+_ROOTED: Final = partial(ours.drawn, power=0.5, fronts=0.25)
 VARIANTS: Final = {
-    f"rooted{per_cent}": Policy(
-        f"rooted{per_cent}",
-        partial(ours.drawn, power=0.5, fronts=0.25),
-        per_cent / 100,
-        source="root of the attention, a quarter fronts",
+    policy.name: policy
+    for policy in (
+        *shares("drawn", ours.drawn, "probe and attention drawn", 15, 20, 28),
+        *shares("rooted", _ROOTED, "root of the attention, a quarter fronts", 20, 28),
     )
-    for per_cent in (20, 28)
 }
-"""What `drawn` was compared with before it got its form."""
+"""Measured here alone. `rooted` is what `drawn` was compared with before it got its form."""
 
 POLICIES: Final = {
     "reporting": (
         *("exact", "rotated", "probe15", "probe20", "probe28"),
         *("drawn15", "drawn20", "drawn28", "oracle20", "oracle30"),
     ),
-    "tuning": ("probe20", "probe28", "drawn20", "drawn28", *VARIANTS),
+    "tuning": ("probe20", "probe28", "drawn20", "drawn28", "rooted20", "rooted28"),
 }
 CASES: Final = {"reporting": 6, "tuning": 1}
 """Conversations of each kind."""
