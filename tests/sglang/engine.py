@@ -125,6 +125,8 @@ class Talk:
         self.custom = {"kvtrie": {"session": f"talk {number}"}} if job.settings else None
         self.tokens: list[list[int]] = []
         self.cached: list[int] = []
+        self.seen: list[list[int]] = []
+        """Prompts with their replies."""
         self.request: Any = None
         self.to_abort = False
         self.steps_to_abort: int | None = None
@@ -151,6 +153,7 @@ class Talk:
         self.tokens.append(reply)
         self.cached.append(self.request.cached_tokens)
         self._ids = self._ids + reply
+        self.seen.append(self._ids)
         self.request = None
 
 
@@ -325,11 +328,42 @@ def _main(job: Job) -> Outcome:
     if job.fail:
         server.cache._index = Failing(server.cache._index, job.fail, raised)
     rng = Random(job.seed)
-    heads = [words(rng, rng.randrange(60, 300)) for _ in range(4)]
+    heads = drawn_heads(rng)
     talks = [Talk(job, number, heads) for number in range(job.talks)]
+    met = serve(server, talks, rng, 1000 * job.turns)
+    cache, pool = server.cache, server.scheduler.token_to_kv_pool_allocator
+    return Outcome(
+        tokens=[reply for talk in talks for reply in talk.tokens],
+        cached=[count for talk in talks for count in talk.cached],
+        aborted=met["aborted"],
+        retracted=met["retracted"],
+        chunked=met["chunked"],
+        evicted=server.evicted,
+        cache=type(cache).__name__,
+        free=pool.available_size(),
+        evictable=cache.evictable_size(),
+        protected=cache.protected_size(),
+        size=pool.size,
+        counts=dict(getattr(cache, "counts", {})),
+        raised=raised,
+        events=server.events,
+        metrics=_metrics(),
+        approximate=getattr(cache, "num_approximate", 0),
+        published=server.published,
+        labelled=cache._index.stats().approximate if hasattr(cache, "_index") else 0,
+    )
+
+
+def drawn_heads(rng: Random) -> list[list[int]]:
+    """What conversations begin with."""
+    return [words(rng, rng.randrange(60, 300)) for _ in range(4)]
+
+
+def serve(server: Server, talks: list[Talk], rng: Random, max_steps: int) -> dict[str, int]:
+    """Lead conversations side by side to their ends; returns what happened, counted."""
     waiting = list(talks)
     aborted = retracted = chunked = 0
-    for step in range(1000 * job.turns):
+    for step in range(max_steps):
         for talk in rng.sample(waiting, min(len(waiting), rng.randrange(3))):
             waiting.remove(talk)
             if (turn := talk.next()) is not None:
@@ -357,27 +391,7 @@ def _main(job: Job) -> Outcome:
         msg = f"no end: {len(server.scheduler.waiting_queue)} requests wait"
         raise RuntimeError(msg)
     server.step()
-    cache, pool = server.cache, server.scheduler.token_to_kv_pool_allocator
-    return Outcome(
-        tokens=[reply for talk in talks for reply in talk.tokens],
-        cached=[count for talk in talks for count in talk.cached],
-        aborted=aborted,
-        retracted=retracted,
-        chunked=chunked,
-        evicted=server.evicted,
-        cache=type(cache).__name__,
-        free=pool.available_size(),
-        evictable=cache.evictable_size(),
-        protected=cache.protected_size(),
-        size=pool.size,
-        counts=dict(getattr(cache, "counts", {})),
-        raised=raised,
-        events=server.events,
-        metrics=_metrics(),
-        approximate=getattr(cache, "num_approximate", 0),
-        published=server.published,
-        labelled=cache._index.stats().approximate if hasattr(cache, "_index") else 0,
-    )
+    return {"aborted": aborted, "retracted": retracted, "chunked": chunked}
 
 
 if __name__ == "__main__":

@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import Counter
-from functools import partial
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
-import zmq
+from tests import asking
+from tests.asking import until
 from tests.vllm.prompts import ANSWER, QUESTION, REASONING, words
 from tests.vllm.traffic import Traffic
 from tests.vllm_scheduler import core as scheduler_core
@@ -26,7 +25,9 @@ from vllm.v1.core.kv_cache_utils import get_block_hash, maybe_convert_block_hash
 
 import kvtrie
 from kvtrie.cluster import Subscription, subscribe
+from kvtrie.integrations import _asked
 from kvtrie.integrations._asked import SettingsError
+from kvtrie.integrations._snapshots import StreamBlocks
 from kvtrie.integrations.vllm import _settings, _snapshots
 from kvtrie.integrations.vllm._version import UnsupportedError
 from kvtrie.integrations.vllm.connector import KvtrieConnector
@@ -259,7 +260,7 @@ def packed(events: list[Any]) -> bytes:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_snapshot_is_what_all_events_leave(seed: int) -> None:
-    model, held = Model(seed), _snapshots.StreamBlocks(100_000)
+    model, held = Model(seed), StreamBlocks(_snapshots.EVENTS, 100_000)
     one, other = (kvtrie.KvIndexer(BLOCK, b"the key of tests") for _ in range(2))
     ones, others = (index.add_worker("w", SHARED) for index in (one, other))
     policy, num_found, num_moved = kvtrie.ReusePolicy(), 0, 0
@@ -299,7 +300,7 @@ def test_a_snapshot_is_what_all_events_leave(seed: int) -> None:
 
 
 def test_holes_are_bounded_and_what_is_exact_stays_right() -> None:
-    model, held = Model(9), _snapshots.StreamBlocks(20)
+    model, held = Model(9), StreamBlocks(_snapshots.EVENTS, 20)
     one, other = (kvtrie.KvIndexer(BLOCK, b"the key of tests") for _ in range(2))
     ones, others = (index.add_worker("w", SHARED) for index in (one, other))
     num_forgotten = num_parked = 0
@@ -371,7 +372,7 @@ def test_a_source_that_holds_more_than_the_pool_ends(
 
 
 def test_reports_of_reuse_do_not_make_a_snapshot_large() -> None:
-    model, held = Model(1), _snapshots.StreamBlocks(100)
+    model, held = Model(1), StreamBlocks(_snapshots.EVENTS, 100)
     model.known = [(None, None, None)]
     held.apply([model.stored([0])])
     small = len(held.encoded(0))
@@ -381,7 +382,7 @@ def test_reports_of_reuse_do_not_make_a_snapshot_large() -> None:
 
 
 def test_blocks_whose_hash_covers_later_tokens_are_left_out() -> None:
-    model, held = Model(1), _snapshots.StreamBlocks(100)
+    model, held = Model(1), StreamBlocks(_snapshots.EVENTS, 100)
     model.known = [(None, None, None)]
     event = model.stored([0])
     if not hasattr(event, "lookahead_token_ids"):
@@ -391,135 +392,32 @@ def test_blocks_whose_hash_covers_later_tokens_are_left_out() -> None:
     assert len(held) == 0
 
 
-class Client:
-    """Asks a source as others may."""
-
-    def __init__(self, endpoint: str) -> None:
-        self.context: zmq.Context[Any] = zmq.Context()
-        self.endpoint = endpoint
-        self.sockets: list[Any] = []
-
-    def ask(self, *frames: bytes, **options: int) -> Any:
-        socket = self.context.socket(zmq.DEALER)
-        for name, value in options.items():
-            socket.set(getattr(zmq, name), value)
-        socket.connect(self.endpoint)
-        socket.send_multipart(list(frames))
-        self.sockets.append(socket)
-        return socket
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.context.destroy(linger=0)
-
-
-def until(holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + SECONDS
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def test_answers(core: Callable[..., Core], tmp_path: Path) -> None:
     vllm = core(connector=giving(tmp_path, **UNCHECKED), **addresses(tmp_path))
     source = source_of(vllm)
     vllm.ask(QUESTION + REASONING + ANSWER)
     published(vllm)
-    with Client(source.endpoint) as client:
-        state = client.ask(b"", b"state")
-        assert state.poll(10_000)
-        empty, header = state.recv_multipart()
-        said = msgspec.json.decode(header)
-        assert empty == b""
-        assert said == {
-            "version": 1,
-            "incarnation": source.incarnation,
-            "number": source._number,
-        }
-        assert len(source.incarnation) == 32
-        # Whatever else is asked is counted.
-        for frames in ([b"snapshot"], [b"", b"snap"], [b"", b"state", b""], [b"", b""]):
-            client.ask(*frames)
-        until(lambda: source.counts["refused"] == 4)
-        # One snapshot is made for all who wait.
-        source._rests_until = float("inf")
-        waiting = [client.ask(b"", b"snapshot") for _ in range(80)]
-        until(lambda: source.counts["refused"] == 4 + 80 - 64)
-        source._rests_until = 0.0
-        until(lambda: source.counts["sent"] == 64)
-        assert source.counts["made"] == 1
-        until(lambda: sum(bool(one.poll(0)) for one in waiting) == 64)
-        answer = next(one for one in waiting if one.poll(0)).recv_multipart()
-        assert msgspec.json.decode(answer[1]) == said
-        events = msgspec.msgpack.decode(answer[2])[1]
-        assert events[0] == {"type": "AllBlocksCleared"}
-        # Too large to be read at all.
-        client.ask(b"", b"x" * 65)
-        again = client.ask(b"", b"state")
-        assert again.poll(10_000)
-    assert source.counts["refused"] == 20
+    events = msgspec.msgpack.decode(asking.answers(source, source._number))[1]
+    assert events[0] == {"type": "AllBlocksCleared"}
 
 
 def test_rests_after_each_snapshot(core: Callable[..., Core], tmp_path: Path) -> None:
     vllm = core(connector=giving(tmp_path, **UNCHECKED), **addresses(tmp_path))
-    source = source_of(vllm)
-    with Client(source.endpoint) as client:
-        first = client.ask(b"", b"snapshot")
-        assert first.poll(10_000)
-        rests = source._rests_until - time.monotonic()
-        assert rests > 0
-        source._rests_until = float("inf")
-        second = client.ask(b"", b"snapshot")
-        until(lambda: len(source._waiting) == 1)
-        # Others are answered.
-        assert client.ask(b"", b"state").poll(10_000)
-        assert not second.poll(0)
+    asking.rests(source_of(vllm))
 
 
 def test_who_does_not_read_gets_no_more(
     core: Callable[..., Core], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vllm = core(connector=giving(tmp_path, **UNCHECKED), **addresses(tmp_path))
-    source = source_of(vllm)
-
-    def has_sent(number: int) -> bool:
-        return source.counts["sent"] == number
-
-    # More than the kernel keeps.
-    monkeypatch.setattr(source._held, "encoded", lambda _: bytearray(4 << 20))
-    with Client(source.endpoint) as client:
-        socket = client.ask(b"", b"snapshot", RCVHWM=1)
-        for number in range(1, 12):
-            until(partial(has_sent, number))
-            source._rests_until = 0.0
-            socket.send_multipart([b"", b"snapshot"])
-        count = 0
-        while socket.poll(300):
-            socket.recv_multipart()
-            count += 1
-        assert count <= 6
+    asking.does_not_read(source_of(vllm), monkeypatch)
 
 
 def test_a_flood_of_requests_is_read_in_parts(
     core: Callable[..., Core], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vllm = core(connector=giving(tmp_path, **UNCHECKED), **addresses(tmp_path))
-    source = source_of(vllm)
-    waits: list[int] = []
-
-    def wait(_: float) -> None:
-        waits.append(source.counts["states"])
-
-    monkeypatch.setattr(source._stop, "wait", wait)
-    with Client(source.endpoint) as client:
-        socket = client.ask(b"", b"state")
-        for _ in range(499):
-            socket.send_multipart([b"", b"state"])
-        until(lambda: bool(waits) and waits[-1] == 500)
-    parts = [after - before for before, after in pairwise([0, *waits])]
-    assert 0 < max(parts) <= 64
+    asking.floods(source_of(vllm), monkeypatch)
 
 
 def test_events_that_were_taken_unseen_end_it(core: Callable[..., Core], tmp_path: Path) -> None:
@@ -613,7 +511,7 @@ def test_several_groups_are_refused(core: Callable[..., Core], tmp_path: Path) -
 def test_an_address_is_of_this_machine_unless_said_otherwise(
     core: Callable[..., Core], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert _settings.SNAPSHOTS == "tcp://127.0.0.1:5559"
+    assert _asked.SNAPSHOTS == "tcp://127.0.0.1:5559"
     monkeypatch.setattr(_snapshots, "SNAPSHOTS", "tcp://127.0.0.1:0")
     vllm = core(connector=UNCHECKED, **addresses(tmp_path))
     source = _snapshots.snapshots(

@@ -2,9 +2,9 @@
 
 An engine numbers its batches from 0 and has no id of its life. So a number that goes back, and a
 lost connection, end everything that is known of it; a number that is too high is a gap, which the
-engine's replay socket may fill. What it cannot fill, a snapshot of kvtrie's connector replaces:
-one batch that clears the worker and stores what it holds, with the number of the last batch that
-counts. It also has an id of the engine's life.
+engine's replay socket may fill. What it cannot fill, a snapshot of kvtrie inside the engine
+replaces: one batch that clears the worker and stores what it holds, with the number of the last
+batch that counts. It also has an id of the engine's life.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def subscribe(
         endpoint: Where the engine publishes, for instance `"tcp://10.0.0.1:5557"`. Each
             data-parallel rank has its own.
         replay: The engine's replay endpoint, or None.
-        snapshot: Where kvtrie's connector in this engine gives snapshots, or None. They are asked
+        snapshot: Where kvtrie inside this engine gives snapshots, or None. They are asked
             for what no replay has, and every `check_every` seconds whether the engine is the same.
         topic: The topic of the messages; `"kvtrie"` for kvtrie's own.
         approximate: Whether these are kvtrie's events of approximate blocks. They count as moved

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from kvtrie._core import ReusePolicy
 from kvtrie.record import RecordOptions, RecordOptionsError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
 MAX_SESSION: Final = 256
 """Bytes of the longest id of a conversation."""
+SNAPSHOTS: Final = "tcp://127.0.0.1:5559"
+"""Where snapshots of KV events are given, without another endpoint."""
 POLICY_FIELDS: Final = (
     "min_run",
     "max_hops",
@@ -95,6 +98,26 @@ def check_record(options: RecordOptions | None, where: str) -> None:
     except RecordOptionsError as error:
         msg = f"{where}: record: {error}"
         raise SettingsError(msg) from error
+
+
+def check_snapshot(given: object, where: str) -> None:
+    """Check where snapshots of KV events are given; None: nowhere.
+
+    Raises:
+        SettingsError: The setting is invalid.
+    """
+    if given is None:
+        return
+    if not isinstance(given, Mapping):
+        wanted = f'a mapping such as {{"endpoint": "{SNAPSHOTS}"}}'
+        msg = f"{where}: snapshot must be {wanted}, not {given!r}"
+        raise SettingsError(msg)
+    check_keys(given, ("endpoint",), f"{where}: snapshot")
+    value = given.get("endpoint", SNAPSHOTS)
+    if not isinstance(value, str) or not value:
+        wanted = f'an address of ZeroMQ such as "{SNAPSHOTS}"'
+        msg = f"{where}: snapshot: endpoint must be {wanted}, not {value!r}"
+        raise SettingsError(msg)
 
 
 def session_id(given: object, where: str) -> str | None:

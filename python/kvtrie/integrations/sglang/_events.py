@@ -3,11 +3,14 @@
 The recorder reads nodes of a radix tree, so each cached page is a node with one page of tokens. All
 pages are exact. Without ``--kv-events-config`` nothing is kept; with it, each page has its tokens
 and two digests of SHA-256.
+
+SGLang's events have no field for a request's ``extra_key``: who reads them takes such pages for
+anybody's. Where a subscriber is to have exactly what a plain request finds, they are left out.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from sglang.srt.mem_cache.events import KVCacheEventRecorder
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -18,6 +21,10 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+
+
+# The id of a LoRA adapter, which SGLang appends to ``extra_key``.
+_ADAPTER_ID: Final = 32
 
 
 class PageNode:
@@ -33,15 +40,22 @@ class PageNode:
 
 
 class PageEvents:
-    """The events of one cache, until SGLang takes them from ``recorder``."""
+    """The events of one cache, until SGLang takes them from ``recorder``.
 
-    def __init__(self, params: CacheInitParams, num_pages: int) -> None:
+    Args:
+        params: SGLang's settings of events.
+        num_pages: Pages that the pool has.
+        tells_all: Whether pages are left out whose events would not tell whose they are.
+    """
+
+    def __init__(self, params: CacheInitParams, num_pages: int, *, tells_all: bool = False) -> None:
         self.recorder = KVCacheEventRecorder(
             enabled=params.enable_kv_cache_events,
             page_size=params.page_size,
             dynamo_format=params.dynamo_kv_event_format,
             lora_names=params.kv_event_lora_names,
         )
+        self._tells_all = tells_all
         self._page_size: int = params.page_size
         self._root = PageNode(RadixKey([]), None)
         self._root.hash_value = []
@@ -52,7 +66,7 @@ class PageEvents:
 
     def stored(self, path: NDArray[np.int32], num_known: int, key: RadixKey) -> None:
         """Pages of a path are cached from now on, all but the first ``num_known``."""
-        if not self.recorder.enabled:
+        if not self.recorder.enabled or (self._tells_all and not self._is_told(key)):
             return
         blocks: Sequence[int] = path.tolist()
         node = (self._nodes[blocks[num_known - 1]] if num_known else None) or self._root
@@ -65,6 +79,15 @@ class PageEvents:
             node = PageNode(RadixKey(tokens, key.extra_key, cache_salt=key.cache_salt), parent=node)
             self._nodes[blocks[page]] = node
             self.recorder.record_store(node)
+
+    def _is_told(self, key: RadixKey) -> bool:
+        """Whether events have all of a key: no ``extra_key`` but the id of a named adapter."""
+        extra: str | None = key.extra_key
+        if extra is None:
+            return True
+        names = self.recorder.lora_names
+        name = names.resolve(extra) if self.recorder.dynamo_format else names.get(extra)
+        return len(extra) == _ADAPTER_ID and name is not None
 
     def removed(self, blocks: NDArray[np.int32]) -> None:
         """Pages are not cached any more; of a path, the index evicts the last first."""

@@ -41,6 +41,7 @@ class SGLangSettings:
         gaps: Whether reuse continues after gaps, by two hooks in SGLang.
         shadow: Whether what would be moved is only counted.
         record: Where finished requests are recorded: a path, or fields of `RecordOptions`.
+        snapshot: Where snapshots of the KV events are given; None: nowhere.
     """
 
     gate: str | None = None
@@ -49,6 +50,7 @@ class SGLangSettings:
     gaps: bool = False
     shadow: bool = False
     record: str | Mapping[str, Any] | None = None
+    snapshot: Mapping[str, Any] | None = None
 
     @classmethod
     def read(cls) -> SGLangSettings:
@@ -92,6 +94,7 @@ class SGLangSettings:
         if given.get("shadow") and gate is None:
             msg = f'{VARIABLE}: "shadow" counts what a gate would let move: set "gate" too'
             raise SettingsError(msg)
+        _asked.check_snapshot(given.get("snapshot"), VARIABLE)
         found = cls(**given)
         found.wanted()
         found.recorded()

@@ -10,7 +10,7 @@ from kvtrie import gates
 from kvtrie._core import LayoutError, UnsupportedRopeError
 from kvtrie.integrations import _asked, _served
 from kvtrie.integrations._asked import SettingsError
-from kvtrie.integrations.sglang import _gaps
+from kvtrie.integrations.sglang import _gaps, _snapshots
 from kvtrie.integrations.sglang._moving import Moving, pool_of
 from kvtrie.integrations.sglang._ranks import shared_seed
 from kvtrie.integrations.sglang._reasoning import tagger_of
@@ -23,6 +23,7 @@ from kvtrie.rope import RopeSpec
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 
+    from kvtrie.integrations._snapshots import SnapshotSource
     from kvtrie.tags import Tagger
 
 _LOG = logging.getLogger("sglang.kvtrie")
@@ -78,6 +79,7 @@ def make(context: TreeCacheBuildContext) -> KvtrieCache:
     tagger = tagger_of(args)
     moving, why = _moving_of(context, tagger)
     recording = _recording_of(context, tagger)
+    snapshots = _snapshots_of(context, num_pages)
     cache = KvtrieCache(
         params,
         num_pages,
@@ -85,6 +87,7 @@ def make(context: TreeCacheBuildContext) -> KvtrieCache:
         tagger,
         moving,
         recording,
+        snapshots,
         seed=seed,
         counts_for_all=context.tp_rank == 0,
     )
@@ -177,6 +180,22 @@ def _recording_of(context: TreeCacheBuildContext, tagger: Tagger | None) -> Requ
     if options is None or context.tp_rank != 0:
         return None  # one rank records for all
     return RequestLog(options, context.params.page_size, context.server_args.model_path, tagger)
+
+
+def _snapshots_of(context: TreeCacheBuildContext, num_pages: int) -> SnapshotSource | None:
+    """Where snapshots of the KV events are given; None: nowhere.
+
+    Raises:
+        SGLangUnsupportedError: The setting is invalid, or the endpoint cannot be used.
+    """
+    try:
+        endpoint = _snapshots.check(SGLangSettings.read().snapshot, context.server_args)
+        # One rank publishes for all.
+        if endpoint is None or not context.params.enable_kv_cache_events:
+            return None
+        return _snapshots.source(endpoint, num_pages)
+    except SettingsError as error:
+        refuse(str(error))
 
 
 def _max_in_gaps(context: TreeCacheBuildContext, settings: SGLangSettings) -> int:

@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
     from kvtrie._core import ComputedSource, Imported, Match, Namespace, ReusePlan, Span
+    from kvtrie.integrations._snapshots import SnapshotSource
     from kvtrie.integrations.sglang._moving import Ask, Moving
     from kvtrie.integrations.sglang._recording import RequestLog
     from kvtrie.record import Would
@@ -166,6 +167,7 @@ class KvtrieCache(BasePrefixCache):
         tagger: The model's chat format. Without it all tokens are kept alike.
         moving: What continues a match after an edit; None: all is exact.
         recording: Where requests are recorded when they have finished; None: nowhere.
+        snapshots: What gives snapshots of the KV events; None: nothing does.
         seed: What all ranks of tensor parallelism share; None: the index draws one.
         counts_for_all: Whether this rank has the metrics of all, which do the same.
     """
@@ -178,6 +180,7 @@ class KvtrieCache(BasePrefixCache):
         tagger: Tagger | None = None,
         moving: Moving | None = None,
         recording: RequestLog | None = None,
+        snapshots: SnapshotSource | None = None,
         *,
         seed: int | None = None,
         counts_for_all: bool = True,
@@ -213,7 +216,8 @@ class KvtrieCache(BasePrefixCache):
         self._slots = PageSlots(num_pages, self.page_size, self.device)
         # How often blocks have left the index: blocks that a lookup found since then are still so.
         self._epoch = 0
-        self._events = PageEvents(params, num_pages)
+        self._snapshots = snapshots
+        self._events = PageEvents(params, num_pages, tells_all=snapshots is not None)
         self.kv_events = self._events.recorder
         self._tagger = tagger
         self._reasoning = None if tagger is None else Reasoning(tagger)
@@ -408,6 +412,13 @@ class KvtrieCache(BasePrefixCache):
         count = self._take_back(self._index.evict(num_pages)) * self.page_size
         self.update_eviction_metrics(count, began)
         return EvictResult(num_tokens_evicted=count)
+
+    def take_events(self) -> list[Any]:
+        """What SGLang publishes next, as one batch if it is not empty."""
+        events: list[Any] = self._events.recorder.take()
+        if self._snapshots is not None and not self._snapshots.hand_over(events):
+            self._count("snapshots")
+        return events
 
     def lock(self, node: Handle) -> TreeLock:
         self._lock(node)

@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from kvtrie import gates
-from kvtrie.integrations._asked import SettingsError, hint
+from kvtrie.integrations._asked import SNAPSHOTS, SettingsError, hint
 from kvtrie.integrations.vllm import _model, _others, _template, _version
 from kvtrie.integrations.vllm._others import MINE as CONNECTOR
 from kvtrie.integrations.vllm._others import MODULE, MULTI, SCHEDULER, TRANSFER
-from kvtrie.integrations.vllm._settings import SNAPSHOTS, Settings
+from kvtrie.integrations.vllm._settings import Settings
 from kvtrie.integrations.vllm._transfer_settings import check_transfer
 
 if TYPE_CHECKING:

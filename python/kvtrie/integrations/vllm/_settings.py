@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from kvtrie._core import EXACT_ONLY
 from kvtrie.integrations import _asked
-from kvtrie.integrations._asked import SettingsError, check_keys, hint, policy_of, session_id
+from kvtrie.integrations._asked import (
+    SettingsError,
+    check_keys,
+    check_snapshot,
+    hint,
+    policy_of,
+    session_id,
+)
 from kvtrie.tags import PRESETS, Tagger
 
 if TYPE_CHECKING:
@@ -19,8 +26,6 @@ if TYPE_CHECKING:
     from kvtrie.record import RecordOptions
 
 WHERE: Final = "kv_connector_extra_config"
-SNAPSHOTS: Final = "tcp://127.0.0.1:5559"
-"""Where snapshots are given, without another endpoint."""
 LAST_HINT: Final = "kvtrie.last"
 """The action of vLLM's ``kv_hints`` that says that a conversation ends."""
 
@@ -125,7 +130,7 @@ class Settings:
             _refuse("shadow", given["shadow"], "true or false")
         self.recorded()
         _check_events(given["events"])
-        _check_snapshot(given["snapshot"])
+        check_snapshot(given["snapshot"], WHERE)
         seed = given["seed"]
         if isinstance(seed, bool) or not isinstance(seed, int | None):
             _refuse("seed", seed, "an integer from 0 to 2**64-1, or null")
@@ -258,17 +263,6 @@ def _check_events(given: object) -> None:
             _refuse(f"events: {name}", value, wanted)
         if kind is int and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             _refuse(f"events: {name}", value, "an integer from 1")
-
-
-def _check_snapshot(given: object) -> None:
-    if given is None:
-        return
-    if not isinstance(given, Mapping):
-        _refuse("snapshot", given, f'a mapping such as {{"endpoint": "{SNAPSHOTS}"}}')
-    check_keys(given, ("endpoint",), f"{WHERE}: snapshot")
-    value = given.get("endpoint", SNAPSHOTS)
-    if not isinstance(value, str) or not value:
-        _refuse("snapshot: endpoint", value, f'an address of ZeroMQ such as "{SNAPSHOTS}"')
 
 
 def _refuse(name: str, value: object, wanted: str) -> NoReturn:
