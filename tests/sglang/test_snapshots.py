@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -231,6 +232,15 @@ def test_holes_are_bounded() -> None:
         stored = BlockStored(pair, None, [1, 2, 3, 4], 2, None, StorageMedium.GPU)
         held.apply([stored, BlockRemoved(pair[:1], StorageMedium.GPU)])
         assert len(held) - len(held.copies) <= 10
+
+
+def test_the_garbage_collector_follows_no_block() -> None:
+    held = StreamBlocks(_snapshots.EVENTS, 10)
+    held.apply([BlockStored([1, 2], None, [1, 2, 3, 4], 2, None, StorageMedium.GPU)])
+    # A tuple is let go after those in it.
+    gc.collect()
+    gc.collect()
+    assert not any(map(gc.is_tracked, held._blocks.values()))
 
 
 def test_a_source_that_holds_more_than_the_pool_ends(
