@@ -927,6 +927,26 @@ class KvIndexer:
             >>> worker = index.add_worker("a", kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
             >>> index.clear_worker(worker)
         """
+    def digest(self, /, worker: SupportsIndex) -> int:
+        """
+        Return what a worker holds, in one number: its namespace, and each block with its copies.
+
+        It is equal in indexes with equal keys and block sizes for workers that hold the same, in
+        whatever order it came. Counts, and whether the worker is uncertain, are not part of it. It
+        takes time in proportion to what the worker holds.
+
+        Args:
+            worker: Its number.
+
+        Raises:
+            StaleHandleError: There is no such worker.
+
+        Example:
+            >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+            >>> a, b = (kvtrie.KvIndexer(16, b"a secret of yours") for _ in range(2))
+            >>> a.digest(a.add_worker("w", space)) == b.digest(b.add_worker("w", space))
+            True
+        """
     def digests(self, /, seq: TokenSequence, *, moved: bool = False) -> PromptDigests:
         """
         Compute the digests of a prompt, for several searches.
@@ -969,6 +989,17 @@ class KvIndexer:
             >>> worker = index.add_worker("a", space)
             >>> index.find_matches(kvtrie.TokenSequence(range(100), space))
             <OverlapScores of 1 workers, at most 0 exact tokens>
+        """
+    @property
+    def key_check(self, /) -> int:
+        """
+        A number of 64 bits that is equal for indexes with equal keys and block sizes. Who has it can
+        test guesses of the key.
+
+        Example:
+            >>> one, same = (kvtrie.KvIndexer(16, b"a secret of yours") for _ in range(2))
+            >>> one.key_check == same.key_check
+            True
         """
     @property
     def min_run(self, /) -> int:

@@ -70,6 +70,12 @@ impl Copies {
         had
     }
 
+    /// All four counts in one word.
+    pub(crate) fn word(self) -> u128 {
+        let counts = self.0.iter();
+        counts.fold(0, |word, &count| word << 32 | u128::from(count))
+    }
+
     /// The tier of the fastest copy.
     pub(crate) fn fastest(self) -> Option<Tier> {
         Tier::ALL
@@ -205,6 +211,11 @@ impl Holdings {
             let slot = entry.slot & !UNUSUAL;
             (hash, Held { slot, copies })
         })
+    }
+
+    /// The blocks whose parent is not known.
+    pub(crate) fn all_parked(&self) -> impl Iterator<Item = (u64, &Parked)> {
+        self.parked.iter().map(|(&hash, parked)| (hash, parked))
     }
 
     pub(crate) fn heap_bytes(&self) -> usize {

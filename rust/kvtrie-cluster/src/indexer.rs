@@ -703,6 +703,54 @@ impl KvIndexer {
         Ok(stats)
     }
 
+    /// What a worker holds, in one number: its namespace, and each hash with its block and its copies, parked ones too.
+    /// Equal in indexes with equal keys and block sizes for workers that hold the same, in whatever order it came; two
+    /// others are alike with probability 2⁻¹²⁸. What is counted, and whether the worker is uncertain, is not part of it.
+    ///
+    /// # Errors
+    /// [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle) if there is no such worker.
+    ///
+    /// # Complexity
+    /// O(entries of the worker).
+    pub fn digest(&self, worker: WorkerId) -> Result<u128> {
+        let worker = &self.workers[self.column(worker, "KvIndexer::digest")?];
+        let (keys, tree) = (&self.reader.keys, &self.blocks.tree);
+        let mut sum = keys.holding(&[worker.root]);
+        let lanes = [(0, Some(worker.lane)), (1, worker.approximate)];
+        for (kind, lane) in lanes {
+            let Some(lane) = lane else { continue };
+            let holdings = self.blocks.holdings(lane);
+            for (hash, held) in holdings.iter() {
+                let words = [
+                    kind,
+                    hash.into(),
+                    tree.digest(held.slot),
+                    held.copies.word(),
+                ];
+                sum = sum.wrapping_add(keys.holding(&words));
+            }
+            for (hash, parked) in holdings.all_parked() {
+                let parent = parked.parent.into();
+                let words = [
+                    kind | 2,
+                    hash.into(),
+                    parent,
+                    parked.contents,
+                    parked.copies.word(),
+                ];
+                sum = sum.wrapping_add(keys.holding(&words));
+            }
+        }
+        Ok(sum)
+    }
+
+    /// A number that is equal for indexes with equal keys and block sizes, and only for them but for one case in 2⁶⁴. Who
+    /// has it can test guesses of the key, and learns nothing else of it.
+    #[must_use]
+    pub fn key_check(&self) -> u64 {
+        self.reader.keys.check()
+    }
+
     /// What is counted of the index.
     ///
     /// # Complexity

@@ -31,6 +31,7 @@ pub(crate) struct Keys {
     namespace: SipHasher24,
     salt: SipHasher24,
     engine: SipHasher24,
+    holding: SipHasher24,
     /// The second is odd.
     spread: [u64; 2],
     /// By place in a block: the factors of the two sums, and the powers of the secret point.
@@ -104,6 +105,7 @@ impl Keys {
             namespace: sip(b"kvtrie.space"),
             salt: sip(b"kvtrie.salt"),
             engine: sip(b"kvtrie.engine"),
+            holding: sip(b"kvtrie.holding"),
             spread: [first, second | 1],
             factors: factors.into(),
             point,
@@ -190,6 +192,15 @@ impl Keys {
     /// The 64 bits by which a block hash that is not an integer is known.
     pub(crate) fn engine_hash(&self, bytes: &[u8]) -> u64 {
         self.engine.hash(bytes).as_u64().0
+    }
+
+    /// One term of the digest of what a worker holds.
+    pub(crate) fn holding(&self, words: &[u128]) -> u128 {
+        let mut hasher = self.holding;
+        for word in words {
+            hasher.write(&word.to_le_bytes());
+        }
+        hasher.finish128().as_u128()
     }
 
     /// An engine's hash, spread over 64 bits in a way that nobody can foresee without the key. No two become one.

@@ -29,6 +29,7 @@
 //! | `find` with moved runs | + O(tokens), and O(runs found · edges · workers that hold them); each worker adds at most four blocks of equal tokens |
 //! | [`clear_worker`](KvIndexer::clear_worker), [`remove_worker`](KvIndexer::remove_worker) | O(workers); each event applied later visits four edges to give the memory back |
 //! | [`stats`](KvIndexer::stats), [`reclaim`](KvIndexer::reclaim) | O(edges) |
+//! | [`digest`](KvIndexer::digest) | O(entries of the worker) |
 //! | [`check`](KvIndexer::check) | O(blocks + entries) |
 //!
 //! `cargo run --release -p kvtrie-benches --bin cluster` prints times and bytes per entry.

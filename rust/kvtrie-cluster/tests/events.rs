@@ -531,3 +531,59 @@ fn what_cannot_be_read_is_refused_as_a_whole() {
     let error = index.apply(worker, Stream::Engine, &read).unwrap_err();
     assert_eq!(error.refusal(), EventRefusal::Worker);
 }
+
+#[test]
+fn a_digest_is_of_all_that_a_worker_holds() {
+    let digest = |space: Arc<Namespace>, key: u8, steps: &[(Stream, Event)]| {
+        let mut index = KvIndexer::new(IndexerConfig::new(common::SIZE), &[key; 16]).unwrap();
+        let other = index.add_worker(Arc::clone(&space)).unwrap();
+        let worker = index.add_worker(space).unwrap();
+        let text = stored(&[5], None, &[8, 8], "GPU");
+        apply(&mut index, other, Stream::Engine, &[text]);
+        for (stream, event) in steps {
+            apply(&mut index, worker, *stream, std::slice::from_ref(event));
+        }
+        index.digest(worker).unwrap()
+    };
+    let engine = |event: Event| (Stream::Engine, event);
+    let plain = |steps: &[(Stream, Event)]| digest(space(None, None), 1, steps);
+    let both = || engine(stored(&[1, 2], None, &[1, 2, 3, 4], "GPU"));
+    let first = || engine(stored(&[1], None, &[1, 2], "GPU"));
+    let second = |tier| engine(stored(&[2], Some(1), &[3, 4], tier));
+    let all = [
+        plain(&[]),
+        plain(&[first()]),
+        plain(&[both()]),
+        plain(&[both(), second("GPU")]),
+        plain(&[both(), second("CPU")]),
+        plain(&[both(), engine(removed(&[1], "GPU"))]),
+        plain(&[engine(stored(&[1, 3], None, &[1, 2, 3, 4], "GPU"))]),
+        plain(&[engine(stored(&[1, 2], None, &[1, 2, 3, 5], "GPU"))]),
+        // Parked, of two parents.
+        plain(&[second("GPU")]),
+        plain(&[engine(stored(&[2], Some(7), &[3, 4], "GPU"))]),
+        plain(&[first(), (Stream::Approximate, second("GPU").1)]),
+        digest(space(None, None), 2, &[both()]),
+        digest(space(Some("a"), None), 1, &[both()]),
+        digest(space(Some("a"), None), 1, &[]),
+    ];
+    for (at, one) in all.iter().enumerate() {
+        assert!(!all[at + 1..].contains(one), "{at}");
+    }
+    assert_eq!(plain(&[both()]), plain(&[second("GPU"), first()]));
+    let more = [second("CPU"), both(), engine(removed(&[2], "CPU"))];
+    assert_eq!(plain(&[both()]), plain(&more));
+    let again = [both(), engine(cleared())];
+    assert_eq!(plain(&[]), plain(&again));
+}
+
+#[test]
+fn a_key_check_is_that_of_the_key_and_the_block_size() {
+    let check = |key: u8, size| {
+        let index = KvIndexer::new(IndexerConfig::new(size), &[key; 16]).unwrap();
+        index.key_check()
+    };
+    assert_eq!(check(1, 2), check(1, 2));
+    assert_ne!(check(1, 2), check(2, 2));
+    assert_ne!(check(1, 2), check(1, 4));
+}

@@ -42,6 +42,7 @@ names! {
         KvIndexerAddWorker = "KvIndexer.add_worker",
         KvIndexerApply = "KvIndexer.apply",
         KvIndexerClearWorker = "KvIndexer.clear_worker",
+        KvIndexerDigest = "KvIndexer.digest",
         KvIndexerDigests = "KvIndexer.digests",
         KvIndexerFindMatches = "KvIndexer.find_matches",
         KvIndexerRemoveWorker = "KvIndexer.remove_worker",

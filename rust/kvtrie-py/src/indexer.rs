@@ -578,6 +578,49 @@ impl PyKvIndexer {
         Ok(counts.into())
     }
 
+    /// Return what a worker holds, in one number: its namespace, and each block with its copies.
+    ///
+    /// It is equal in indexes with equal keys and block sizes for workers that hold the same, in
+    /// whatever order it came. Counts, and whether the worker is uncertain, are not part of it. It
+    /// takes time in proportion to what the worker holds.
+    ///
+    /// Args:
+    ///     worker: Its number.
+    ///
+    /// Raises:
+    ///     StaleHandleError: There is no such worker.
+    ///
+    /// Example:
+    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    ///     >>> a, b = (kvtrie.KvIndexer(16, b"a secret of yours") for _ in range(2))
+    ///     >>> a.digest(a.add_worker("w", space)) == b.digest(b.add_worker("w", space))
+    ///     True
+    #[pyo3(signature = (worker: "SupportsIndex"))]
+    fn digest(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = int::<call::KvIndexerDigest, arg::Worker>)] worker: i128,
+    ) -> PyResult<u128> {
+        let worker = Self::worker("KvIndexer.digest", worker)?;
+        py.enter(Cost::Long, |keys| {
+            Ok(keys.lock(&self.named, INDEXER)?.core.digest(worker)?)
+        })
+    }
+
+    /// A number of 64 bits that is equal for indexes with equal keys and block sizes. Who has it can
+    /// test guesses of the key.
+    ///
+    /// Example:
+    ///     >>> one, same = (kvtrie.KvIndexer(16, b"a secret of yours") for _ in range(2))
+    ///     >>> one.key_check == same.key_check
+    ///     True
+    #[getter]
+    fn key_check(&self, py: Python<'_>) -> PyResult<u64> {
+        py.enter(Cost::Short, |keys| {
+            Ok(keys.lock(&self.named, INDEXER)?.core.key_check())
+        })
+    }
+
     /// Return what is counted of the index: `workers`, unique `blocks` (holes among them), `edges`,
     /// `entries` (one per worker and block), `dead` lives whose memory is not given back yet, and
     /// `bytes`.

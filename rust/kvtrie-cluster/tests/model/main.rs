@@ -338,6 +338,49 @@ impl Driver<'_> {
     }
 }
 
+/// The digest of a worker that holds the same, in an index of its own that got it in another order.
+fn again(universe: &Universe, id: WorkerId, naive: &Naive) -> u128 {
+    let mut index = index();
+    let worker = index.add_worker(space()).unwrap();
+    let hash = |&node: &Node| Driver::hash(id, node);
+    let mut apply = |event| {
+        let read = index.reader().read(&batch(&[event], true, None)).unwrap();
+        index.apply(worker, Stream::Engine, &read).unwrap();
+    };
+    let one = |node: Node, tier: usize| {
+        let parent = universe.parents[node].as_ref().map(hash);
+        stored(&[hash(&node)], parent, &universe.tokens[node], MEDIA[tier])
+    };
+    // All of their paths first, so that no block waits; then what was not asked for leaves.
+    let paths: BTreeSet<Node> = naive
+        .known
+        .keys()
+        .flat_map(|&node| universe.path(node))
+        .collect();
+    for &node in &paths {
+        apply(one(node, 0));
+    }
+    for (&node, counts) in naive.known.iter().rev() {
+        for tier in (0..4).rev() {
+            for _ in 0..counts[tier] {
+                apply(one(node, tier));
+            }
+        }
+    }
+    for &node in paths.iter().rev() {
+        apply(removed(&[hash(&node)], "GPU"));
+    }
+    for (&node, counts) in naive.parked.iter().rev() {
+        for (tier, &count) in counts.iter().enumerate() {
+            for _ in 0..count {
+                apply(one(node, tier));
+            }
+        }
+    }
+    index.check().unwrap();
+    index.digest(worker).unwrap()
+}
+
 /// Runs so many operations on so many workers in so many threads; returns what was done.
 fn run(
     seed: u64,
@@ -383,6 +426,10 @@ fn run(
     });
     let mut index = index.into_inner().unwrap();
     index.check().unwrap();
+    for (id, naive) in drivers.iter().flat_map(|driver| &driver.workers) {
+        let digest = index.digest(*id).unwrap();
+        assert_eq!(digest, again(&universe, *id, naive), "{id:?}");
+    }
     index.reclaim();
     index.check().unwrap();
     let live: Vec<WorkerId> = index.workers().collect();
