@@ -489,6 +489,13 @@ soak-groups: setup ## a million random calls on indexes with one to four groups 
 soak-cluster: ## ten million random events of 1 to 256 workers against sets of blocks, in one thread and in four (minutes)
 	KVTRIE_CLUSTER_OPERATIONS=10000000 $(CARGO) test --quiet --profile release-checked --package kvtrie-cluster --test model -- --ignored --nocapture
 
+.PHONY: cluster-up
+cluster-up: ## a nats-server for bridges and replicas on 127.0.0.1:4222 until it is interrupted; its files are in target/nats
+	@command -v nats-server >/dev/null 2>&1 || { \
+	    echo "kvtrie: nats-server is missing (on Debian and Ubuntu: the package nats-server)." >&2; exit 1; }
+	@mkdir -p target/nats
+	nats-server --config tools/nats.conf
+
 .PHONY: soak-transfers
 soak-transfers: setup ## a million random transfers between labelled engines, every slot looked at (a quarter of an hour)
 	$(PY) -m tests.pd.soak --transfers 1000000

@@ -27,7 +27,7 @@ SOURCES = {
     # A platform of ours: an old release may lack wheels for others.
     "constraints/floors.txt": [
         *("pyproject.toml", "--extra", "cli", "--extra", "transformers", "--extra", "test"),
-        *("--extra", "metrics", "--extra", "tracing", "--extra", "cluster"),
+        *("--extra", "metrics", "--extra", "tracing", "--extra", "replicas"),
         *("--resolution", "lowest-direct", "--python-version", "3.11", "--only-binary", ":all:"),
     ],
 }

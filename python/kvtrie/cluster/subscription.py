@@ -125,6 +125,10 @@ def subscribe(
     )
 
 
+class Ended(Exception):  # noqa: N818 - it is no error of the subscription
+    """Ends a subscription, for a reason that its `error` gets."""
+
+
 class _SnapshotHeader(NamedTuple):
     """What comes with a snapshot: whose it is, and the last batch that counts."""
 
@@ -297,6 +301,8 @@ class Subscription:
             self.error = f"the worker is gone: {error}"
         except self._zmq.ZMQError as error:
             self.error = f"ZMQ: {error}"
+        except Ended as error:
+            self.error = str(error)
         finally:
             self._context.destroy(linger=0)
             try:
@@ -401,6 +407,7 @@ class Subscription:
         self._restores_at = 0.0
         self._become("syncing")
         self._index.clear_worker(self.worker, approximate=self._approximate)
+        self._begun()
 
     def _become(self, state: SubscriptionState) -> None:
         # The index says it first: who waits for a state finds the index in it.
@@ -437,6 +444,17 @@ class Subscription:
             self._apply(number, frames[2])
         self._settle()
 
+    # A bridge passes on what these say.
+
+    def _begun(self) -> None:
+        """Nothing that was known counts any more."""
+
+    def _took(self, number: int, payload: bytes) -> None:
+        """A batch was applied."""
+
+    def _replaced(self, number: int, batch: bytes) -> None:
+        """A snapshot has taken the place of all batches up to a number."""
+
     def _settle(self) -> None:
         state: SubscriptionState = "gapped" if self._is_gapped else "live"
         if state != self._state:
@@ -458,6 +476,7 @@ class Subscription:
             self._is_gapped = True
             return
         self.counts["batches"] += 1
+        self._took(number, payload)
         if done["cleared"] and self._is_gapped:
             # Nothing older counts, unless a slower tier has kept some of it.
             stats = self._index.worker_stats(self.worker)
@@ -614,6 +633,7 @@ class Subscription:
         self._index.apply(self.worker, batch)
         self.counts["snapshots"] += 1
         self._incarnation, self._applied = header
+        self._replaced(header.number, batch)
         self._is_gapped = False
         self._due = time.monotonic() + (self._check_every or float("inf"))
         self._settle()
