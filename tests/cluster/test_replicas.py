@@ -624,6 +624,56 @@ def test_batch_that_nats_does_not_take_is_a_gap(tmp_path: Path) -> None:
         assert bridged.bridge.state == "live"
 
 
+def test_bridge_whose_messages_were_dropped_goes_on(nats: NatsServer) -> None:
+    with (
+        Publisher() as publisher,
+        Bridged(publisher, nats) as bridged,
+        Followed(nats) as followed,
+    ):
+        publisher.send(block(0))
+        followed.becomes(2)
+        with Raw(nats) as raw:
+            jetstream = raw.connection.client.jetstream()
+            raw.connection.call(jetstream.purge_stream("kvtrie"), SECONDS)
+        publisher.send(block(1))
+        followed.becomes(4)
+        assert "gaps" not in followed.counts
+        # A new one has only what is left, and says so.
+        with Followed(nats) as late:
+            assert late.replica.wait("w", "gapped", SECONDS), late
+        assert bridged.bridge.state == "live"
+
+
+def test_message_whose_answer_was_lost_is_stored_once(
+    nats: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish = JetStreamContext.publish
+    lost: list[object] = []
+
+    async def loses(self: Any, subject: str, *args: Any, **options: Any) -> Any:
+        stored = await publish(self, subject, *args, **options)
+        if len(lost) < 2:
+            lost.append(stored)
+            raise TimeoutError
+        return stored
+
+    with (
+        Publisher() as publisher,
+        Bridged(publisher, nats) as bridged,
+        Followed(nats) as followed,
+    ):
+        publisher.send(block(0))
+        followed.becomes(2)
+        monkeypatch.setattr(JetStreamContext, "publish", loses)
+        publisher.send(block(1))
+        publisher.send(block(2))
+        followed.becomes(6)
+        assert len(lost) == 2
+        assert bridged.bridge.counts["repeats"] == 1
+        assert "repeats" not in followed.counts
+        assert followed.digest == bridged.digest
+
+
 def test_stream_that_was_made_again_is_read_from_its_start(nats: NatsServer) -> None:
     with (
         Publisher() as publisher,
