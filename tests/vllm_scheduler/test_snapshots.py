@@ -275,6 +275,7 @@ def test_a_snapshot_is_what_all_events_leave(seed: int) -> None:
         if round_ % 3 == 0:
             other.apply(others, bytes(held.encoded(0)))
         assert held.copies == +model.held
+        assert held.num_copies == model.held.total()
         for _ in range(40):
             path = model.path(model.random.randrange(len(model.known)))
             first = model.random.randrange(len(path))

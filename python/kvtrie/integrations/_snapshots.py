@@ -90,11 +90,17 @@ class StreamBlocks:
         # Tuples of what the garbage collector does not follow.
         self._blocks: dict[Any, _Block] = {}
         self._copies: dict[Any, int] = {}
+        self._num_copies = 0
         self._children: dict[Any, int] = {}
 
     def __len__(self) -> int:
         """The number of blocks, holes among them."""
         return len(self._blocks)
+
+    @property
+    def num_copies(self) -> int:
+        """Blocks of the pool, each of those that share a hash: the sum of ``copies``, in O(1)."""
+        return self._num_copies
 
     @property
     def copies(self) -> Mapping[Any, int]:
@@ -114,6 +120,7 @@ class StreamBlocks:
             elif isinstance(event, form.cleared):
                 self._blocks.clear()
                 self._copies.clear()
+                self._num_copies = 0
                 self._children.clear()
         if len(self._blocks) - len(self._copies) > self._most:
             self._forget_holes()
@@ -133,11 +140,13 @@ class StreamBlocks:
                     children[parent] = children.get(parent, 0) + 1
             copies[one] = copies.get(one, 0) + 1
             parent = one
+        self._num_copies += len(event.block_hashes)
 
     def _remove(self, one: Any) -> None:  # noqa: ANN401 - a hash
         count = self._copies.get(one)
         if count is None:
             return
+        self._num_copies -= 1
         if count > 1:
             self._copies[one] = count - 1
             return
@@ -191,7 +200,7 @@ class StreamBlocks:
             of.append(block)
         if run:
             yield self._stored(run, of)
-        left = min(self._most, sum(self._copies.values()) - len(self._copies))
+        left = min(self._most, self._num_copies - len(self._copies))
         for one, count in self._copies.items() if left else ():
             for _ in range(min(count - 1, left)):
                 left -= 1
@@ -287,14 +296,14 @@ class SnapshotSource:
         """Take over the events that the engine publishes next as one batch, if there are any.
 
         Returns:
-            False in the first call after an error has ended it: the caller counts that.
+            True in the first call after an error has ended it, else False: the caller counts it.
         """
         if self._has_failed:
             is_news, self._is_counted = not self._is_counted, True
-            return not is_news
+            return is_news
         if batch:
             self._batches.append(batch)
-        return True
+        return False
 
     def fail(self, why: str) -> None:
         """Give no more snapshots."""
@@ -331,7 +340,7 @@ class SnapshotSource:
         while self._batches:
             self._held.apply(self._batches.popleft())
             self._number += 1
-        if sum(self._held.copies.values()) > self._most:
+        if self._held.num_copies > self._most:
             msg = f"{self._engine} published more blocks than its pool has"
             raise RuntimeError(msg)
         header = self._header() if asked else b""

@@ -416,7 +416,7 @@ class KvtrieCache(BasePrefixCache):
     def take_events(self) -> list[Any]:
         """What SGLang publishes next, as one batch if it is not empty."""
         events: list[Any] = self._events.recorder.take()
-        if self._snapshots is not None and not self._snapshots.hand_over(events):
+        if self._snapshots is not None and self._snapshots.hand_over(events):
             self._count("snapshots")
         return events
 

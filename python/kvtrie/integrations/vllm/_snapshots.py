@@ -66,7 +66,7 @@ class Snapshots(SnapshotSource):
         taken, self._next = self._next, None
         if taken is None or taken is self._pool.kv_event_queue:
             self.fail("vLLM took KV events unseen")
-        if not self.hand_over(taken or []):
+        if self.hand_over(taken or []):
             self._errors.add("errors")
 
 
