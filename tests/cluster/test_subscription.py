@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import TYPE_CHECKING, Any, Self
 
@@ -273,3 +274,25 @@ def test_close_is_final_and_may_be_repeated() -> None:
         assert isinstance(fed.subscription, Subscription)
         assert fed.subscription.state == "stale"
         assert fed.scores()[1]
+
+
+def test_known_gap_is_uncertain_while_the_replay_is_awaited() -> None:
+    goes_on = threading.Event()
+
+    def waits(frames: list[list[bytes]]) -> list[list[bytes]]:
+        goes_on.wait(SECONDS)
+        return frames
+
+    with Publisher() as publisher, Fed(publisher, check_every=0, replay_timeout=SECONDS) as fed:
+        assert fed.subscription.wait("live", SECONDS)
+        publisher.send(block(0))
+        fed.becomes(2)
+        publisher.mangle = waits
+        publisher.send(removed(0), lost=True)
+        publisher.send(block(1))
+        try:
+            fed.becomes(2, uncertain=True)
+            assert fed.subscription.state == "syncing"
+        finally:
+            goes_on.set()
+        fed.becomes(0)

@@ -36,7 +36,7 @@ _HEARTBEAT: Final = 2_000
 _VERSION: Final = 1
 _LONGEST_HEADER: Final = 256
 # The largest `max_batch_bytes` that an index can have.
-_LARGEST_SNAPSHOT: Final = 1 << 30
+LARGEST_SNAPSHOT: Final = 1 << 30
 # The first event, with what MessagePack has before it.
 _CLEARS: Final = b"\x81\xa4type\xb0AllBlocksCleared"
 _BEFORE_EVENTS: Final = 16
@@ -96,18 +96,13 @@ def subscribe(
         'syncing'
     """
     call = "subscribe"
-    if not issubclass(type(index), KvIndexer):
-        msg = f"{call}: index is {index!r}, not a KvIndexer"
-        raise TypeError(msg)
-    times = {
-        "replay_timeout": replay_timeout,
-        "snapshot_timeout": snapshot_timeout,
-        "check_every": check_every,
-    }
-    for name, seconds in times.items():
-        if not 0 <= seconds < 1e9:
-            msg = f"{call}: {name} is {seconds}; it must be in [0, 1e9)"
-            raise ValueError(msg)
+    check_arguments(
+        call,
+        index,
+        replay_timeout=replay_timeout,
+        snapshot_timeout=snapshot_timeout,
+        check_every=check_every,
+    )
     if approximate and snapshot is not None:
         msg = f"{call}: snapshot is {snapshot!r}; it must be None with approximate=True"
         raise ValueError(msg)
@@ -123,6 +118,22 @@ def subscribe(
         snapshot_timeout=snapshot_timeout,
         check_every=check_every,
     )
+
+
+def check_arguments(call: str, index: object, **times: float) -> None:
+    """Check an index, and times in seconds.
+
+    Raises:
+        TypeError: It is not a `KvIndexer`.
+        ValueError: A time is negative or too long.
+    """
+    if not issubclass(type(index), KvIndexer):
+        msg = f"{call}: index is {index!r}, not a KvIndexer"
+        raise TypeError(msg)
+    for name, seconds in times.items():
+        if not 0 <= seconds < 1e9:
+            msg = f"{call}: {name} is {seconds}; it must be in [0, 1e9)"
+            raise ValueError(msg)
 
 
 class Ended(Exception):  # noqa: N818 - it is no error of the subscription
@@ -241,8 +252,8 @@ class Subscription:
                 self._asker = self._dealer(
                     "snapshot", snapshot, IMMEDIATE=1, SNDHWM=1, MAXMSGSIZE=_LONGEST_HEADER
                 )
-            self._forget()
             self._connect()
+            self._forget()
         except BaseException:
             self._context.destroy(linger=0)
             raise
@@ -272,7 +283,7 @@ class Subscription:
             Whether it is in that state.
         """
         with self._changed:
-            return self._changed.wait_for(lambda: self._state == state, timeout)
+            return self._changed.wait_for(lambda: self.state == state, timeout)
 
     def close(self) -> None:
         """End the thread. The worker stays as it is, and uncertain."""
@@ -438,6 +449,7 @@ class Subscription:
         self._own = max(self._own, number)
         if number > self._applied + 1:
             self.counts["gaps"] += 1
+            self._lacks()
             if not self._fill(number):
                 return
         if number > self._applied:
@@ -560,10 +572,16 @@ class Subscription:
             self._due = time.monotonic()
         elif self._takes_effect and self._applied < self._had:
             # They have had time to arrive.
+            self._lacks()
             self._fill(None)
             self._note_loss()
         if self._takes_effect:
             self._incarnation, self._had = header
+
+    def _lacks(self) -> None:
+        """A batch is known to be missing, and a replay may take its time."""
+        if self._state == "live":
+            self._become("syncing")
 
     def _note_loss(self) -> None:
         if self._applied < self._had:
@@ -606,7 +624,7 @@ class Subscription:
 
     def _given(self) -> list[bytes] | None:
         """The answer to a request for a snapshot; None if it does not come."""
-        dealer = self._dealer("snapshot", str(self._snapshot), MAXMSGSIZE=_LARGEST_SNAPSHOT)
+        dealer = self._dealer("snapshot", str(self._snapshot), MAXMSGSIZE=LARGEST_SNAPSHOT)
         try:
             dealer.send_multipart([b"", b"snapshot"])
             end = time.monotonic() + self._snapshot_timeout
@@ -620,7 +638,12 @@ class Subscription:
         finally:
             dealer.close(0)
 
-    def _put(self, frames: list[bytes]) -> None:
+    def _read(self, frames: list[bytes]) -> tuple[_SnapshotHeader, bytes]:
+        """Read a snapshot. One of another life of the engine ends all that is known of this one.
+
+        Raises:
+            ValueError: It cannot be used.
+        """
         header, batch = _SnapshotHeader.read(frames, "batch"), frames[2]
         if not self._is_same(header):
             self._takes_effect = True
@@ -630,6 +653,10 @@ class Subscription:
         if not 0 <= batch.find(_CLEARS, 0, _BEFORE_EVENTS + len(_CLEARS)):
             msg = "its batch does not begin with AllBlocksCleared"
             raise ValueError(msg)
+        return header, batch
+
+    def _put(self, frames: list[bytes]) -> None:
+        header, batch = self._read(frames)
         self._index.apply(self.worker, batch)
         self.counts["snapshots"] += 1
         self._incarnation, self._applied = header
