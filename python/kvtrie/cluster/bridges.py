@@ -12,10 +12,13 @@ ends at its next message.
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
+import threading
 import time
 from typing import TYPE_CHECKING, Any, Final
 
+from kvtrie._core import EventError, StaleHandleError
 from kvtrie.cluster import snapshots
 from kvtrie.cluster.streams import (
     ANSWER,
@@ -32,17 +35,24 @@ from kvtrie.cluster.streams import (
     describe,
     key_of,
 )
-from kvtrie.cluster.subscription import Ended, Subscription, SubscriptionState
+from kvtrie.cluster.subscription import Ended, Subscription, SubscriptionState, check_arguments
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
     from kvtrie._core import KvIndexer
 
+_LOG: Final = logging.getLogger("kvtrie.cluster")
 _RETRY: Final = 0.1
-# Seconds in which what waits in the socket should have been published.
-_SLOW: Final = 0.25
+# Seconds after which what arrives should have been published, and how often that is looked at.
+_SLOW: Final = 0.5
+_TICK: Final = 0.1
 _WRONG_SEQUENCE: Final = 10071
+# Bytes of a message's headers, which NATS counts too.
+_HEADERS: Final = 2_048
+# Seconds until a snapshot that could not be stored is asked for again: doubled up to the most.
+_LEAST_PAUSE: Final = 10.0
+_MOST_PAUSE: Final = 300.0
 # A replica may still read the one before the newest.
 _KEPT: Final = 2
 
@@ -94,18 +104,28 @@ def bridge(
 
     Raises:
         ImportError: pyzmq, nats-py or, with a store, obstore is missing.
+        TypeError: `index` is not a `KvIndexer`.
         ValueError: A name, an address or a time is wrong, or there is a store and no `snapshot`.
         ReplicationError: With the reason `"key"`, the stream has another key or block size;
-            `"unreachable"`, NATS or its JetStream does not answer.
+            `"version"`, it is of another version of kvtrie; `"malformed"`, it is not kvtrie's;
+            `"unreachable"`, NATS or its JetStream does not answer; `"fenced"`, another bridge of
+            the worker publishes so fast that this one found no moment to begin in.
         StaleHandleError: There is no such worker.
     """
     call = "bridge"
+    check_arguments(
+        call,
+        index,
+        replay_timeout=replay_timeout,
+        snapshot_timeout=snapshot_timeout,
+        check_every=check_every,
+    )
     check_name(call, "name", name)
     check_name(call, "stream", stream)
     if epoch is not None:
         check_name(call, "epoch", epoch)
     if store is not None and snapshot is None:
-        msg = f"{call}: store is {store!r}; it must be None without snapshot"
+        msg = f"{call}: store is {store!r} and snapshot None; a store needs snapshot"
         raise ValueError(msg)
     if not 0 < beat_every < 1e9 or not 0 <= snapshot_every < 1e9:
         msg = (
@@ -179,14 +199,20 @@ class Bridge(Subscription):
         self._snapshot_every = snapshot_every
         self._stored: list[str] = []
         self._stores_at = time.monotonic() + (snapshot_every or float("inf"))
+        self._stores_after = _LEAST_PAUSE
+        # A snapshot whose last batches have not been published yet.
+        self._kept: tuple[int, list[bytes]] | None = None
         # The subject's last message in the stream.
         self._last = 0
-        # Whether batches may wait in the socket since NATS did not answer, or not soon enough.
-        self._is_behind = False
+        # When no batch waited in the socket, and whether the index knows that this is long ago.
+        self._emptied_at = time.monotonic()
+        self._was_behind = False
+        self._judging = threading.Lock()
         self._gives_up = time.monotonic() + PATIENCE
         self._nats = Connection(f"kvtrie-bridge-{name}", servers, lambda _: None)
         try:
-            self._next_epoch = self._open(epoch, max_bytes)
+            self._given_epoch = epoch
+            self._open(max_bytes)
             super().__init__(
                 index,
                 worker,
@@ -201,6 +227,7 @@ class Bridge(Subscription):
             )
             self._gives_up = float("inf")
             self._nats.spawn(self._beat_often(beat_every))
+            self._nats.spawn(self._watch())
         except Ended as error:
             self._nats.close()
             msg = f"bridge: {error}"
@@ -214,30 +241,32 @@ class Bridge(Subscription):
         super().close()
         self._nats.close()
 
-    def __repr__(self) -> str:
-        return f"<Bridge of {self.name!r}: {self._state}, epoch {self.epoch}, {self._last}>"
+    @property
+    def state(self) -> SubscriptionState:
+        """What is known of the engine, as of a `Subscription`.
 
-    def _open(self, given: str | None, max_bytes: int) -> str:
-        """Make the stream if there is none, and return the epoch to begin with."""
+        Also `"syncing"` while batches wait for longer than 0.5 s: for NATS, a store, a replay or a
+        snapshot. What they change is not in the index yet, and the worker is uncertain.
+        """
+        return "syncing" if self._state == "live" and self._is_behind else self._state
+
+    def __repr__(self) -> str:
+        return f"<Bridge of {self.name!r}: {self.state}, epoch {self.epoch}, {self._last}>"
+
+    def _open(self, max_bytes: int) -> None:
+        """Make the stream if there is none."""
         from nats.errors import Error  # noqa: PLC0415 - the extra is there
 
         if not self._nats.wait(PATIENCE):
             msg = f"bridge: no NATS after {PATIENCE} s: {self._nats.error}"
             raise ReplicationError(msg, reason="unreachable")
         try:
-            last = self._nats.call(self._ensure(max_bytes), PATIENCE)
+            self._nats.call(self._ensure(max_bytes), PATIENCE)
         except (Error, TimeoutError) as error:
             msg = f"bridge: JetStream does not make stream {self._stream!r}: {error!r}"
             raise ReplicationError(msg, reason="unreachable") from error
-        before = last[1] if last is not None else None
-        self._last = last[0] if last is not None else 0
-        if given is None:
-            return secrets.token_hex(8)
-        if before is not None and before.epoch.rpartition(".")[0] == given:
-            return before.epoch
-        return f"{given}.{secrets.token_hex(8)}"
 
-    async def _ensure(self, max_bytes: int) -> tuple[int, Record | None] | None:
+    async def _ensure(self, max_bytes: int) -> None:
         from nats.js.api import StorageType, StreamConfig  # noqa: PLC0415 - the extra is there
         from nats.js.errors import NotFoundError  # noqa: PLC0415 - likewise
 
@@ -256,8 +285,14 @@ class Bridge(Subscription):
                     allow_rollup_hdrs=True,
                 )
             )
-        check_stream(f"bridge: worker {self.name!r}", self._stream, info.config.description, about)
-        return await self._last_record()
+        who, config = f"bridge: worker {self.name!r}", info.config
+        check_stream(who, self._stream, config.description, about)
+        if f"{self._stream}.events.*" not in (config.subjects or []):
+            msg = f"{who}: stream {self._stream!r} has the subjects {config.subjects}"
+            raise ReplicationError(msg, reason="malformed")
+        if not config.allow_rollup_hdrs:
+            msg = f"{who}: stream {self._stream!r} does not allow rollups"
+            raise ReplicationError(msg, reason="malformed")
 
     async def _last_record(self) -> tuple[int, Record | None] | None:
         from nats.js.errors import NotFoundError  # noqa: PLC0415 - the extra is there
@@ -272,16 +307,73 @@ class Bridge(Subscription):
             return last.seq, None
 
     def _begun(self) -> None:
-        self.epoch, self._next_epoch = self._next_epoch, ""
-        # What was lost may be alive still, but is not known to be.
-        self.epoch = self.epoch or secrets.token_hex(8)
-        self._publish(self._record("begin", -1))
+        self._kept = None
+        if self.epoch:
+            # What was lost may be alive still, but is not known to be.
+            self.epoch = secrets.token_hex(8)
+            self._publish(self._record("begin", -1))
+        else:
+            self._take_over()
         self._beat_now()
+
+    def _take_over(self) -> None:
+        """Begin after the last message of whoever has published for this worker."""
+        from nats.errors import Error  # noqa: PLC0415 - the extra is there
+
+        self._gives_up = time.monotonic() + PATIENCE
+        while True:
+            try:
+                last = self._nats.call(self._last_record(), PATIENCE)
+            except (Error, OSError, TimeoutError) as error:
+                msg = f"bridge: stream {self._stream!r} cannot be read: {error!r}"
+                raise ReplicationError(msg, reason="unreachable") from error
+            self._last, before = last or (0, None)
+            given, self.epoch = self._given_epoch, secrets.token_hex(8)
+            if given is not None:
+                continues = before is not None and before.epoch.rpartition(".")[0] == given
+                self.epoch = before.epoch if before and continues else f"{given}.{self.epoch}"
+            try:
+                self._publish(self._record("begin", -1))
+            except Ended:
+                # The other one has published meanwhile.
+                if time.monotonic() < self._gives_up:
+                    continue
+                raise
+            return
 
     def _took(self, number: int, payload: bytes) -> None:
         self._publish(self._record("batch", number), payload)
+        self._use_kept()
+
+    def _keep(self) -> None:
+        """Ask for a snapshot, which replicas get once they have all of its batches."""
+        self._stores_at = time.monotonic() + (self._snapshot_every or float("inf"))
+        self.counts["snapshots_asked"] += 1
+        frames = self._given()
+        if self._lost_connection() or not self._takes_effect:
+            return
+        if frames is None:
+            self.error = f"no snapshot from {self._snapshot}"
+            return
+        try:
+            self._kept = self._read(frames)[0].number, frames
+        except ValueError as error:
+            self._refuse(error)
+            return
+        self._use_kept()
+
+    def _use_kept(self) -> None:
+        if self._kept is None or self._applied < self._kept[0]:
+            return
+        (number, frames), self._kept = self._kept, None
+        if number == self._applied:
+            try:
+                self._put(frames)
+            except (ValueError, EventError) as error:
+                self._refuse(error)
 
     def _replaced(self, number: int, batch: bytes) -> None:
+        self._kept = None
         self._stores_at = time.monotonic() + (self._snapshot_every or float("inf"))
         if self._store is None:
             return
@@ -290,31 +382,53 @@ class Bridge(Subscription):
             checksum = snapshots.put(self._store, name, batch)
             self._publish(self._record("snapshot", number, checksum=checksum), rollup=True)
             self.counts["snapshots_stored"] += 1
+            self._stores_after = _LEAST_PAUSE
             if name not in self._stored:
                 self._stored.append(name)
             while len(self._stored) > _KEPT:
-                snapshots.delete(self._store, self._stored.pop(0))
+                snapshots.delete(self._store, self._stored[0])
+                del self._stored[0]
         except ReplicationError as error:
             self.counts["snapshots_not_stored"] += 1
             self.error = str(error)
+            self._stores_at = time.monotonic() + self._stores_after
+            self._stores_after = min(2 * self._stores_after, _MOST_PAUSE)
 
     def _step(self) -> None:
-        began = time.monotonic()
         super()._step()
-        was_behind = self._is_behind
         if not self._socket.poll(0):
-            self._is_behind = False
-        elif time.monotonic() - began > _SLOW:
-            self._is_behind = True
-        if self._is_behind != was_behind:
-            self._beat_now()
+            self._emptied_at = time.monotonic()
         if self._store is not None and time.monotonic() >= self._stores_at and self._takes_effect:
-            self._stores_at = time.monotonic() + (self._snapshot_every or float("inf"))
-            self._restore()
+            self._keep()
+
+    @property
+    def _is_behind(self) -> bool:
+        return time.monotonic() - self._emptied_at > _SLOW
+
+    def _become(self, state: SubscriptionState) -> None:
+        with self._judging:
+            self._was_behind = self._is_behind
+            self._index.set_uncertain(self.worker, state != "live" or self._was_behind)
+            self._announce(state)
 
     def _announce(self, state: SubscriptionState) -> None:
         super()._announce(state)
         self._beat_now()
+
+    async def _watch(self) -> None:
+        """Look whether batches wait. The thread that should take them may wait itself."""
+        while True:
+            await asyncio.sleep(_TICK)
+            with self._judging:
+                if self._was_behind != self._is_behind:
+                    self._was_behind = not self._was_behind
+                    try:
+                        uncertain = self._was_behind or self._state != "live"
+                        self._index.set_uncertain(self.worker, uncertain)
+                    except StaleHandleError:
+                        # The other thread meets it too, and ends.
+                        return
+                    self._announce(self._state)
 
     def _record(self, kind: Any, number: int, **more: str) -> Record:  # noqa: ANN401 - a Kind
         return Record(kind, self._key, self.name, self._token, self.epoch, number, **more)
@@ -341,7 +455,6 @@ class Bridge(Subscription):
                 self._stores_at = max(time.monotonic(), self._restores_at)
             except (Error, OSError, TimeoutError) as error:
                 self.counts["retries"] += 1
-                self._is_behind = True
                 self.error = f"NATS has not stored {record.message_id}: {error!r}"
                 if time.monotonic() >= self._gives_up:
                     msg = f"bridge: {self.error}"
@@ -353,12 +466,15 @@ class Bridge(Subscription):
         raise Ended(msg)
 
     async def _send(self, record: Record, payload: bytes, *, rollup: bool) -> None:
-        from nats.js.errors import APIError  # noqa: PLC0415 - the extra is there
+        from nats.errors import MaxPayloadError  # noqa: PLC0415 - the extra is there
+        from nats.js.errors import APIError  # noqa: PLC0415 - likewise
 
         client = self._nats.client
         if not client.is_connected:
             msg = "there is no connection"
             raise ConnectionError(msg)
+        if len(payload) + _HEADERS > client.max_payload:
+            raise MaxPayloadError
         headers = {HEADER: record.write(), MESSAGE_ID: record.message_id}
         if rollup:
             headers[ROLLUP] = "sub"
@@ -383,6 +499,7 @@ class Bridge(Subscription):
 
         Raises:
             Ended: The last message is of another bridge.
+            ConnectionError: It is refused for what may pass.
         """
         before = self._last
         last = await self._last_record()
@@ -400,7 +517,7 @@ class Bridge(Subscription):
             raise Ended(msg)
         if self._last == before:
             msg = f"message {before} of worker {self.name!r} is the last one, and is refused"
-            raise Ended(msg)
+            raise ConnectionError(msg)
         return False
 
     async def _beat_often(self, every: float) -> None:
@@ -413,12 +530,15 @@ class Bridge(Subscription):
 
     async def _beat(self) -> None:
         client = self._nats.client
-        if client.is_connected and self.epoch:
-            await client.publish(
-                f"{self._stream}.beats.{self.name}", b"", headers={HEADER: self._word().write()}
-            )
+        if not client.is_connected or not self.epoch:
+            return
+        subject, headers = f"{self._stream}.beats.{self.name}", {HEADER: self._word().write()}
+        try:
+            await client.publish(subject, b"", headers=headers)
+        except Exception as error:  # noqa: BLE001 - the next one may be heard
+            _LOG.exception("worker %s: no beat", self.name)
+            self.error = f"NATS: {error!r}"
 
     def _word(self) -> Record:
         """What is known at this moment."""
-        state = "syncing" if self._is_behind and self._state == "live" else self._state
-        return self._record("beat", max(self._applied, self._arrived), state=state)
+        return self._record("beat", max(self._applied, self._arrived), state=self.state)

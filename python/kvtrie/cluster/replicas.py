@@ -11,12 +11,13 @@ batch by its last beat but one that has not been applied here.
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from kvtrie._core import EventError, KvIndexer, StaleHandleError
+from kvtrie._core import EventError, StaleHandleError
 from kvtrie.cluster import snapshots
 from kvtrie.cluster.streams import (
     ANSWER,
@@ -28,6 +29,7 @@ from kvtrie.cluster.streams import (
     describe,
     key_of,
 )
+from kvtrie.cluster.subscription import LARGEST_SNAPSHOT, check_arguments
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,13 +37,22 @@ if TYPE_CHECKING:
 
     from obstore.store import ObjectStore
 
+    from kvtrie._core import KvIndexer
     from kvtrie.cluster.subscription import SubscriptionState
 
+_LOG: Final = logging.getLogger("kvtrie.cluster")
 _TICK: Final = 0.1
+# Seconds for a snapshot of a store, while which all other messages wait.
+_STORE_PATIENCE: Final = 30.0
+_LEAST_LEASE: Final = 0.5
 _RETRY: Final = 0.2
 _TRIES: Final = 3
-# The largest `max_batch_bytes` that an index can have.
-_LARGEST_SNAPSHOT: Final = 1 << 30
+
+
+def _now() -> float:
+    """Seconds, also those in which the machine slept, where the system counts them."""
+    clock = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+    return time.clock_gettime(clock)
 
 
 def follow(
@@ -65,13 +76,13 @@ def follow(
         servers: Where NATS is, for instance `"nats://10.0.0.1:4222"`.
         stream: The bridges' stream.
         store: Where the bridges put snapshots, or None.
-        lease: Seconds without a word of a bridge after which its worker is uncertain.
+        lease: Seconds without a word of a bridge after which its worker is uncertain; at least 0.5.
         timeout: Seconds to wait for the stream, so that another key is an error at once.
 
     Raises:
         ImportError: nats-py or, with a store, obstore is missing.
         TypeError: `index` is not a `KvIndexer`.
-        ValueError: A name or a time is wrong.
+        ValueError: A name or a time is wrong, or two names have one number.
         ReplicationError: The stream is there, and has another key, block size or version.
         StaleHandleError: There is no such worker.
 
@@ -85,16 +96,15 @@ def follow(
         'stale'
     """
     call = "follow"
-    if not issubclass(type(index), KvIndexer):
-        msg = f"{call}: index is {index!r}, not a KvIndexer"
-        raise TypeError(msg)
+    check_arguments(call, index, timeout=timeout)
     check_name(call, "stream", stream)
     for name in workers:
         check_name(call, "a worker's name", name)
-    if not 0 < lease < 1e9 or not 0 <= timeout < 1e9:
-        msg = (
-            f"{call}: lease is {lease} and timeout {timeout}; they must be in (0, 1e9) and [0, 1e9)"
-        )
+    if len(set(workers.values())) < len(workers):
+        msg = f"{call}: workers is {dict(workers)}; two names have one number"
+        raise ValueError(msg)
+    if not _LEAST_LEASE <= lease < 1e9:
+        msg = f"{call}: lease is {lease}; it must be in [{_LEAST_LEASE}, 1e9)"
         raise ValueError(msg)
     if store is not None:
         snapshots.check_installed()
@@ -113,10 +123,10 @@ class _Followed:
         self.bridge = self.epoch = ""
         self.applied = -1
         self.is_gapped = False
-        # The last two words of its bridge, and when the last came.
+        # The last two words of its bridge, and when they came.
         self.beat: Record | None = None
         self.before: Record | None = None
-        self.heard_at = float("-inf")
+        self.before_at = self.heard_at = float("-inf")
         # When that word, and all that was read, said the same.
         self.agreed_at = float("-inf")
 
@@ -134,7 +144,8 @@ class _Followed:
         # What the bridge had by its last word may be on its way; what it had before is late.
         needed = beat.number
         before = self.before
-        if self.state == "live" and before is not None and before[:5] == beat[:5]:
+        is_late = before is None or before[:5] != beat[:5] or self.before_at < since
+        if self.state == "live" and before is not None and not is_late:
             needed = min(needed, before.number)
         return "live" if self.applied >= needed else "syncing"
 
@@ -176,13 +187,18 @@ class Replica:
         self._position = 0
         self._made: object = None
         self._read_at = float("-inf")
+        self._beats: Any = None
+        self._listens = asyncio.Event()
+        self._looked_at = _now()
+        for worker in workers.values():
+            # Before anything is cleared, so that an error changes nothing.
+            index.worker_stats(worker)
         for followed in self._workers.values():
             index.set_uncertain(followed.worker, True)
             index.clear_worker(followed.worker)
         self._opened = threading.Event()
         self._nats = Connection("kvtrie-replica", servers, self._connected)
         self._nats.spawn(self._run())
-        self._nats.spawn(self._watch())
         self._opened.wait(timeout)
         refusal = self._refused()
         if refusal is not None:
@@ -269,29 +285,51 @@ class Replica:
             self._changed.notify_all()
 
     async def _watch(self) -> None:
-        """Look whether bridges are silent."""
+        """Look whether bridges are silent, and listen to them."""
         while True:
-            await asyncio.sleep(_TICK)
+            try:
+                await self._listen()
+                self._listens.set()
+            except Exception as error:  # noqa: BLE001 - it is tried again
+                _LOG.exception("stream %s: no beats", self._stream)
+                self.error = f"NATS: {error!r}"
+            self._looked_at = _now()
             for followed in self._workers.values():
                 self._judge(followed)
+            await asyncio.sleep(_TICK)
+
+    async def _listen(self) -> None:
+        """Subscribe to beats; again after a pause of this process, in which they became old."""
+        if self._has_paused() or self._refusal is not None:
+            for followed in self._workers.values():
+                followed.beat = followed.before = None
+                self._judge(followed)
+            if self._beats is not None:
+                beats, self._beats = self._beats, None
+                await beats.unsubscribe()
+        if self._beats is None and self._refusal is None and self._is_connected:
+            beats = f"{self._stream}.beats.*"
+            self._beats = await self._nats.client.subscribe(beats, cb=self._hear)
+
+    def _has_paused(self) -> bool:
+        return _now() - self._looked_at > self._lease / 2
 
     async def _run(self) -> None:
         """Read the stream, again and again from where it was left."""
-        from nats.errors import Error  # noqa: PLC0415 - the extra is there
-
         await self._renew.wait()
-        beats = await self._nats.client.subscribe(f"{self._stream}.beats.*", cb=self._hear)
+        self._nats.spawn(self._watch())
+        await self._listens.wait()
         while True:
             try:
                 await self._read()
             except ReplicationError as error:
+                # Nothing that this stream says counts.
                 self._refusal = error
                 self.error = str(error)
                 self._opened.set()
-                # Nothing that this stream says counts.
-                await beats.unsubscribe()
                 return
-            except (Error, OSError, TimeoutError) as error:
+            except Exception as error:  # noqa: BLE001 - nothing may end the reading of all workers
+                _LOG.exception("stream %s: it is read again", self._stream)
                 self.error = f"NATS: {error!r}"
                 self._opened.set()
                 await asyncio.sleep(_RETRY)
@@ -342,6 +380,8 @@ class Replica:
 
     async def _hear(self, message: Any) -> None:  # noqa: ANN401 - a message of nats-py
         """Take a word of a bridge."""
+        if self._has_paused():
+            return
         followed = self._workers.get(message.subject.rpartition(".")[2])
         if followed is None:
             return
@@ -362,7 +402,7 @@ class Replica:
         if record.kind != "beat" or (followed.bridge and record.bridge != followed.bridge):
             return
         followed.before, followed.beat = followed.beat, record
-        followed.heard_at = now
+        followed.before_at, followed.heard_at = followed.heard_at, now
         self._judge(followed)
 
     async def _take(self, message: Any) -> None:  # noqa: ANN401 - a message of nats-py
@@ -438,11 +478,11 @@ class Replica:
             return
         name = snapshots.name_of(followed.name, record.epoch, record.number)
         try:
-            batch = await self._given(name, record.checksum)
+            batch = await asyncio.wait_for(self._given(name, record.checksum), _STORE_PATIENCE)
             self._index.apply(followed.worker, batch)
-        except (ReplicationError, EventError) as error:
+        except (ReplicationError, EventError, TimeoutError) as error:
             self.counts["snapshots_refused"] += 1
-            self.error = f"worker {followed.name!r}: {error}"
+            self.error = f"worker {followed.name!r}: snapshot {name}: {error!r}"
             # Batches up to it are not in the stream any more.
             followed.applied, followed.is_gapped = record.number, True
             return
@@ -457,12 +497,12 @@ class Replica:
         for _ in range(_TRIES - 1):
             try:
                 return await asyncio.to_thread(
-                    snapshots.get, store, name, checksum, _LARGEST_SNAPSHOT
+                    snapshots.get, store, name, checksum, LARGEST_SNAPSHOT
                 )
             except ReplicationError as error:
                 self.error = str(error)
                 await asyncio.sleep(_RETRY)
-        return await asyncio.to_thread(snapshots.get, store, name, checksum, _LARGEST_SNAPSHOT)
+        return await asyncio.to_thread(snapshots.get, store, name, checksum, LARGEST_SNAPSHOT)
 
     def _refuse(self, error: ReplicationError) -> None:
         self.counts["refused"] += 1

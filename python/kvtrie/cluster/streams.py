@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
 import threading
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeVar
@@ -35,6 +36,8 @@ _LONGEST: Final = 1_024
 _NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _STATES: Final = ("syncing", "live", "gapped", "stale")
 _KINDS: Final = ("begin", "batch", "snapshot", "beat")
+
+_LOG: Final = logging.getLogger("kvtrie.cluster")
 
 _T = TypeVar("_T")
 
@@ -152,7 +155,7 @@ class Record(NamedTuple):
             raise refuse(why, "malformed")
         try:
             said: Any = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             why = f"has a header that is not JSON: {error}"
             raise refuse(why, "malformed") from error
         known = said if isinstance(said, dict) else {}
@@ -246,9 +249,16 @@ class Connection:
         def start() -> None:
             task = self._loop.create_task(work)
             self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            task.add_done_callback(self._ended)
 
         self._loop.call_soon_threadsafe(start)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self.error = f"{self._name}: {error!r}"
+            _LOG.error("%s has ended", self._name, exc_info=error)
 
     def close(self) -> None:
         """End everything that runs, and the thread. May be repeated."""
