@@ -94,7 +94,8 @@ def bridge(
             one before it ended; without it, replicas start again from nothing.
         max_bytes: Bytes of the stream, if it is made; the oldest messages of any worker go first.
         snapshot: Where kvtrie's connector gives snapshots, as `subscribe` takes it.
-        store: Where snapshots are put for replicas, or None. Needs `snapshot`.
+        store: Where snapshots are put for replicas, or None. Needs `snapshot`. Give it limits of
+            time: `close` waits for it.
         snapshot_every: Seconds from one of them to the next; 0: only where batches are lost.
         beat_every: Seconds after which replicas hear from this bridge.
         topic: The topic of the engine's messages.

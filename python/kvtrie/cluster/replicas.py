@@ -5,7 +5,7 @@ decided by worker, epoch and number alone, so repeats and late copies change not
 that is too high is a gap. Another epoch ends everything that is known of the worker.
 
 A worker is live while NATS is connected, its bridge is heard, says that it is live, and had no
-batch by its last beat but one that has not been applied here.
+batch by its last beat that has not been applied here; by the one before, if that is not too old.
 """
 
 from __future__ import annotations
@@ -76,8 +76,9 @@ def follow(
         servers: Where NATS is, for instance `"nats://10.0.0.1:4222"`.
         stream: The bridges' stream.
         store: Where the bridges put snapshots, or None.
-        lease: Seconds without a word of a bridge after which its worker is uncertain; at least 0.5.
-        timeout: Seconds to wait for the stream, so that another key is an error at once.
+        lease: Seconds without a word of a bridge after which its worker is uncertain, from 0.5.
+        timeout: Seconds to wait for the stream, so that another key is an error at once. One that is
+            met later is in `Replica.error`.
 
     Raises:
         ImportError: nats-py or, with a store, obstore is missing.
