@@ -858,6 +858,37 @@ def test_error_that_nobody_expects_does_not_end_the_reading(
         assert "what nobody expects" in followed.replica.error
 
 
+def test_beat_that_fails_is_not_the_last(nats: NatsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    word, failed = Bridge._word, threading.Event()
+
+    def fails_once(self: Bridge) -> streams.Record:
+        if not failed.is_set():
+            failed.set()
+            msg = "what nobody expects"
+            raise RuntimeError(msg)
+        return word(self)
+
+    with Publisher() as publisher, Bridged(publisher, nats) as bridged:
+        publisher.send(block(0))
+        monkeypatch.setattr(Bridge, "_word", fails_once)
+        assert failed.wait(SECONDS)
+        with Followed(nats) as followed:
+            followed.becomes(2)
+        assert "what nobody expects" in bridged.bridge.error
+
+
+def test_task_that_fails_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    async def fails() -> None:
+        msg = "what nobody expects"
+        raise RuntimeError(msg)
+
+    connection = streams.Connection("a name", f"nats://127.0.0.1:{free_port()}", lambda _: None)
+    connection.spawn(fails())
+    until(lambda: "a name has ended" in caplog.text, lambda: caplog.text)
+    assert "what nobody expects" in caplog.text
+    connection.close()
+
+
 def test_snapshot_that_is_ahead_waits_for_its_batches(
     nats: NatsServer, store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

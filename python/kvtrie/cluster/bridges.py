@@ -533,9 +533,9 @@ class Bridge(Subscription):
         client = self._nats.client
         if not client.is_connected or not self.epoch:
             return
-        subject, headers = f"{self._stream}.beats.{self.name}", {HEADER: self._word().write()}
         try:
-            await client.publish(subject, b"", headers=headers)
+            headers = {HEADER: self._word().write()}
+            await client.publish(f"{self._stream}.beats.{self.name}", b"", headers=headers)
         except Exception as error:  # noqa: BLE001 - the next one may be heard
             _LOG.exception("worker %s: no beat", self.name)
             self.error = f"NATS: {error!r}"

@@ -76,9 +76,9 @@ def follow(
         servers: Where NATS is, for instance `"nats://10.0.0.1:4222"`.
         stream: The bridges' stream.
         store: Where the bridges put snapshots, or None.
-        lease: Seconds without a word of a bridge after which its worker is uncertain, from 0.5.
-        timeout: Seconds to wait for the stream, so that another key is an error at once. One that is
-            met later is in `Replica.error`.
+        lease: Seconds without a word of a bridge after which its worker is uncertain; 0.5 or more.
+        timeout: Seconds to wait for the stream, so that another key is an error at once. Later it
+            is in `Replica.error`.
 
     Raises:
         ImportError: nats-py or, with a store, obstore is missing.
