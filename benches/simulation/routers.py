@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,7 +19,7 @@ KEY = b"sixteen bytes .."
 MOST_WORKERS = 1024
 
 
-class Router:
+class Router(ABC):
     """What a router knows of the workers' caches.
 
     `promises` says that its exact tokens are those that a worker holds from position 0,
@@ -28,17 +29,17 @@ class Router:
     promises = True
     counts_sent = False
 
+    @abstractmethod
     def claims(self, job: Job) -> tuple[Tokens, Tokens]:
         """Exact and moved tokens of each worker."""
-        raise NotImplementedError
 
-    def sent(self, job: Job, worker: int) -> None:
+    def sent(self, job: Job, worker: int) -> None:  # noqa: B027 - not all routers note it
         """A prompt was sent to a worker."""
 
-    def heard(self, worker: int, payload: bytes, *, is_approximate: bool) -> None:
+    def heard(self, worker: int, payload: bytes, *, is_approximate: bool) -> None:  # noqa: B027 - likewise
         """A worker has published a batch of events."""
 
-    def restarted(self, worker: int) -> None:
+    def restarted(self, worker: int) -> None:  # noqa: B027 - likewise
         """A worker has restarted."""
 
 

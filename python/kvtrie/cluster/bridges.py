@@ -16,7 +16,7 @@ import logging
 import secrets
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from kvtrie._core import EventError, StaleHandleError
 from kvtrie.cluster import snapshots
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
     from kvtrie._core import KvIndexer
+    from kvtrie.cluster.streams import Kind
 
 _LOG: Final = logging.getLogger("kvtrie.cluster")
 _RETRY: Final = 0.1
@@ -431,7 +432,7 @@ class Bridge(Subscription):
                         return
                     self._announce(self._state)
 
-    def _record(self, kind: Any, number: int, **more: str) -> Record:  # noqa: ANN401 - a Kind
+    def _record(self, kind: Kind, number: int, **more: str) -> Record:
         return Record(kind, self._key, self.name, self._token, self.epoch, number, **more)
 
     def _publish(self, record: Record, payload: bytes = b"", *, rollup: bool = False) -> None:

@@ -10,6 +10,7 @@ import hashlib
 from typing import TYPE_CHECKING, Any
 
 from kvtrie.cluster.streams import ReplicationError
+from kvtrie.cluster.subscription import LARGEST_SNAPSHOT
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -91,7 +92,7 @@ def delete(store: ObjectStore, name: str) -> None:
         raise ReplicationError(msg, reason="snapshot") from error
 
 
-def _read(store: ObjectStore, name: str, most: int = 1 << 30) -> bytes:
+def _read(store: ObjectStore, name: str, most: int = LARGEST_SNAPSHOT) -> bytes:
     obstore = _obstore()
     try:
         found = obstore.get(store, name)
