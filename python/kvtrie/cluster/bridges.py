@@ -440,6 +440,7 @@ class Bridge(Subscription):
 
         Raises:
             Ended: Another bridge publishes for this worker, or `close` was called.
+            ReplicationError: NATS has not stored the bridge's first message in time.
         """
         from nats.errors import Error, MaxPayloadError  # noqa: PLC0415 - the extra is there
 
