@@ -750,11 +750,17 @@ class Item:
         end: One past the last token.
         digest: Identifies what the range represents: 1 to 64 bytes, for instance a SHA-256 of the
             image.
+        positions: How many positions the whole item takes, 1 to 2**31 - 1, under M-RoPE: the token
+            after it is at the position of its first token plus this. For an image of Qwen-VL, the
+            largest of its merged grid's sides. None: each token takes one position, as without
+            M-RoPE. It is part of what the item is: with another number, it is another item.
+        num_tokens: Tokens of the whole item, if `positions` is given and the range is only its first
+            tokens, as in a sequence that was cut inside it. None: those of the range.
 
     Raises:
-        TypeError: A position is not an int, or the digest is not bytes.
-        ValueError: The range is empty, reversed or negative, or the digest is too short or too
-            long.
+        TypeError: A number is not an int, or the digest is not bytes.
+        ValueError: The range is empty, reversed or negative, the digest is too short or too long,
+            `positions` or `num_tokens` is out of range, or `num_tokens` is given alone.
 
     Example:
         >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
@@ -764,10 +770,19 @@ class Item:
         True
     """
     def __eq__(self, value: object, /) -> bool: ...
-    def __getnewargs__(self, /) -> tuple[int, int, bytes]: ...
+    def __getnewargs_ex__(self, /) -> tuple[tuple[()], dict[str, object]]: ...
     def __hash__(self, /) -> int: ...
     def __ne__(self, value: object, /) -> bool: ...
-    def __new__(cls, /, start: SupportsIndex, end: SupportsIndex, digest: bytes) -> Item: ...
+    def __new__(
+        cls,
+        /,
+        start: SupportsIndex,
+        end: SupportsIndex,
+        digest: bytes,
+        *,
+        positions: SupportsIndex | None = None,
+        num_tokens: SupportsIndex | None = None,
+    ) -> Item: ...
     def __replace__(self, /, **changes: object) -> Item:
         """
         Same as `replace`, for `copy.replace`.
@@ -781,6 +796,17 @@ class Item:
     def end(self, /) -> int:
         """
         One past the last token.
+        """
+    @property
+    def num_tokens(self, /) -> int | None:
+        """
+        Tokens of the whole item, of which a sequence that was cut may have only the first; None
+        if `positions` is None.
+        """
+    @property
+    def positions(self, /) -> int | None:
+        """
+        How many positions the whole item takes; None if each of its tokens takes one.
         """
     def replace(self, /, **changes: object) -> Item:
         """
@@ -2201,6 +2227,11 @@ class ReusePlan:
             (array([6, 0], dtype=int32), (2, array([3], dtype=int32)))
         """
     @property
+    def items(self, /) -> tuple[Item, ...]:
+        """
+        The items of the prompt, in order of position.
+        """
+    @property
     def moved_end(self, /) -> int | None:
         """
         The `moved_end` that the plan was made with: moved runs supply no token at or after it. None
@@ -2387,10 +2418,11 @@ class ReusePlan:
         Where each token of the prompt comes from: a structured array of ranges that covers the
         prompt once, ascending.
 
-        Fields, aligned as C aligns them: `start`, `end`, `old_start` (position of the source's
-        first token) and `delta` (`start - old_start`), int64 in tokens; `class`, uint8: 0 exact, 1
-        approximate, 2 compute; `hops`, uint16, of the KV in the prompt; `kinds`, uint64, the
-        source's tags: bit i is `RadixIndex.kinds[i]`.
+        Fields, aligned as C aligns them: `start`, `end`, `old_start` (where the source's first token
+        is in its own prompt) and `delta` (`start - old_start`), int64 in tokens; `class`, uint8: 0
+        exact, 1 approximate, 2 compute; `hops`, uint16, of the KV in the prompt; `kinds`, uint64,
+        the source's tags: bit i is `RadixIndex.kinds[i]`; `position_delta`, int64: new position
+        minus old position, which is `delta` unless items say how many positions they take.
         """
     @property
     def source_blocks(self, /) -> npt.NDArray[np.int32]:
@@ -3326,7 +3358,8 @@ class TokenSequence:
     Raises:
         TypeError: An id is a bool, a float or anything else that is not an integer.
         ValueError: An id or `limit` is negative, or an id too large (none is wrapped), the array is
-            not one-dimensional, or an item is outside the ids, overlaps or does not ascend.
+            not one-dimensional, or an item is outside the ids, overlaps, does not ascend, or lacks
+            tokens and has others after it.
 
     Example:
         >>> import numpy as np
@@ -3360,7 +3393,8 @@ class TokenSequence:
             items: Items over the new tokens; positions count from the start of the sequence.
 
         Raises:
-            TypeError, ValueError: As for the class.
+            TypeError, ValueError: As for the class; and the sequence was cut inside an item with
+                `positions`.
 
         Example:
             >>> seq = kvtrie.TokenSequence(
@@ -3378,12 +3412,36 @@ class TokenSequence:
         """
         The namespace.
         """
+    def position(self, /, token: SupportsIndex) -> int:
+        """
+        Return the position of a token, which differs from its number where items say how many
+        positions they take.
+
+        Args:
+            token: Its number, 0 to `len(seq)`; `len(seq)` asks for that of the next token.
+
+        Returns:
+            Its position; for a token of an item that says how many positions it takes, that of the
+            item's first token.
+
+        Raises:
+            ValueError: `token` is negative or beyond the sequence, or asks for the token after an item
+                with positions inside which the sequence was cut.
+
+        Example:
+            >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+            >>> image = kvtrie.Item(1, 5, b"digest of the image", positions=2)
+            >>> seq = kvtrie.TokenSequence([7, 0, 0, 0, 0, 8], space, items=[image])
+            >>> [seq.position(token) for token in range(7)]
+            [0, 1, 1, 1, 1, 3, 4]
+        """
     def truncate(self, /, n: SupportsIndex) -> None:
         """
         Keep the first `n` tokens, for instance to roll back a speculation.
 
         Args:
-            n: The new length in tokens. An item that is cut ends at the cut.
+            n: The new length in tokens. An item that is cut ends at the cut; if it says how many
+                positions it takes, nothing can follow it.
 
         Raises:
             ValueError: `n` is negative or beyond the sequence.

@@ -48,8 +48,11 @@ impl EdgeHasher {
         let mut hasher = FoldHasher::with_seed(self.seed, &self.words);
         hasher.write_u32(parent);
         hasher.write(bytemuck::cast_slice(first.tokens));
-        for (place, digest) in first.items_inside() {
+        for (place, extent, digest) in first.items_inside() {
             hasher.write_u64(place);
+            if extent != 0 {
+                hasher.write_u64(extent);
+            }
             hasher.write(digest);
         }
         hasher.finish() & self.mask
@@ -177,7 +180,7 @@ mod tests {
             items,
         };
         let hidden: Vec<u8> = {
-            let (place, digest) = view(&two).items_inside().nth(1).unwrap();
+            let (place, _, digest) = view(&two).items_inside().nth(1).unwrap();
             [b"a", &place.to_le_bytes()[..], digest].concat()
         };
         let one = [Item::new(0, 2, &hidden).unwrap()];

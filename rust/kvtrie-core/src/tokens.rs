@@ -1,9 +1,17 @@
 //! Token sequences, and the comparison of tokens.
 //!
-//! A token is compared by its id and, if it is in an item, by the item's digest and its offset from the item's start.
-//! Every match is confirmed through a [`View`], a borrowed run of such tokens.
+//! A token is compared by its id and, if it is in an item, by the item's digest and [`Extent`] and its offset from the
+//! item's start. Every match is confirmed through a [`View`], a borrowed run of such tokens.
+//!
+//! # Positions
+//!
+//! A token takes one position, except in an item with an extent, which takes as many positions as it says, whatever its
+//! tokens. The *shift* at a token is how far its position is from its number in the sequence: the sum, over the whole
+//! items before it, of positions minus tokens. For tokens of an item it is that of the item's first token, because their
+//! places inside the item are the item's own. Each item knows the shift at its start, so any shift is one binary search.
 
 use std::cmp::Ordering;
+use std::num::NonZeroU32;
 use std::sync::atomic::{self, AtomicU64};
 use std::sync::{Arc, Weak};
 
@@ -11,19 +19,54 @@ use crate::cursor::Cursor;
 use crate::error::{Result, invalid};
 use crate::namespace::Namespace;
 
+/// What a whole item takes, where its tokens do not take one position each (M-RoPE).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) struct Extent {
+    pub(crate) positions: NonZeroU32,
+    /// Tokens of the whole item, of which a sequence that was cut may have only the first.
+    pub(crate) num_tokens: u32,
+}
+
+impl Extent {
+    /// The extent as one number, not 0.
+    pub(crate) fn number(self) -> u64 {
+        u64::from(self.positions.get()) << 32 | u64::from(self.num_tokens)
+    }
+
+    fn shift(self) -> i64 {
+        i64::from(self.positions.get()) - i64::from(self.num_tokens)
+    }
+}
+
 /// A range of tokens that represents something else, such as an image. Its digest says what.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug)]
 pub struct Item {
     start: usize,
     end: usize,
     digest: Arc<[u8]>,
+    extent: Option<Extent>,
+    /// The shift at its start, once it is in a sequence.
+    shift: i64,
 }
+
+/// Two items are equal whatever is before them.
+impl PartialEq for Item {
+    fn eq(&self, other: &Self) -> bool {
+        (self.start, self.end, &self.digest, self.extent)
+            == (other.start, other.end, &other.digest, other.extent)
+    }
+}
+
+impl Eq for Item {}
 
 impl Item {
     /// The longest digest, in bytes.
     pub const MAX_DIGEST: usize = 64;
 
-    /// An item over the tokens `start..end`.
+    /// The most positions and tokens of an item that says how many positions it takes.
+    pub const MAX_POSITIONS: usize = i32::MAX as usize;
+
+    /// An item over the tokens `start..end`, which take one position each.
     ///
     /// # Errors
     /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if the range is empty or reversed, or the digest does not
@@ -47,6 +90,42 @@ impl Item {
             start,
             end,
             digest: digest.into(),
+            extent: None,
+            shift: 0,
+        })
+    }
+
+    /// The item, whose whole has `num_tokens` tokens and takes `positions` positions: the token after it is at the
+    /// position of its first token plus `positions`. Its range may be only the first of these tokens, where a sequence
+    /// was cut. Both numbers are part of what it is: with others, it is another item.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if `positions` is not in 1 to
+    /// [`MAX_POSITIONS`](Self::MAX_POSITIONS), or `num_tokens` is not in the length of its range to that.
+    pub fn taking(self, positions: usize, num_tokens: usize) -> Result<Self> {
+        const CALL: &str = "Item::taking";
+        let most = Self::MAX_POSITIONS;
+        let len = self.end - self.start;
+        let wide = u32::try_from(positions).ok().and_then(NonZeroU32::new);
+        let Some(positions) = wide.filter(|_| positions <= most) else {
+            return Err(invalid!(
+                CALL,
+                "positions is {positions}; it must be in [1, {most}]"
+            ));
+        };
+        let wide = u32::try_from(num_tokens).ok();
+        let Some(num_tokens) = wide.filter(|_| num_tokens >= len && num_tokens <= most) else {
+            return Err(invalid!(
+                CALL,
+                "num_tokens is {num_tokens}; it must be in [{len}, {most}], from the tokens of the range on"
+            ));
+        };
+        Ok(Self {
+            extent: Some(Extent {
+                positions,
+                num_tokens,
+            }),
+            ..self
         })
     }
 
@@ -62,6 +141,28 @@ impl Item {
         self.end
     }
 
+    /// How many positions the whole item takes; `None` if its tokens take one each.
+    #[must_use]
+    pub fn positions(&self) -> Option<usize> {
+        self.extent.map(|extent| extent.positions.get() as usize)
+    }
+
+    /// Tokens of the whole item, if it says how many positions it takes; else of its range.
+    #[must_use]
+    pub fn num_tokens(&self) -> usize {
+        self.extent
+            .map_or(self.end - self.start, |extent| extent.num_tokens as usize)
+    }
+
+    pub(crate) fn extent(&self) -> Option<Extent> {
+        self.extent
+    }
+
+    /// Whether tokens of the item are missing at its end, which makes the position of a token after it unknown.
+    fn is_cut(&self) -> bool {
+        self.num_tokens() > self.end - self.start
+    }
+
     /// The items that overlap `start..end`, cut at `end`. Their starts are kept, because offsets count from there.
     pub(crate) fn within(items: &[Self], start: usize, end: usize) -> impl Iterator<Item = Self> {
         let first = items.partition_point(|item| item.end <= start);
@@ -69,9 +170,8 @@ impl Item {
             .iter()
             .take_while(move |item| item.start < end)
             .map(move |item| Self {
-                start: item.start,
                 end: item.end.min(end),
-                digest: Arc::clone(&item.digest),
+                ..item.clone()
             })
     }
 
@@ -82,6 +182,43 @@ impl Item {
         if let Some(item) = items.last_mut() {
             item.end = item.end.min(end);
         }
+    }
+
+    /// The shift after the whole item.
+    pub(crate) fn shift_after(&self) -> i64 {
+        self.shift + self.extent.map_or(0, Extent::shift)
+    }
+
+    /// The shift at token `at`, given items that ascend and the shift at the beginning of what they are of, for where
+    /// none of them says it.
+    pub(crate) fn shift_at(items: &[Self], at: usize, before: i64) -> i64 {
+        let after = items.partition_point(|item| item.start < at);
+        let Some(last) = after.checked_sub(1).map(|last| &items[last]) else {
+            return items.first().map_or(before, |item| item.shift);
+        };
+        if at < last.start + last.num_tokens() {
+            last.shift
+        } else {
+            last.shift_after()
+        }
+    }
+
+    /// Works out the shifts of items that follow the given ones.
+    fn follow(items: &mut [Self], last: Option<&Self>) {
+        let mut shift = last.map_or(0, Self::shift_after);
+        for item in items {
+            item.shift = shift;
+            shift = item.shift_after();
+        }
+    }
+
+    /// The item as it is after a shift, for a restored edge.
+    pub(crate) fn shifted(self, shift: i64) -> Self {
+        Self { shift, ..self }
+    }
+
+    pub(crate) fn shift(&self) -> i64 {
+        self.shift
     }
 
     /// The digest of what the range represents.
@@ -156,10 +293,11 @@ impl TokenSequence {
     /// A sequence of `tokens` with `items` over some of them.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) unless the items ascend, do not overlap and are inside
-    /// the tokens.
-    pub fn new(namespace: Arc<Namespace>, tokens: Vec<u32>, items: Vec<Item>) -> Result<Self> {
+    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) unless the items ascend, do not overlap, are inside the
+    /// tokens, and are whole or end with the tokens.
+    pub fn new(namespace: Arc<Namespace>, tokens: Vec<u32>, mut items: Vec<Item>) -> Result<Self> {
         check_items(&items, 0, tokens.len(), "TokenSequence::new")?;
+        Item::follow(&mut items, None);
         Ok(Self {
             namespace,
             tokens: Arc::new(tokens),
@@ -174,12 +312,16 @@ impl TokenSequence {
     /// Appends tokens, and items over them. Positions count from the start of the sequence.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) unless the items ascend, do not overlap and are inside
-    /// the new tokens, or if the sequence has an owner. Nothing is appended then.
-    pub fn extend(&mut self, tokens: &[u32], items: Vec<Item>) -> Result<()> {
-        self.check_free("TokenSequence::extend")?;
+    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) unless the items ascend, do not overlap, are inside the
+    /// new tokens, and are whole or end with these; if the sequence was cut inside an item that says how many positions
+    /// it takes; or if the sequence has an owner. Nothing is appended then.
+    pub fn extend(&mut self, tokens: &[u32], mut items: Vec<Item>) -> Result<()> {
+        const CALL: &str = "TokenSequence::extend";
+        self.check_free(CALL)?;
         let len = self.tokens.len();
-        check_items(&items, len, len + tokens.len(), "TokenSequence::extend")?;
+        check_items(&items, len, len + tokens.len(), CALL)?;
+        self.check_whole(tokens.len(), CALL)?;
+        Item::follow(&mut items, self.items.last());
         self.push(tokens);
         self.items.extend(items);
         Ok(())
@@ -188,11 +330,30 @@ impl TokenSequence {
     /// Appends tokens without items, for the owner.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if `owner` does not own the sequence.
+    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if `owner` does not own the sequence, or the sequence was
+    /// cut inside an item that says how many positions it takes.
     pub fn extend_as(&mut self, owner: &SequenceOwner, tokens: &[u32]) -> Result<()> {
-        self.check_owner(owner, "TokenSequence::extend_as")?;
+        const CALL: &str = "TokenSequence::extend_as";
+        self.check_owner(owner, CALL)?;
+        self.check_whole(tokens.len(), CALL)?;
         self.push(tokens);
         Ok(())
+    }
+
+    /// Refuses to append to a part of an item: the positions of what follows are unknown.
+    fn check_whole(&self, num_new: usize, call: &'static str) -> Result<()> {
+        match self.items.last() {
+            Some(last) if num_new > 0 && last.is_cut() => Err(invalid!(
+                call,
+                "the sequence was cut at {} inside an item of {} tokens from {} on; nothing follows a part of an item \
+                 that takes {} positions",
+                last.end,
+                last.num_tokens(),
+                last.start,
+                last.positions().unwrap_or_default()
+            )),
+            _ => Ok(()),
+        }
     }
 
     fn push(&mut self, tokens: &[u32]) {
@@ -321,6 +482,33 @@ impl TokenSequence {
         self.tokens.len()
     }
 
+    /// The position of token number `at`; of the next token, if `at` is the number of tokens. For a token of an item
+    /// that says how many positions it takes, that of the item's first token.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if `at` is beyond the tokens, or the sequence was cut
+    /// inside such an item and `at` is the number of tokens.
+    pub fn position(&self, at: usize) -> Result<usize> {
+        const CALL: &str = "TokenSequence::position";
+        if at > self.tokens.len() {
+            return Err(invalid!(
+                CALL,
+                "the token is {at}; it must be in [0, {}], the tokens of the sequence",
+                self.tokens.len()
+            ));
+        }
+        if at == self.tokens.len() {
+            self.check_whole(1, CALL)?;
+        }
+        let item = self
+            .items
+            .get(self.items.partition_point(|item| item.end <= at));
+        let first = item.filter(|item| item.start <= at && item.extent.is_some());
+        let first = first.map_or(at, |item| item.start);
+        let shift = Item::shift_at(&self.items, first, 0);
+        Ok(first.saturating_add_signed(isize::try_from(shift).unwrap_or(isize::MAX)))
+    }
+
     /// Whether there is no token.
     #[must_use]
     pub fn is_empty(&self) -> bool {
@@ -376,11 +564,24 @@ fn check_items(items: &[Item], from: usize, len: usize, call: &'static str) -> R
             ));
         }
         end = item.end;
+        if item.is_cut() && item.end < len {
+            return Err(invalid!(
+                call,
+                "items has [{}, {}), the first of {} tokens; nothing follows a part of an item that takes {} positions",
+                item.start,
+                item.end,
+                item.num_tokens(),
+                item.positions().unwrap_or_default()
+            ));
+        }
     }
     Ok(())
 }
 
-/// A run of tokens that begins at position `base`, with the items that may overlap it.
+/// An item's digest, a token's offset in the item, and the item's extent.
+type Inside<'a> = (&'a [u8], usize, Option<Extent>);
+
+/// A run of tokens that begins at token `base`, with the items that may overlap it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct View<'a> {
     pub(crate) tokens: &'a [u32],
@@ -428,8 +629,8 @@ impl<'a> View<'a> {
         last.map_or(same, |at| same - at - 1)
     }
 
-    /// Orders two runs by their first differing token: by id, then no item before an item, then by digest and offset. A
-    /// run sorts after its own prefixes.
+    /// Orders two runs by their first differing token: by id, then no item before an item, then by digest, offset and
+    /// extent. A run sorts after its own prefixes.
     pub(crate) fn order(self, other: View<'_>) -> Ordering {
         let same = self.common(other);
         match (self.tokens.get(same), other.tokens.get(same)) {
@@ -440,9 +641,9 @@ impl<'a> View<'a> {
         }
     }
 
-    /// For each item that overlaps the run, its digest and one number made of its place in the run, its offset in the
-    /// item and its length. Two runs of equal ids are equal if and only if these lists are.
-    pub(crate) fn items_inside(self) -> impl Iterator<Item = (u64, &'a [u8])> {
+    /// For each item that overlaps the run, its digest, one number made of its place in the run, its offset in the item
+    /// and its length, and its extent as a number, or 0. Two runs of equal ids are equal if and only if these lists are.
+    pub(crate) fn items_inside(self) -> impl Iterator<Item = (u64, u64, &'a [u8])> {
         let end = self.base + self.tokens.len();
         let first = self.items.partition_point(|item| item.end <= self.base);
         self.items[first..]
@@ -453,18 +654,19 @@ impl<'a> View<'a> {
                 let (inside, count) = (begin - self.base, item.end.min(end) - begin);
                 let place =
                     inside as u64 | (count as u64) << 16 | ((begin - item.start) as u64) << 32;
-                (place, &*item.digest)
+                let extent = item.extent.map_or(0, Extent::number);
+                (place, extent, &*item.digest)
             })
     }
 
-    /// The item's digest and the token's offset in the item, if the token is in one; and the offset in the run up to
-    /// which that holds.
-    fn item_at(self, offset: usize) -> (Option<(&'a [u8], usize)>, usize) {
+    /// What the token is a part of, if it is in an item, and the offset in the run up to which that holds.
+    fn item_at(self, offset: usize) -> (Option<Inside<'a>>, usize) {
         let at = self.base + offset;
         let index = self.items.partition_point(|item| item.end <= at);
         match self.items.get(index) {
             Some(item) if item.start <= at => {
-                (Some((&*item.digest, at - item.start)), item.end - self.base)
+                let inside = (&*item.digest, at - item.start, item.extent);
+                (Some(inside), item.end - self.base)
             }
             Some(item) => (None, item.start - self.base),
             None => (None, usize::MAX),

@@ -64,7 +64,8 @@ create_exception!(
 
 /// Calls of Rust that Python has under another name. Of the others, `A::new` is `A`, and `A::call` and `A::call_within`
 /// are `A.call`.
-const CALLS: [(&str, &str); 11] = [
+const CALLS: [(&str, &str); 12] = [
+    ("Item::taking", "Item"),
     ("KvIndexer::find", "KvIndexer.find_matches"),
     ("Offer::manifest", "TransferManifest.from_ledger"),
     ("Offer::of", "TransferManifest.from_ledger"),

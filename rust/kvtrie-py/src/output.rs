@@ -43,7 +43,7 @@ pub(crate) fn ranges<'py>(py: Python<'py>, ranges: &[(usize, usize)]) -> PyResul
 
 pub(crate) fn segments<'py>(py: Python<'py>, segments: &[Segment]) -> PyResult<Records<'py>> {
     static DTYPE: PyOnceLock<Py<PyArrayDescr>> = PyOnceLock::new();
-    let mut bytes = Vec::with_capacity(segments.len() * 48);
+    let mut bytes = Vec::with_capacity(segments.len() * 56);
     for segment in segments {
         for position in [
             signed(segment.start),
@@ -57,6 +57,7 @@ pub(crate) fn segments<'py>(py: Python<'py>, segments: &[Segment]) -> PyResult<R
         bytes.extend(segment.hops.to_ne_bytes());
         bytes.extend([0; 4]);
         bytes.extend(segment.kinds.to_ne_bytes());
+        bytes.extend(segment.position_delta.to_ne_bytes());
     }
     let fields = [
         ("start", "i8"),
@@ -66,6 +67,7 @@ pub(crate) fn segments<'py>(py: Python<'py>, segments: &[Segment]) -> PyResult<R
         ("class", "u1"),
         ("hops", "u2"),
         ("kinds", "u8"),
+        ("position_delta", "i8"),
     ];
     structured(py, bytes, &DTYPE, &fields)
 }

@@ -14,7 +14,8 @@ use crate::buffers::{Arg, block_ids};
 use crate::detach::{Cost, Enter, inherited};
 use crate::errors::released;
 use crate::groups;
-use crate::hints::{Counts, Flags, Ids, MovedRuns, Records, WindowPart};
+use crate::hints::{Counts, Flags, Ids, Items, MovedRuns, Records, WindowPart};
+use crate::item::PyItem;
 use crate::moved_run::PyMovedRun;
 use crate::output::{self, ids, listed, truth};
 use crate::shared::{INDEX, OFFERS_PER_VISIT, SharedIndex};
@@ -212,13 +213,21 @@ impl PyReusePlan {
     /// Where each token of the prompt comes from: a structured array of ranges that covers the
     /// prompt once, ascending.
     ///
-    /// Fields, aligned as C aligns them: `start`, `end`, `old_start` (position of the source's
-    /// first token) and `delta` (`start - old_start`), int64 in tokens; `class`, uint8: 0 exact, 1
-    /// approximate, 2 compute; `hops`, uint16, of the KV in the prompt; `kinds`, uint64, the
-    /// source's tags: bit i is `RadixIndex.kinds[i]`.
+    /// Fields, aligned as C aligns them: `start`, `end`, `old_start` (where the source's first token
+    /// is in its own prompt) and `delta` (`start - old_start`), int64 in tokens; `class`, uint8: 0
+    /// exact, 1 approximate, 2 compute; `hops`, uint16, of the KV in the prompt; `kinds`, uint64,
+    /// the source's tags: bit i is `RadixIndex.kinds[i]`; `position_delta`, int64: new position
+    /// minus old position, which is `delta` unless items say how many positions they take.
     #[getter]
     fn segments<'py>(&self, py: Python<'py>) -> PyResult<Records<'py>> {
         output::segments(py, self.core().segments())
+    }
+
+    /// The items of the prompt, in order of position.
+    #[getter]
+    fn items<'py>(&self, py: Python<'py>) -> PyResult<Items<'py>> {
+        let items = self.core().items().iter().cloned();
+        Ok(PyTuple::new(py, items.map(|core| PyItem { core }))?.into())
     }
 
     /// The moved runs, ascending: one per piece of the cover that is moved, without the tokens that

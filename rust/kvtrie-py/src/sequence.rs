@@ -38,7 +38,8 @@ pub(crate) const SEQUENCE: &str = "the sequence";
 /// Raises:
 ///     TypeError: An id is a bool, a float or anything else that is not an integer.
 ///     ValueError: An id or `limit` is negative, or an id too large (none is wrapped), the array is
-///         not one-dimensional, or an item is outside the ids, overlaps or does not ascend.
+///         not one-dimensional, or an item is outside the ids, overlaps, does not ascend, or lacks
+///         tokens and has others after it.
 ///
 /// Example:
 ///     >>> import numpy as np
@@ -99,7 +100,8 @@ impl PyTokenSequence {
     ///     items: Items over the new tokens; positions count from the start of the sequence.
     ///
     /// Raises:
-    ///     TypeError, ValueError: As for the class.
+    ///     TypeError, ValueError: As for the class; and the sequence was cut inside an item with
+    ///         `positions`.
     ///
     /// Example:
     ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
@@ -128,7 +130,8 @@ impl PyTokenSequence {
     /// Keep the first `n` tokens, for instance to roll back a speculation.
     ///
     /// Args:
-    ///     n: The new length in tokens. An item that is cut ends at the cut.
+    ///     n: The new length in tokens. An item that is cut ends at the cut; if it says how many
+    ///         positions it takes, nothing can follow it.
     ///
     /// Raises:
     ///     ValueError: `n` is negative or beyond the sequence.
@@ -150,6 +153,38 @@ impl PyTokenSequence {
             let mut seq = keys.lock(&self.core, SEQUENCE)?;
             check_free(&seq, "TokenSequence::truncate")?;
             Ok(seq.truncate(n)?)
+        })
+    }
+
+    /// Return the position of a token, which differs from its number where items say how many
+    /// positions they take.
+    ///
+    /// Args:
+    ///     token: Its number, 0 to `len(seq)`; `len(seq)` asks for that of the next token.
+    ///
+    /// Returns:
+    ///     Its position; for a token of an item that says how many positions it takes, that of the
+    ///     item's first token.
+    ///
+    /// Raises:
+    ///     ValueError: `token` is negative or beyond the sequence, or asks for the token after an item
+    ///         with positions inside which the sequence was cut.
+    ///
+    /// Example:
+    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    ///     >>> image = kvtrie.Item(1, 5, b"digest of the image", positions=2)
+    ///     >>> seq = kvtrie.TokenSequence([7, 0, 0, 0, 0, 8], space, items=[image])
+    ///     >>> [seq.position(token) for token in range(7)]
+    ///     [0, 1, 1, 1, 1, 3, 4]
+    #[pyo3(signature = (token: "SupportsIndex"))]
+    fn position(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = int::<call::TokenSequencePosition, arg::Token>)] token: i128,
+    ) -> PyResult<usize> {
+        let token = Arg::new("TokenSequence.position", "token").count(token)?;
+        py.enter(Cost::Short, |keys| {
+            Ok(keys.lock(&self.core, SEQUENCE)?.position(token)?)
         })
     }
 

@@ -13,6 +13,7 @@ use crate::pins::Pins;
 use crate::storage::blocks::BlockState;
 use crate::storage::forest::Forest;
 use crate::storage::node::{Guard, Node};
+use crate::tokens::Item;
 
 fn must(condition: bool, what: impl FnOnce() -> String) -> Result<()> {
     if condition {
@@ -346,6 +347,7 @@ impl Checker<'_> {
                     format!("edge {child} starts at {}, not {}", below.depth, node.end())
                 })?;
                 must(below.blocks.len() > 0, || format!("edge {child} is empty"))?;
+                self.check_positions(child, node, below)?;
                 let first = below.first_block(self.forest.block_size());
                 let hashed = self.forest.is_hashed(child);
                 must(hashed == (children.len() > 1), || {
@@ -381,6 +383,61 @@ impl Checker<'_> {
                     && (node.protection & Node::SOURCED != 0) == has_sources,
                 || format!("edge {at} does not know of its sources"),
             )?;
+        }
+        Ok(())
+    }
+
+    /// Checks what an edge knows of positions: the shifts at its start and at its items, and that an item that says how
+    /// many positions it takes ends where it says, or goes on below.
+    fn check_positions(&self, at: NodeIndex, above: &Node, node: &Node) -> Result<()> {
+        let block_size = self.forest.block_size();
+        let (start, end) = (
+            node.depth as usize * block_size,
+            node.end() as usize * block_size,
+        );
+        let items = |node: &'_ Node| {
+            node.extras()
+                .map_or(Vec::new(), |extras| extras.items.clone())
+        };
+        let (own, above_own) = (items(node), items(above));
+        let shift = above.shift_at(start);
+        must(node.shift_at(start) == shift, || {
+            format!("edge {at} starts after a shift of {shift}, and does not know it")
+        })?;
+        let goes_on = above_own
+            .last()
+            .filter(|last| last.start() + last.num_tokens() > start);
+        let begun = own.first().filter(|first| first.start() < start);
+        must(
+            goes_on.is_none_or(|last| {
+                begun.is_some_and(|begun| {
+                    (begun.start(), begun.extent()) == (last.start(), last.extent())
+                })
+            }),
+            || format!("edge {at} lacks the rest of an item from above"),
+        )?;
+        let mut before: Option<&Item> = None;
+        for item in &own {
+            let shift = match before {
+                Some(before) => before.shift_after(),
+                None => above.shift_at(item.start().min(start)),
+            };
+            must(item.shift() == shift, || {
+                format!(
+                    "an item of edge {at} starts after a shift of {}, not {shift}",
+                    item.shift()
+                )
+            })?;
+            let whole_end = item.start() + item.num_tokens();
+            must(item.end() == whole_end.min(end), || {
+                format!(
+                    "an item of edge {at} over [{}, {}) has {} tokens",
+                    item.start(),
+                    item.end(),
+                    item.num_tokens()
+                )
+            })?;
+            before = Some(item);
         }
         Ok(())
     }

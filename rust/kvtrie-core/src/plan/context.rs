@@ -32,7 +32,7 @@ pub struct MovedRun {
     pub start: usize,
     /// One past the last token.
     pub end: usize,
-    /// Position of the source's first token.
+    /// Where the source's first token is in its own prompt, in tokens.
     pub old_start: usize,
     /// Number of places before the run at which kept tokens stop being consecutive, in the prompt or in the source. A
     /// change of order is one too. [`MAX_CUTS`](ReusePolicy::MAX_CUTS) if there are as many, or if this was not worked
@@ -48,13 +48,13 @@ pub struct MovedRun {
 }
 
 impl MovedRun {
-    /// New position minus old position.
+    /// New place minus old place, in tokens. [`Segment::position_delta`](crate::Segment::position_delta) is in positions.
     #[must_use]
     pub fn delta(&self) -> i64 {
         super::Segment::distance(self.start, self.old_start)
     }
 
-    /// Number of positions by which the run moves.
+    /// Number of tokens by which the run moves.
     #[must_use]
     pub fn distance(&self) -> usize {
         self.start.abs_diff(self.old_start)

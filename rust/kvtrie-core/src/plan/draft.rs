@@ -18,7 +18,7 @@ use crate::policy::{Repair, ReusePolicy};
 use crate::storage::forest::{Forest, Position, SourceRun};
 use crate::storage::node::Node;
 use crate::storage::payload::Label;
-use crate::tokens::TokenSequence;
+use crate::tokens::{Item, TokenSequence};
 
 #[derive(Debug, Default)]
 pub(crate) struct Draft {
@@ -229,6 +229,7 @@ impl<'a> Drafting<'a> {
             start: 0,
             end: token(exact.depth),
             old_start: 0,
+            position_delta: 0,
             class: Class::Exact,
             hops: 0,
             kinds: self
@@ -256,6 +257,7 @@ impl<'a> Drafting<'a> {
                         start,
                         end,
                         old_start: start,
+                        position_delta: 0,
                         class,
                         hops,
                         kinds,
@@ -490,11 +492,14 @@ impl<'a> Drafting<'a> {
                 kinds |= extras.tags.union(piece.start, piece.end);
             }
         }
-        let old_start = path.first().map_or(0, |piece| piece.start);
+        let source = path.first();
+        let old_start = source.map_or(0, |piece| piece.start);
+        let position_delta = source.map_or(0, |piece| self.position_delta(start, piece));
         self.draft.copies.push(Copied {
             start,
             end,
             old_start,
+            position_delta,
             ids: first..self.draft.source_ids.len(),
         });
         compute_until(&mut self.draft.segments, start);
@@ -502,10 +507,19 @@ impl<'a> Drafting<'a> {
             start,
             end,
             old_start,
+            position_delta,
             class,
             hops,
             kinds,
         });
+    }
+
+    /// New position minus old position of tokens that are copied to `start` from a piece. It is the same for all that
+    /// follow in the run, because an item that says how many positions it takes equals only items that say the same.
+    fn position_delta(&self, start: usize, source: &Piece) -> i64 {
+        let shift = Item::shift_at(self.seq.items(), start, 0);
+        let old_shift = self.forest.node(source.node).shift_at(source.start);
+        Segment::distance(start, source.start) + shift - old_shift
     }
 
     fn push(&mut self, segment: Segment) {
@@ -522,6 +536,7 @@ fn compute_until(segments: &mut Vec<Segment>, end: usize) {
             start,
             end,
             old_start: start,
+            position_delta: 0,
             class: Class::Compute,
             hops: 0,
             kinds: 0,

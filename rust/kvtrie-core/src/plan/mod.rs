@@ -38,7 +38,7 @@ use crate::pins::Lease;
 use crate::policy::{Repair, ReusePolicy};
 use crate::session::SessionId;
 use crate::storage::slab::Handle;
-use crate::tokens::{Snapshot, TokenSequence};
+use crate::tokens::{Item, Snapshot, TokenSequence};
 
 pub(crate) use cached::Cached;
 pub(crate) use draft::Draft;
@@ -77,8 +77,11 @@ pub struct Segment {
     pub start: usize,
     /// One past the last token.
     pub end: usize,
-    /// Position of the source's first token. For tokens to compute, equal to `start`.
+    /// Where the source's first token is in its own prompt, in tokens. For tokens to compute, equal to `start`.
     pub old_start: usize,
+    /// New position minus old position of every token: by how much K is rotated. It differs from
+    /// [`delta`](Self::delta) only where items say how many positions they take ([`Item::taking`](crate::Item::taking)).
+    pub position_delta: i64,
     /// How exact the KV is.
     pub class: Class,
     /// Hops of the KV in the prompt: those of the source, plus one for a moved run. 0 for tokens to compute.
@@ -88,7 +91,7 @@ pub struct Segment {
 }
 
 impl Segment {
-    /// New position minus old position.
+    /// New place minus old place, in tokens.
     #[must_use]
     pub fn delta(&self) -> i64 {
         Self::distance(self.start, self.old_start)
@@ -104,6 +107,7 @@ pub(crate) struct Copied {
     start: usize,
     end: usize,
     old_start: usize,
+    position_delta: i64,
     /// Blocks of the source, as a range of the plan's source ids. The first contains `old_start`.
     ids: Range<usize>,
 }
@@ -253,6 +257,12 @@ impl ReusePlan {
     #[must_use]
     pub fn blocks(&self) -> &[BlockId] {
         &self.ids[..self.num_blocks_in_place]
+    }
+
+    /// The items of the prompt, ascending.
+    #[must_use]
+    pub fn items(&self) -> &[Item] {
+        &self.snapshot.items
     }
 
     /// What the plan continues with in each group besides group 0, in their order.

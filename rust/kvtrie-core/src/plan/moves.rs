@@ -2,7 +2,7 @@
 
 use crate::error::{Result, invalid};
 use crate::ids::BlockId;
-use crate::plan::{ReusePlan, Segment};
+use crate::plan::ReusePlan;
 
 /// One copy: consecutive slots, inside one source and one destination block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,7 +55,7 @@ impl ReusePlan {
                     source_slot: self.slot(source_id, source),
                     dest_slot: self.slot(table[at / self.block_size], at),
                     num_tokens: count as u64,
-                    delta: Segment::distance(copy.start, copy.old_start),
+                    delta: copy.position_delta,
                 });
                 at += count;
             }

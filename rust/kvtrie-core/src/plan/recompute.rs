@@ -184,6 +184,7 @@ impl Parts {
             start: range.start,
             end: range.end,
             old_start,
+            position_delta: copy.position_delta,
             ids: first..first + count,
         });
         self.push(Segment {
@@ -199,6 +200,7 @@ impl Parts {
             start: range.start,
             end: range.end,
             old_start: range.start,
+            position_delta: 0,
             class: Class::Compute,
             hops: 0,
             kinds: 0,

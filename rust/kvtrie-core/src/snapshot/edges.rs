@@ -27,6 +27,8 @@ const USES: u8 = 1 << 3;
 const SOURCES: u8 = 1 << 4;
 const DEAD: u8 = 1 << 5;
 const SESSIONS: u8 = 1 << 6;
+/// Each item also has the number of positions that it takes or 0, and if it takes some, its number of tokens.
+const POSITIONS: u8 = 1 << 7;
 
 /// The fewest bytes of a run of sessions.
 const SESSION_RUN: usize = 9 + SessionId::BYTES;
@@ -165,6 +167,7 @@ fn write_edge(node: &Node, block_size: usize, out: &mut Writer) {
         (SOURCES, !extras.source_uses.is_empty()),
         (DEAD, extras.dead.is_some()),
         (SESSIONS, !extras.sessions.is_empty()),
+        (POSITIONS, takes_positions(extras)),
     ] {
         has |= if is_there { bit } else { 0 };
     }
@@ -184,6 +187,12 @@ fn write_edge(node: &Node, block_size: usize, out: &mut Writer) {
             out.len(item.end());
             out.u8(u8::try_from(item.digest().len()).unwrap_or(u8::MAX));
             out.raw(item.digest());
+            if has & POSITIONS != 0 {
+                out.len(item.positions().unwrap_or(0));
+                if item.positions().is_some() {
+                    out.len(item.num_tokens());
+                }
+            }
         }
     }
     if has & TAGS != 0 {
@@ -210,6 +219,17 @@ fn write_edge(node: &Node, block_size: usize, out: &mut Writer) {
     if has & SESSIONS != 0 {
         write_sessions(&extras.sessions, out);
     }
+}
+
+fn takes_positions(extras: &Extras) -> bool {
+    let mut items = extras.items.iter();
+    items.any(|item| item.positions().is_some())
+}
+
+/// Whether an item of some edge says how many positions it takes.
+pub(super) fn has_positions(index: &RadixIndex) -> bool {
+    let mut nodes = index.forest().nodes();
+    nodes.any(|node| node.extras().is_some_and(takes_positions))
 }
 
 fn write_sessions(sessions: &Sessions, out: &mut Writer) {
@@ -315,8 +335,9 @@ fn read_edge(
         return Err(from.wrong(format_args!("an edge of {blocks} blocks at depth {depth}")));
     };
     let has = from.u8()?;
-    let known = LABELS | ITEMS | TAGS | USES | SOURCES | DEAD | SESSIONS;
-    from.must(has & !known == 0, || format!("an edge has {has:#x}"))?;
+    from.must(has & (ITEMS | POSITIONS) != POSITIONS, || {
+        format!("an edge has {has:#x}, positions without items")
+    })?;
     let time = read_time(index, from)?;
     let count = (blocks as usize).saturating_mul(block_size);
     let tokens = from.u32s(count)?;
@@ -326,8 +347,10 @@ fn read_edge(
         extras.labels = read_labels(index, from, tree, &ids)?;
     }
     if has & ITEMS != 0 {
-        extras.items = read_items(index, from, parent, end)?;
+        extras.items = read_items(index, from, parent, end, has & POSITIONS != 0)?;
     }
+    let above = index.forest().node(parent);
+    extras.shift = above.shift_at(depth as usize * block_size);
     if has & TAGS != 0 {
         extras.tags = read_tags(index, from, &ids, depth)?;
     }
@@ -408,6 +431,7 @@ fn read_items(
     from: &mut Reader<'_>,
     parent: NodeIndex,
     end: Depth,
+    have_positions: bool,
 ) -> Result<Vec<Item>> {
     let above = index.forest().node(parent);
     let start = above.end() as usize * index.config().block_size;
@@ -417,7 +441,15 @@ fn read_items(
     for _ in 0..count {
         let (first, last, len) = (from.size()?, from.size()?, from.u8()?);
         let digest = from.raw(len.into())?;
-        let item = Item::new(first, last, digest).map_err(Error::snapshot)?;
+        let mut item = Item::new(first, last, digest).map_err(Error::snapshot)?;
+        if have_positions {
+            let positions = from.size()?;
+            if positions > 0 {
+                item = item
+                    .taking(positions, from.size()?)
+                    .map_err(Error::snapshot)?;
+            }
+        }
         let after = items.last().map_or(0, Item::end);
         from.must(first >= after && last > start && last <= end, || {
             format!("an item over the tokens [{first}, {last}) of an edge over [{start}, {end})")
@@ -425,15 +457,23 @@ fn read_items(
         if first < start {
             let begun = above.extras().and_then(|extras| extras.items.last());
             let goes_on = begun.is_some_and(|begun| {
-                begun.start() == first && begun.end() == start && begun.digest() == digest
+                (begun.start(), begun.end()) == (first, start)
+                    && (begun.digest(), begun.extent()) == (digest, item.extent())
             });
             from.must(goes_on, || {
                 format!("an item from {first} on does not begin above the edge at {start}")
             })?;
         }
-        items.push(item);
+        let before = items
+            .last()
+            .map_or(above.shift_at(first.min(start)), |last| {
+                Item::shift_at(std::slice::from_ref(last), first, 0)
+            });
+        items.push(item.shifted(before));
     }
     from.must(count > 0, || "an empty list of items")?;
+    let any = items.iter().any(|item| item.positions().is_some());
+    from.must(any == have_positions, || "positions of no item")?;
     Ok(items)
 }
 

@@ -8,7 +8,7 @@
 //!
 //! The checksum detects damage. It is not a signature: whoever can write the file decides what blocks are said to hold.
 //!
-//! # Format, versions 3 and 4
+//! # Format, versions 3 to 6
 //!
 //! Little-endian numbers. A header of 24 bytes: `KVTRIE\x1a\n`, the version (4), a checksum of all other bytes (CRC-32,
 //! 4), the total length (8). Then sections, each once and in this order; a section is its name (4), its length (8) and
@@ -24,9 +24,10 @@
 //! | `QUAR` | quarantined blocks, ascending |
 //! | `WIND` | windows whose order matters, oldest first, for each table of windows |
 //! | `GONE` | recent departures, oldest first |
-//! | `GRPS` | in version 4 alone: the groups besides group 0; of each its ids, with the block of group 0 at their place and their last use, and those that wait |
+//! | `GRPS` | in versions 4 and 6 alone: the groups besides group 0; of each its ids, with the block of group 0 at their place and their last use, and those that wait |
 //!
-//! An index without such groups is written as version 3.
+//! Version 3 is written of an index without such groups, and version 4 of one with them. Both are two more if an item
+//! says how many positions it takes.
 //!
 //! A reader refuses unknown sections, so a writer that adds anything must increase the version.
 //!
@@ -58,8 +59,10 @@ use sections::{SECTIONS, Section};
 
 const MAGIC: [u8; 8] = *b"KVTRIE\x1a\n";
 const VERSION: u32 = 3;
-/// The version with the section `GRPS`, of an index with groups besides group 0.
-const VERSION_WITH_GROUPS: u32 = 4;
+/// What the version is more by with the section `GRPS`, of an index with groups besides group 0.
+const GROUPS_MORE: u32 = 1;
+/// What the version is more by if an item says how many positions it takes.
+const POSITIONS_MORE: u32 = 2;
 const CHECKSUM: std::ops::Range<usize> = 12..16;
 const HEADER: usize = 24;
 const WHOLE: &str = "header";
@@ -112,15 +115,14 @@ impl RadixIndex {
     pub fn snapshot(&self) -> Vec<u8> {
         let mut out = Writer::default();
         out.raw(&MAGIC);
-        let has_groups = !self.groups().is_empty();
-        out.u32(if has_groups {
-            VERSION_WITH_GROUPS
-        } else {
-            VERSION
-        });
+        let contents = Contents {
+            has_groups: !self.groups().is_empty(),
+            has_positions: edges::has_positions(self),
+        };
+        out.u32(contents.version());
         out.u32(0);
         out.u64(0);
-        for section in sections(has_groups) {
+        for section in sections(contents.has_groups) {
             out.raw(section.name.as_bytes());
             let length = out.end();
             out.u64(0);
@@ -157,7 +159,7 @@ impl RadixIndex {
     ) -> Result<Self> {
         let (RestoredPool::Kept(pool_id) | RestoredPool::Lost(pool_id)) = pool;
         check_pool_id(pool_id, "RadixIndex::restore_within")?;
-        let (has_groups, config, contents) = read(bytes, limits)?;
+        let (told, config, contents) = read(bytes, limits)?;
         if let RestoredPool::Kept(id) = pool
             && config.pool_id != id
         {
@@ -168,9 +170,20 @@ impl RadixIndex {
             )));
         }
         let mut index = sections::begin(config)?;
-        for (section, mut content) in sections(has_groups).skip(1).zip(contents) {
+        for (section, mut content) in sections(told.has_groups).skip(1).zip(contents) {
             (section.read)(&mut index, &mut content)?;
             content.finish()?;
+        }
+        if edges::has_positions(&index) != told.has_positions {
+            return Err(Error::snapshot(format_args!(
+                "version {} {} items that say how many positions they take",
+                told.version(),
+                if told.has_positions {
+                    "without"
+                } else {
+                    "with"
+                }
+            )));
         }
         index.check().map_err(Error::snapshot)?;
         match pool {
@@ -200,19 +213,44 @@ impl RadixIndex {
     }
 }
 
-/// Reads the header and the configuration. Returns whether there are groups besides group 0, and the sections after the
-/// first.
-fn read(bytes: &[u8], limits: RestoreLimits) -> Result<(bool, Config, Vec<Reader<'_>>)> {
+/// What the version of a snapshot says of its contents.
+#[derive(Clone, Copy)]
+struct Contents {
+    has_groups: bool,
+    has_positions: bool,
+}
+
+impl Contents {
+    fn version(self) -> u32 {
+        VERSION
+            + GROUPS_MORE * u32::from(self.has_groups)
+            + POSITIONS_MORE * u32::from(self.has_positions)
+    }
+
+    fn of_version(version: u32) -> Option<Self> {
+        let more = version.checked_sub(VERSION)?;
+        let contents = Self {
+            has_groups: more & GROUPS_MORE != 0,
+            has_positions: more & POSITIONS_MORE != 0,
+        };
+        (contents.version() == version).then_some(contents)
+    }
+}
+
+/// Reads the header and the configuration. Returns what the version says, and the sections after the first.
+fn read(bytes: &[u8], limits: RestoreLimits) -> Result<(Contents, Config, Vec<Reader<'_>>)> {
     let mut header = Reader::new(bytes, WHOLE);
     let magic = header.raw(MAGIC.len().min(bytes.len()))?;
     if magic != MAGIC {
         return Err(Error::snapshot("these bytes are no snapshot of an index"));
     }
     let version = header.u32()?;
-    let has_groups = version == VERSION_WITH_GROUPS;
-    header.must(has_groups || version == VERSION, || {
-        format!("version {version}; this build reads versions {VERSION} and {VERSION_WITH_GROUPS}")
-    })?;
+    let Some(told) = Contents::of_version(version) else {
+        return Err(header.wrong(format_args!(
+            "version {version}; this build reads versions {VERSION} to {}",
+            VERSION + GROUPS_MORE + POSITIONS_MORE
+        )));
+    };
     let (sum, length) = (header.u32()?, header.u64()?);
     header.must(length == bytes.len() as u64, || {
         format!("{length} bytes announced, {} there", bytes.len())
@@ -221,7 +259,7 @@ fn read(bytes: &[u8], limits: RestoreLimits) -> Result<(bool, Config, Vec<Reader
 
     let mut rest = Reader::new(&bytes[HEADER..], WHOLE);
     let mut contents = Vec::with_capacity(SECTIONS.len() + 1);
-    for section in sections(has_groups) {
+    for section in sections(told.has_groups) {
         let name = rest.raw(section.name.len())?;
         rest.must(name == section.name.as_bytes(), || {
             format!("section {} is missing", section.name)
@@ -233,7 +271,7 @@ fn read(bytes: &[u8], limits: RestoreLimits) -> Result<(bool, Config, Vec<Reader
 
     let mut config = contents.remove(0);
     let config = sections::read_config(&mut config, limits)?;
-    Ok((has_groups, config, contents))
+    Ok((told, config, contents))
 }
 
 /// The sections of an index, in order.

@@ -97,6 +97,8 @@ pub(crate) struct Extras {
     pub(crate) num_approximate: u32,
     /// Items that overlap the edge, at absolute positions.
     pub(crate) items: Vec<Item>,
+    /// The shift at the edge's first token: how far its position is from its number in the prompt.
+    pub(crate) shift: i64,
     pub(crate) tags: Tags,
     pub(crate) sessions: Sessions,
     pub(crate) uses: InnerUses,
@@ -110,6 +112,7 @@ impl Extras {
         self.num_holes == 0
             && self.num_approximate == 0
             && self.items.is_empty()
+            && self.shift == 0
             && self.tags.runs().is_empty()
             && self.sessions.is_empty()
             && self.uses.paths.is_empty()

@@ -107,8 +107,11 @@ impl Gone {
         for &token in block.tokens.as_chunks::<4>().1 {
             digest = fold(digest ^ u64::from(token), second);
         }
-        for (place, item) in block.items_inside() {
+        for (place, extent, item) in block.items_inside() {
             digest = fold(digest ^ place, first);
+            if extent != 0 {
+                digest = fold(digest ^ extent, first);
+            }
             for &byte in item {
                 digest = fold(digest ^ u64::from(byte), second);
             }

@@ -340,6 +340,8 @@ impl Node {
                 own.num_holes = crate::ids::depth(holes.count());
                 extras.num_holes -= own.num_holes;
             }
+            own.shift = extras.shift;
+            extras.shift = Item::shift_at(&extras.items, cut, extras.shift);
             own.items = Item::within(&extras.items, 0, cut).collect();
             extras.items = Item::within(&extras.items, cut, usize::MAX).collect();
             own.tags = extras.tags.split_front(cut);
@@ -368,6 +370,13 @@ impl Node {
             base: self.depth as usize * block_size,
             items: self.extras.as_ref().map_or(&[], |extras| &extras.items),
         }
+    }
+
+    /// The shift at token `at` of the edge: how far its position is from its number in the prompt.
+    pub(crate) fn shift_at(&self, at: usize) -> i64 {
+        self.extras
+            .as_ref()
+            .map_or(0, |extras| Item::shift_at(&extras.items, at, extras.shift))
     }
 
     pub(crate) fn first_block(&self, block_size: usize) -> View<'_> {

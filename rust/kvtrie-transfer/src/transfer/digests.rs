@@ -14,6 +14,9 @@ use crate::transfer::wire::{ByteWriter, short};
 
 pub(super) const DIGEST: usize = 16;
 
+/// Added to the length of an item's digest if two more numbers follow: the positions that it takes, and its tokens.
+const TAKES: usize = 1 << 8;
+
 pub(super) type Digest = [u8; DIGEST];
 
 #[derive(Clone, Copy)]
@@ -204,14 +207,20 @@ fn finish(mut state: State, range: Tokens<'_>) -> Digest {
     let mut pieces = 0;
     for item in inside {
         let start = item.start().max(range.base);
+        let positions = item.positions();
         let place = [
             start - range.base,
             item.end().min(end) - range.base,
             start - item.start(),
-            item.digest().len(),
+            item.digest().len() | if positions.is_some() { TAKES } else { 0 },
         ];
         for number in place {
             state.update(&short(number).to_le_bytes());
+        }
+        if let Some(positions) = positions {
+            for number in [positions, item.num_tokens()] {
+                state.update(&short(number).to_le_bytes());
+            }
         }
         state.update(item.digest());
         pieces += 1;

@@ -13,7 +13,7 @@ use crate::transfer::manifest::{BlockRun, TransferManifest};
 use crate::transfer::moved::MoveSearch;
 use crate::transfer::own;
 use crate::transfer::pairs::{BlockPair, Piece, cut, gaps, pair_up};
-use crate::transfer::writer::{check_block_size, check_table};
+use crate::transfer::writer::{check_block_size, check_table, first_with_positions};
 
 const CALL: &str = "TransferPlan::new";
 
@@ -95,7 +95,8 @@ impl TransferPlan {
     /// - approximate with one more hop, if it is in consecutive blocks whose tokens the prompt has elsewhere: at least
     ///   [`min_run`](ReusePolicy::min_run) tokens (16) at one distance, from left to right. The limits of the policy on
     ///   the context of such runs are applied to what is loaded or cached of the sender's tokens before them. With such
-    ///   a limit and more than one group, there are none of these.
+    ///   a limit and more than one group, there are none of these, nor if an item of the prompt says how many positions
+    ///   it takes.
     ///
     /// Approximate tokens are loaded only if the policy allows them and that many hops, forbids no kinds (a manifest
     /// has none), and its [`max_approximate_share`](ReusePolicy::max_approximate_share) is not exceeded. Those that the
@@ -306,7 +307,9 @@ impl Planning<'_> {
         let mut pieces = cut(&own, &self.wanted);
         // What other groups lack is not kept, and known only after the search.
         let is_judged = context::is_limited(policy);
-        if policy.approximate && !(is_judged && self.manifest.groups().len() > 1) {
+        // A manifest does not say how far its positions are shifted.
+        let is_movable = first_with_positions(self.seq).is_none();
+        if policy.approximate && is_movable && !(is_judged && self.manifest.groups().len() > 1) {
             let uncovered: Vec<Range<usize>> = self
                 .wanted
                 .iter()

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use kvtrie_core::{BlockId, Class, Namespace, Result, ReusePolicy, Salt, TokenSequence};
+use kvtrie_core::{BlockId, Class, Item, Namespace, Result, ReusePolicy, Salt, TokenSequence};
 
 use crate::error::invalid;
 use crate::ledger::LabelRun;
@@ -120,6 +120,11 @@ fn write_namespace(out: &mut ByteWriter, namespace: &Namespace, key: &TransferKe
     }
 }
 
+/// The first item that says how many positions it takes.
+pub(super) fn first_with_positions(seq: &TokenSequence) -> Option<&Item> {
+    seq.items().iter().find(|item| item.positions().is_some())
+}
+
 fn check(call: &'static str, sent: Sent<'_>) -> Result<usize> {
     let Sent {
         seq,
@@ -136,6 +141,15 @@ fn check(call: &'static str, sent: Sent<'_>) -> Result<usize> {
             ));
         }
         policy.check(built::LEAST_RUN, call)?;
+    }
+    if let Some(item) = first_with_positions(seq) {
+        return Err(invalid!(
+            call,
+            "the item at [{}, {}) says that it takes {} positions; a manifest does not carry these",
+            item.start(),
+            item.end(),
+            item.positions().unwrap_or_default()
+        ));
     }
     let mut end = 0;
     for label in labels {

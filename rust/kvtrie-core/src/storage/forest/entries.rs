@@ -49,6 +49,12 @@ impl Forest {
         );
         let before = edge.num_approximate();
         let own = tokens.slice(start, end).tokens;
+        if from == edge.depth {
+            let shift = Item::shift_at(tokens.items, start, 0);
+            if shift != 0 {
+                edge.extras_mut().shift = shift;
+            }
+        }
         edge.extend(own, new.ids, new.labels, block_size);
         self.counts.approximate += u64::from(edge.num_approximate() - before);
         for item in Item::within(tokens.items, start, end) {

@@ -120,6 +120,43 @@ fn a_value_in_a_longer_form_is_refused() {
     }
 }
 
+/// A manifest does not say how far positions are shifted, so it is of no sequence whose items say what they take, and
+/// nothing of it moves into one.
+#[test]
+fn items_that_say_their_positions_are_not_sent_and_nothing_moves_between_them() {
+    let namespace = || Arc::clone(sequence(&[]).namespace());
+    let with = |tokens: Vec<u32>, start: usize, takes: Option<usize>| {
+        let item = Item::new(start, start + 4, b"a").unwrap();
+        let item = takes.map_or(Ok(item.clone()), |takes| item.taking(takes, 4));
+        TokenSequence::new(namespace(), tokens, vec![item.unwrap()]).unwrap()
+    };
+    let text: Vec<u32> = (0..32).collect();
+    let (table, exact) = (ids(8, 0), [label(0, 32, Class::Exact)]);
+    let sent = [sent(4, &table)];
+    let refused = TransferManifest::new(&with(text.clone(), 4, Some(2)), &sent, &exact, 32, &key());
+    let refused = refused.unwrap_err();
+    assert!(
+        refused.message().contains("[4, 8) says that it takes 2"),
+        "{refused}"
+    );
+    let manifest = TransferManifest::new(&with(text.clone(), 4, None), &sent, &exact, 32, &key());
+    let manifest = manifest.unwrap();
+    let options = TransferOptions {
+        policy: &approximate(),
+        ..TransferOptions::default()
+    };
+    let local = local(&table);
+    let plan = |mine: &TokenSequence| {
+        TransferPlan::new(&manifest, mine, &local, &key(), &options).unwrap()
+    };
+    // The text after the item is at another place in these prompts; in the last one, the item is another one.
+    let moved = [vec![50; 4], text[8..].to_vec()].concat();
+    assert_eq!(plan(&with(moved.clone(), 0, None)).compute(), [(0, 4)]);
+    assert_eq!(plan(&with(moved, 0, Some(2))).compute(), [(0, 28)]);
+    assert_eq!(plan(&with(text.clone(), 4, Some(2))).compute(), [(4, 32)]);
+    assert_eq!(plan(&with(text, 4, None)).compute(), []);
+}
+
 #[test]
 fn the_digest_before_an_item_does_not_depend_on_it() {
     let with = |digest: &[u8]| {
