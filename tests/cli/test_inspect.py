@@ -26,7 +26,7 @@ def folder(tmp_path: Path) -> Path:
     index, prompt = small()
     blob = index.snapshot()
     (tmp_path / "snapshot").write_bytes(blob)
-    (tmp_path / "newer").write_bytes(blob[:8] + (5).to_bytes(4, "little") + blob[12:])
+    (tmp_path / "newer").write_bytes(blob[:8] + (7).to_bytes(4, "little") + blob[12:])
     (tmp_path / "damaged").write_bytes(blob[:-1] + b"\x07")
     (tmp_path / "cut").write_bytes(blob[: len(blob) // 2])
     (tmp_path / "prompt").write_text(json.dumps(prompt), encoding="utf-8")

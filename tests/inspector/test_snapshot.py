@@ -26,7 +26,7 @@ def entries(trees: SnapshotTrees) -> Iterator[tuple[Any, dict[str, Any] | None]]
     for edge in trees.edges:
         above = prefixes[edge.parent] if edge.parent >= 0 else ()
         inside = {
-            position: (item.digest, position - item.start)
+            position: (item.digest, position - item.start, item.positions, item.num_tokens)
             for item in edge.items
             for position in range(item.start, item.end)
         }
@@ -126,7 +126,7 @@ def test_other_versions_and_other_bytes_are_refused() -> None:
     blob = kvtrie.RadixIndex(num_blocks=8).snapshot()
     assert read_snapshot(blob).edges == []
     newer = blob[:8] + (4).to_bytes(4, "little") + blob[12:]
-    with pytest.raises(kvtrie.SnapshotError, match="version 4; the inspector reads version 3"):
+    with pytest.raises(kvtrie.SnapshotError, match="version 4; the inspector reads versions 3"):
         read_snapshot(newer)
     with pytest.raises(kvtrie.SnapshotError, match="no snapshot"):
         read_snapshot(b"hello")

@@ -891,7 +891,7 @@ def test_plan_segments_are_plain_data(kit: Kit, index: Any) -> None:
     cache(index, kit.seq("SYSTEM..thought1answer.1"))
     plan = plan_of(index, kit.seq("SYSTEM..answer.1user"))
     names = plan.segments.dtype.names
-    assert " ".join(names) == "start end old_start delta class hops kinds"
+    assert " ".join(names) == "start end old_start delta class hops kinds position_delta"
     assert plan.blocks.dtype == np.int32
     assert plan.source_blocks.dtype == np.int32
     assert plan.gaps.dtype == np.int64

@@ -17,7 +17,7 @@ import numpy as np
 
 import kvtrie
 from kvtrie.testing.model import ModelIndex, ModelPlan, ModelSequence
-from kvtrie.testing.strategies import DIGESTS, KINDS, NAMESPACES
+from kvtrie.testing.strategies import DIGESTS, KINDS, NAMESPACES, POSITIONS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -54,6 +54,11 @@ class MismatchError(AssertionError):
 
 class DroppedError(Exception):
     """The index did not try all places: from here on it need not agree with the model."""
+
+
+def lacks_tokens(items: Sequence[kvtrie.Item]) -> bool:
+    """Whether the last item was cut, and says how many positions it takes: nothing follows it."""
+    return bool(items) and (items[-1].num_tokens or 0) > items[-1].end - items[-1].start
 
 
 @dataclass
@@ -292,7 +297,9 @@ class Twin:
         if start >= end or not self.chance(0.05 if self.long else 0.15):
             return []
         first = self.rng.randint(start, end - 1)
-        return [kvtrie.Item(first, self.rng.randint(first + 1, end), self.rng.choice(DIGESTS))]
+        last = self.rng.randint(first + 1, end)
+        takes = self.rng.choice(POSITIONS)
+        return [kvtrie.Item(first, last, self.rng.choice(DIGESTS), positions=takes)]
 
     def pair(self) -> Pair:
         if not self.pairs:
@@ -446,7 +453,7 @@ class Twin:
     def extend(self) -> None:
         pair = self.pair()
         length = len(pair.model)
-        if length >= self.max_tokens:
+        if length >= self.max_tokens or lacks_tokens(pair.model.items):
             self.new_sequence()
             return
         ids = self.tokens(min(self.max_tokens - length, 3 * self.block_size))

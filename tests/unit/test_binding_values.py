@@ -195,15 +195,21 @@ def test_structured_arrays_have_their_fields() -> None:
         segments, moves = plan.segments, plan.moves([5, 1, 2])
         assert plan.gaps.tolist() == [[6, 9]]
         assert plan.gaps.dtype == np.int64
-    names = ("start", "end", "old_start", "delta", "class", "hops", "kinds")
+    names = tuple("start end old_start delta class hops kinds position_delta".split())
     assert segments.dtype.names == names
-    assert [segments.dtype[name].str for name in names] == [*["<i8"] * 4, "|u1", "<u2", "<u8"]
+    assert [segments.dtype[name].str for name in names] == [
+        *["<i8"] * 4,
+        "|u1",
+        "<u2",
+        "<u8",
+        "<i8",
+    ]
     assert segments.dtype.isalignedstruct
     mine = 1 << index.kinds.index("mine")
     assert segments.tolist() == [
-        (0, 4, 0, 0, 0, 0, 2),
-        (4, 6, 4, 0, 0, 0, mine),
-        (6, 9, 6, 0, 2, 0, 0),
+        (0, 4, 0, 0, 0, 0, 2, 0),
+        (4, 6, 4, 0, 0, 0, mine, 0),
+        (6, 9, 6, 0, 2, 0, 0, 0),
     ]
     assert moves.dtype.names == ("source_slot", "dest_slot", "num_tokens", "delta")
     assert {moves.dtype[name].str for name in moves.dtype.names} == {"<i8"}

@@ -114,6 +114,7 @@ STAYS: dict[str, Callable[[Any], object]] = {
     "moved_end": lambda plan: plan.moved_end,
     "gaps": lambda plan: plan.gaps.tolist(),
     "segments": lambda plan: plan.segments.tolist(),
+    "items": lambda plan: plan.items,
     "moved_runs": lambda plan: plan.moved_runs,
     "validate": lambda plan: plan.validate().tolist(),
     "pinned": lambda plan: plan.pinned,

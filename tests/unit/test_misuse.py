@@ -489,9 +489,10 @@ def test_results_are_arrays_of_the_documented_types() -> None:
         assert plan.gaps.dtype == np.int64
         assert plan.validate().dtype == np.bool_
         segment = plan.segments.dtype
-        assert segment.names == ("start", "end", "old_start", "delta", "class", "hops", "kinds")
+        names = "start end old_start delta class hops kinds position_delta"
+        assert segment.names == tuple(names.split())
         formats = [segment[name].str for name in segment.names]
-        assert formats == ["<i8", "<i8", "<i8", "<i8", "|u1", "<u2", "<u8"]
+        assert formats == ["<i8", "<i8", "<i8", "<i8", "|u1", "<u2", "<u8", "<i8"]
         moves = plan.moves([0, 7]).dtype
         assert moves.names == ("source_slot", "dest_slot", "num_tokens", "delta")
         assert [moves[name].str for name in moves.names] == ["<i8"] * 4

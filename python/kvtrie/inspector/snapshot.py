@@ -2,8 +2,8 @@
 
 The index itself lists no edges, and a snapshot has all of them. Give `read_snapshot` bytes that
 `RadixIndex.restore` has accepted: restoring checks every count and position, and this reader only
-cuts them into pieces. It reads version 3 of the format in ``rust/kvtrie-core/src/snapshot`` and
-refuses others. 100,000 edges take about a second.
+cuts them into pieces. It reads versions 3 and 5 of the format in ``rust/kvtrie-core/src/snapshot``
+and refuses others. 100,000 edges take about a second.
 """
 
 from __future__ import annotations
@@ -28,13 +28,16 @@ MAGIC: Final = b"KVTRIE\x1a\n"
 ABSENT: Final = (1 << 32) - 1
 """In place of a block's id: the block is a hole."""
 
-_VERSION: Final = 3
+_VERSIONS: Final = (3, 5)
+"""Without groups; in the second, some items say how many positions they take."""
 _HEADER: Final = 24
 _SECTION: Final = struct.Struct("<4sQ")
 # A grade and its number.
 _GRADE: Final = 113
 _SESSION: Final = 16
-_LABELS, _ITEMS, _TAGS, _USES, _SOURCES, _DEAD, _SESSIONS = (1 << bit for bit in range(7))
+_LABELS, _ITEMS, _TAGS, _USES, _SOURCES, _DEAD, _SESSIONS, _POSITIONS = (
+    1 << bit for bit in range(8)
+)
 
 
 class SnapshotItem(NamedTuple):
@@ -43,6 +46,10 @@ class SnapshotItem(NamedTuple):
     start: int
     end: int
     digest: bytes
+    positions: int = 0
+    """How many positions the whole item takes; 0 if each of its tokens takes one."""
+    num_tokens: int = 0
+    """Tokens of the whole item, or 0 like ``positions``."""
 
 
 class DepthRange(NamedTuple):
@@ -171,8 +178,8 @@ def read_snapshot(blob: bytes) -> SnapshotTrees:
         msg = "these bytes are no snapshot of an index"
         raise SnapshotError(msg)
     version = int.from_bytes(blob[8:12], "little")
-    if version != _VERSION:
-        msg = f"version {version}; the inspector reads version {_VERSION}"
+    if version not in _VERSIONS:
+        msg = f"version {version}; the inspector reads versions 3 and 5, without groups"
         raise SnapshotError(msg)
     sections, at, whole = {}, _HEADER, memoryview(blob)
     while at < len(blob):
@@ -246,7 +253,8 @@ def _read_edge(
     tokens, blocks = cursor.array("<u4", count * size), cursor.array("<u4", count)
     last_use = np.full(count, latest, np.uint64)
     labels = cursor.array("<u2", count) if has & _LABELS else None
-    items = _each(cursor, _item) if has & _ITEMS else ()
+    read_item = _item_with_positions if has & _POSITIONS else _item
+    items = _each(cursor, read_item) if has & _ITEMS else ()
     tags = _each(cursor, _tag) if has & _TAGS else ()
     for end, time in _each(cursor, _use) if has & _USES else ():
         np.maximum(last_use[: end - depth], np.uint64(time), out=last_use[: end - depth])
@@ -277,6 +285,11 @@ def _each(cursor: _Cursor, read: Callable[[_Cursor], _Row]) -> tuple[_Row, ...]:
 def _item(cursor: _Cursor) -> SnapshotItem:
     start, end, size = cursor.unpack(_ITEM)
     return SnapshotItem(start, end, cursor.raw(size))
+
+
+def _item_with_positions(cursor: _Cursor) -> SnapshotItem:
+    item, positions = _item(cursor), cursor.number(_U64)
+    return item._replace(positions=positions, num_tokens=cursor.number(_U64)) if positions else item
 
 
 def _tag(cursor: _Cursor) -> TagRange:

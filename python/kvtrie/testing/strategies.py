@@ -51,6 +51,7 @@ LARGEST_TOKEN = 2**32 - 1
 LARGEST_BLOCK_SIZE = 4096
 KINDS = ("system", "user", "reasoning", "answer", "mine", "yours")
 DIGESTS = (b"a", b"b", b"a longer digest of an image")
+POSITIONS = (None, None, None, 1, 2, 5, 40)
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,8 @@ def items(draw: st.DrawFn, start: int, end: int) -> tuple[kvtrie.Item, ...]:
     while start < end and len(found) < 2 and draw(st.integers(0, 3)) == 0:
         first = draw(st.integers(start, end - 1))
         last = draw(st.integers(first + 1, end))
-        found.append(kvtrie.Item(first, last, draw(st.sampled_from(DIGESTS))))
+        takes = draw(st.sampled_from(POSITIONS))
+        found.append(kvtrie.Item(first, last, draw(st.sampled_from(DIGESTS)), positions=takes))
         start = last
     return tuple(found)
 

@@ -130,14 +130,18 @@ value_methods! {
 
         fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
             let digest: Bound<'_, PyString> = self.digest(py).repr()?;
-            let mut shown = format!("Item({}, {}, {digest}", self.start(), self.end());
+            let mut fields = vec![
+                self.start().to_string(),
+                self.end().to_string(),
+                digest.to_string(),
+            ];
             if let Some(positions) = self.positions() {
-                shown += &format!(", positions={positions}");
+                fields.push(format!("positions={positions}"));
             }
             if self.core.num_tokens() > self.end() - self.start() {
-                shown += &format!(", num_tokens={}", self.core.num_tokens());
+                fields.push(format!("num_tokens={}", self.core.num_tokens()));
             }
-            Ok(shown + ")")
+            Ok(format!("Item({})", fields.join(", ")))
         }
 
         fn __getnewargs_ex__<'py>(slf: &Bound<'py, Self>) -> PyResult<NewArguments<'py>> {

@@ -10,7 +10,7 @@ from kvtrie import Namespace, ReusePolicy
 from kvtrie.testing.model._contexts import ModelMovedRun, context
 from kvtrie.testing.model._cover import Allowed, Piece, Slots, Source, cover
 from kvtrie.testing.model._grades import grade_of
-from kvtrie.testing.model._sequences import Tokens, common, sort_key
+from kvtrie.testing.model._sequences import Tokens, common, shift, sort_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -146,6 +146,19 @@ def draft(
         )
         return draft(cached, tokens, keep_last, exact_only)
     return found, tuple(runs)
+
+
+def position_deltas(cached: Cached, tokens: Tokens, found: Draft) -> list[int]:
+    """For each prompt token, its new position minus its old one; 0 if it is computed."""
+    paths = {id(entry): path for path, entry in cached.entries.items()}
+
+    def moved(at: int, origin: Origin | None) -> int:
+        if origin is None:
+            return 0
+        old = origin.source.position
+        return at + shift(tokens, at) - old - shift(paths[id(origin.source.entry)], old)
+
+    return [moved(at, origin) for at, origin in enumerate(found)]
 
 
 def _allowed(cached: Cached, tokens: Tokens, policy: ReusePolicy) -> Allowed:

@@ -27,7 +27,7 @@ from kvtrie.testing.model._arguments import (
     expect,
     int32,
 )
-from kvtrie.testing.model._draft import IN_PLACE, Cached, Draft, draft
+from kvtrie.testing.model._draft import IN_PLACE, Cached, Draft, draft, position_deltas
 from kvtrie.testing.model._grades import Grade, grade_of, meet
 from kvtrie.testing.model._groups import (
     Column,
@@ -221,7 +221,8 @@ class ModelIndex(Removal):
             and policy.recompute_share > 0
             and any(is_moved(origin) for origin in origins),
         )
-        plan = ModelPlan(self, state, origins, moved_runs, moved_end, parts)
+        deltas = position_deltas(cached, tokens, origins)
+        plan = ModelPlan(self, state, origins, moved_runs, moved_end, parts, deltas, seq.items)
         if pin:
             state.pins |= set(plan.blocks.tolist())
             state.source_pins |= copied_from(origins)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 import numpy.typing as npt
 
-from kvtrie import StaleHandleError
+from kvtrie import Item, StaleHandleError
 from kvtrie.testing.model._arguments import (
     Int32,
     Int64,
@@ -24,7 +24,7 @@ from kvtrie.testing.model._draft import IN_PLACE, Draft, Origin
 from kvtrie.testing.model._groups import GroupEntry, column_of, missing
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
     from types import TracebackType
 
     from kvtrie.testing.model._contexts import ModelMovedRun
@@ -42,6 +42,7 @@ SEGMENT_DTYPE = np.dtype(
         ("class", "u1"),
         ("hops", "<u2"),
         ("kinds", "<u8"),
+        ("position_delta", "<i8"),
     ]
 )
 MOVE_DTYPE = np.dtype(
@@ -72,12 +73,13 @@ def _kinds(origins: list[Origin | None]) -> int:
     return kinds
 
 
-def _segment(start: int, origins: list[Origin | None], kinds: int) -> tuple[int, ...]:
+def _segment(start: int, origins: list[Origin | None], kinds: int, moved: int) -> tuple[int, ...]:
     end, first = start + len(origins), origins[0]
     if first is None:
-        return (start, end, start, 0, COMPUTE, 0, 0)
+        return (start, end, start, 0, COMPUTE, 0, 0, 0)
     old = first.source.position
-    return (start, end, old, start - old, EXACT if first.exact else APPROXIMATE, first.hops, kinds)
+    label = EXACT if first.exact else APPROXIMATE
+    return (start, end, old, start - old, label, first.hops, kinds, moved)
 
 
 def copied_from(draft: Draft) -> set[int]:
@@ -104,8 +106,12 @@ class ModelPlan:
         moved_runs: tuple[ModelMovedRun, ...],
         moved_end: int | None,
         parts: Mapping[str, list[GroupEntry]],
+        position_deltas: Sequence[int],
+        items: tuple[Item, ...],
     ) -> None:
         self.moved_end = moved_end
+        self.items = items
+        self._position_deltas = position_deltas
         self._index = index
         self._state = state
         self._sources = copied_from(draft)
@@ -131,7 +137,10 @@ class ModelPlan:
         self._draft = draft
         stretches = _stretches(draft)
         self._segments = np.array(
-            [_segment(start, origins, self._kinds[start]) for start, origins in stretches],
+            [
+                _segment(start, origins, self._kinds[start], self._position_deltas[start])
+                for start, origins in stretches
+            ],
             dtype=SEGMENT_DTYPE,
         )
         self._used = [_stays(origins) for _, origins in stretches]
@@ -237,7 +246,7 @@ class ModelPlan:
             else:
                 source_slot = source.entry.block * size + source.offset
                 dest_slot = dest * size + position % size
-                moves.append([source_slot, dest_slot, 1, position - source.position])
+                moves.append([source_slot, dest_slot, 1, self._position_deltas[position]])
         return np.array([tuple(move) for move in moves], dtype=MOVE_DTYPE)
 
     def _check_live(self, call: str) -> None:

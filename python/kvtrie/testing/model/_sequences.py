@@ -14,24 +14,36 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-Token: TypeAlias = int | tuple[int, bytes, int]
-"""The comparable form of a token: the id, or inside an item (id, digest, offset in it)."""
+Token: TypeAlias = int | tuple[int, bytes, int, int, int]
+"""The comparable form of a token: the id, or inside an item (id, digest, offset in it, positions
+and tokens of the whole item), the last two 0 if the item does not say how many positions it takes.
+"""
 
 Tokens: TypeAlias = tuple[Token, ...]
 
 
 def effective(ids: Sequence[int], items: Sequence[Item]) -> Tokens:
-    """Comparable tokens: in an item, the id with the item's digest and the offset."""
+    """Comparable tokens: in an item, the id with what the item is and the offset."""
     tokens: list[Token] = list(ids)
     for item in items:
-        for position in range(item.start, item.end):
-            tokens[position] = (ids[position], bytes(item.digest), position - item.start)
+        extent = (item.positions or 0, item.num_tokens or 0)
+        for place in range(item.start, item.end):
+            tokens[place] = (ids[place], bytes(item.digest), place - item.start, *extent)
     return tuple(tokens)
 
 
-def sort_key(tokens: Tokens) -> list[tuple[int, int, bytes, int]]:
+def sort_key(tokens: Tokens) -> list[tuple[int, ...] | tuple[int, int, bytes, int, int, int]]:
     """Sorts tokens by id, then by item; tokens without an item come first."""
-    return [(t, 0, b"", 0) if isinstance(t, int) else (t[0], 1, t[1], t[2]) for t in tokens]
+    return [(t, 0) if isinstance(t, int) else (t[0], 1, *t[1:]) for t in tokens]
+
+
+def shift(tokens: Tokens, at: int) -> int:
+    """How far the position of token `at` is from its number, as whole items before it say.
+
+    Inside an item that says how many positions it takes, that of its first token.
+    """
+    ends = [t for t in tokens[:at] if not isinstance(t, int) and t[2] + 1 == t[4]]
+    return sum(positions - num_tokens for *_, positions, num_tokens in ends)
 
 
 def common(left: Tokens, right: Tokens) -> int:
@@ -39,6 +51,10 @@ def common(left: Tokens, right: Tokens) -> int:
         if a != b:
             return n
     return min(len(left), len(right))
+
+
+def _is_cut(item: Item) -> bool:
+    return (item.num_tokens or 0) > item.end - item.start
 
 
 class ModelSequence:
@@ -84,10 +100,16 @@ class ModelSequence:
     def extend(self, ids: Integers, items: Sequence[Item] = ()) -> None:
         new = as_integers(ids, "ids", TOKEN_LIMIT)
         end = len(self._ids)
+        if new and self._items and _is_cut(self._items[-1]):
+            message = f"nothing follows {self._items[-1]!r}, which lacks tokens"
+            raise ValueError(message)
         for item in items:
             expect(item, Item, "an item")
             if not end <= item.start < item.end <= len(self._ids) + len(new):
                 message = f"{item!r} is empty, overlaps another or leaves the new ids"
+                raise ValueError(message)
+            if _is_cut(item) and item.end < len(self._ids) + len(new):
+                message = f"nothing follows {item!r}, which lacks tokens"
                 raise ValueError(message)
             end = item.end
         self._ids += new
@@ -101,9 +123,7 @@ class ModelSequence:
             raise ValueError(message)
         del self._ids[n:]
         self._items = [
-            item if item.end <= n else Item(item.start, n, item.digest)
-            for item in self._items
-            if item.start < n
+            item if item.end <= n else item.replace(end=n) for item in self._items if item.start < n
         ]
         self._tokens = effective(self._ids, self._items)
 
