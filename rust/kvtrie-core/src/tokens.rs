@@ -16,7 +16,7 @@ use std::sync::atomic::{self, AtomicU64};
 use std::sync::{Arc, Weak};
 
 use crate::cursor::Cursor;
-use crate::error::{Result, invalid};
+use crate::error::{Error, Result, invalid};
 use crate::namespace::Namespace;
 
 /// What a whole item takes, where its tokens do not take one position each (M-RoPE).
@@ -321,9 +321,11 @@ impl TokenSequence {
         let len = self.tokens.len();
         check_items(&items, len, len + tokens.len(), CALL)?;
         self.check_whole(tokens.len(), CALL)?;
-        Item::follow(&mut items, self.items.last());
         self.push(tokens);
-        self.items.extend(items);
+        if !items.is_empty() {
+            Item::follow(&mut items, self.items.last());
+            self.items.extend(items);
+        }
         Ok(())
     }
 
@@ -341,17 +343,10 @@ impl TokenSequence {
     }
 
     /// Refuses to append to a part of an item: the positions of what follows are unknown.
+    #[inline]
     fn check_whole(&self, num_new: usize, call: &'static str) -> Result<()> {
         match self.items.last() {
-            Some(last) if num_new > 0 && last.is_cut() => Err(invalid!(
-                call,
-                "the sequence was cut at {} inside an item of {} tokens from {} on; nothing follows a part of an item \
-                 that takes {} positions",
-                last.end,
-                last.num_tokens(),
-                last.start,
-                last.positions().unwrap_or_default()
-            )),
+            Some(last) if num_new > 0 && last.is_cut() => Err(follows_a_part(last, call)),
             _ => Ok(()),
         }
     }
@@ -550,6 +545,19 @@ impl TokenSequence {
         };
         self.namespace == snapshot.namespace && self.view().common(whole) == snapshot.tokens.len()
     }
+}
+
+#[cold]
+fn follows_a_part(item: &Item, call: &'static str) -> Error {
+    invalid!(
+        call,
+        "the sequence was cut at {} inside an item of {} tokens from {} on; nothing follows a part of an item that takes \
+         {} positions",
+        item.end,
+        item.num_tokens(),
+        item.start,
+        item.positions().unwrap_or_default()
+    )
 }
 
 fn check_items(items: &[Item], from: usize, len: usize, call: &'static str) -> Result<()> {
