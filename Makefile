@@ -283,6 +283,20 @@ soak-vllm: $(VLLM_ENV)/.kvtrie ## 2,000 mixed requests in a small pool of a real
 
 # SGLang's cache runs inside SGLang, so its tests do: the peer's packages, those that its scheduler and model runner need on a CPU
 # besides, and kvtrie's wheel, whose entry point SGLang finds.
+# Routers next to which the index is tested: Dynamo's tree of blocks and SMG, which the tests start. kvtrie is in .venv.
+ROUTERS_ENV := .venv-routers
+ROUTERS_FLAGS ?=
+
+$(ROUTERS_ENV)/.packages: benches/peers/requirements/routers.txt | $(VENV)/.packages
+	@echo "test-routers: SMG and the runtime of Dynamo (0.3 GB on disk)"
+	@$(UV) venv --quiet --clear --python $(PY) $(ROUTERS_ENV)
+	@$(INSTALL) --python $(ROUTERS_ENV)/bin/python --no-deps --requirements $<
+	@touch $@
+
+.PHONY: test-routers
+test-routers: setup $(ROUTERS_ENV)/.packages ## the index next to Dynamo's tree of blocks, and the proxy in front of SMG with two fake engines (ROUTERS_FLAGS: more for pytest)
+	$(PY) -m pytest --config-file tests/routers/pytest.toml tests/routers $(ROUTERS_FLAGS)
+
 SGLANG_ENV := .venv-sglang
 SGLANG_FLAGS ?=
 # Hashing for KV events builds an extension with the environment's own ninja.
