@@ -13,6 +13,7 @@ import traceback
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from kvtrie.lab.chats import Chat
 from kvtrie.lab.switches import uses
 from kvtrie.lab.variations import is_date
 from kvtrie.tags import Tagger
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from kvtrie.lab.chats import Chat, ClientRequest
+    from kvtrie.lab.chats import ClientRequest
     from kvtrie.lab.switches import Use
 
 # What every client or library passes.
@@ -99,6 +100,26 @@ class Template:
         whole = self._text([*request.messages, request.reply], chat, passed, opens=False)
         text = self._sampled(prompt, whole, request.reply)
         return Rendered(prompt, self.encode(prompt), self.encode(text), text)
+
+    def prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[dict[str, Any]] = (),
+        arguments: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """The ids of a prompt alone.
+
+        Args:
+            messages: In OpenAI form.
+            tools: The declared tools, likewise.
+            arguments: Passed to the template, besides its own.
+
+        Raises:
+            TemplateError: The template refuses it, with the template's words.
+        """
+        chat = Chat("request", (), tuple(tools))
+        return self.encode(self._text(messages, chat, arguments or {}, opens=True))
 
     def encode(self, text: str) -> list[int]:
         """A text's ids, without special tokens of the tokenizer's own."""

@@ -1,0 +1,11 @@
+"""The index of many workers inside other routers.
+
+`Dispatcher` chooses a worker by a `KvIndexer`'s scores and by what it has sent; `ServedModel` makes
+the tokens of a request. With the extra ``proxy``, ``kvtrie.fleet.proxy`` is a proxy in front of SMG
+or another router.
+"""
+
+from kvtrie.fleet.dispatcher import Dispatcher, NoWorkerError, Sent
+from kvtrie.fleet.prompts import PromptError, ServedModel
+
+__all__ = ["Dispatcher", "NoWorkerError", "PromptError", "Sent", "ServedModel"]

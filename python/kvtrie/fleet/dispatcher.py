@@ -1,0 +1,262 @@
+"""Chooses a worker for a prompt: by what is cached, and by what was sent and has not ended."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+
+from kvtrie._core import EXACT_ONLY, KvIndexer, KvTrieError, ReusePolicy, TokenSequence
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from types import TracebackType
+
+    import numpy.typing as npt
+
+    from kvtrie._core import Namespace
+
+
+class NoWorkerError(KvTrieError):
+    """None of the workers that were asked for is in the index."""
+
+
+@dataclass
+class _Worker:
+    """What was sent to a worker and has not ended."""
+
+    outstanding: int = 0  # tokens that it is expected to compute
+    requests: int = 0
+    last: int = 0  # when it was chosen last
+
+
+@dataclass(eq=False)
+class _Job:
+    """What is counted of a request until it has ended."""
+
+    worker: str
+    expected: int
+    prompt: tuple[Namespace, npt.NDArray[np.uint32]] | None
+
+
+@dataclass(eq=False)
+class Sent:
+    """A request that was sent to a worker. As a context manager it ends with the block.
+
+    Attributes:
+        worker: The worker's name.
+        exact: Tokens that it holds, or will hold when an earlier request ends there.
+        moved: Tokens after these that it may have elsewhere in its cache: possible, not promised.
+        uncertain: Whether events of the worker may be missing. Then `exact` counts earlier requests
+            only.
+    """
+
+    worker: str
+    exact: int
+    moved: int
+    uncertain: bool
+    _on_computed: Callable[[], None] = field(repr=False)
+    _on_end: Callable[[], None] = field(repr=False)
+
+    def computed(self) -> None:
+        """The prompt has been computed: the first piece of the reply has come."""
+        self._on_computed()
+
+    def end(self) -> None:
+        """The request has ended, however it did. A second call changes nothing."""
+        self._on_end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.end()
+
+
+class Dispatcher:
+    """Chooses the worker with the least to compute, its queue included.
+
+    That is the least prompt - exact + load_weight * outstanding, in tokens. Outstanding is what a
+    worker is expected to compute of prompts that were sent and of which no reply has come. Exact is
+    what the worker holds, or what the prompt has in common with such a prompt, if that is more. Of
+    workers that are uncertain only the second counts. Ties go to more exact tokens, to more
+    moved ones, to a shorter queue, to fewer requests, then to the worker that was chosen longest
+    ago.
+
+    All calls may be made from any thread.
+
+    Args:
+        index: The index.
+        policy: With approximate reuse, moved tokens are asked for.
+        load_weight: How much a token in the queue counts.
+        moved_weight: How much a moved token counts as exact, 0 to 1. The index cannot know what a
+            worker's scope and gate allow, so it is 0 unless you do.
+        max_tracked_tokens: Most tokens of prompts that are kept until they are computed; the load
+            of those beyond counts all the same.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: A number is outside its limits.
+
+    Example:
+        >>> index = kvtrie.KvIndexer(2, b"a secret of yours")
+        >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+        >>> workers = [index.add_worker(name, space) for name in ("decode-0", "decode-1")]
+        >>> dispatcher = kvtrie.fleet.Dispatcher(index)
+        >>> first = dispatcher.choose(kvtrie.TokenSequence(range(100), space))
+        >>> dispatcher.choose(kvtrie.TokenSequence(range(200, 300), space)).worker
+        'decode-1'
+        >>> first.end()
+    """
+
+    def __init__(
+        self,
+        index: KvIndexer,
+        *,
+        policy: ReusePolicy | None = None,
+        load_weight: float = 1.0,
+        moved_weight: float = 0.0,
+        max_tracked_tokens: int = 1 << 24,
+    ) -> None:
+        call = "Dispatcher"
+        if not issubclass(type(index), KvIndexer):
+            msg = f"{call}: index is {index!r}, not a KvIndexer"
+            raise TypeError(msg)
+        for name, value, most in (
+            ("load_weight", load_weight, 1e6),
+            ("moved_weight", moved_weight, 1.0),
+            ("max_tracked_tokens", max_tracked_tokens, 1 << 32),
+        ):
+            if not 0 <= value <= most:
+                msg = f"{call}: {name} is {value}; it must be in [0, {most}]"
+                raise ValueError(msg)
+        self._index = index
+        self._policy = EXACT_ONLY if policy is None else policy
+        self._load_weight = load_weight
+        self._moved_weight = moved_weight
+        self._max_tracked_tokens = max_tracked_tokens
+        self._workers: dict[str, _Worker] = {}
+        # Prompts that were sent and not computed, by worker.
+        self._tracked: dict[str, list[_Job]] = {}
+        self._jobs: set[_Job] = set()
+        self._tracked_tokens = 0
+        self._turn = 0
+        self._lock = threading.Lock()
+
+    def choose(self, seq: TokenSequence, among: Iterable[str] | None = None) -> Sent:
+        """Choose a worker, and count the prompt as sent there.
+
+        Args:
+            seq: The prompt.
+            among: Names of the workers that may be chosen, or None for all of the index. Names that
+                the index does not have are left out.
+
+        Returns:
+            What was chosen. Call its `computed` and `end`.
+
+        Raises:
+            NoWorkerError: There is none.
+            TypeError: `seq` is not a `TokenSequence`.
+        """
+        found = self._index.find_matches(seq, self._policy, keep_last=1)
+        names = found.workers
+        allowed = set(names) if among is None else set(among)
+        columns = [at for at, name in enumerate(names) if name in allowed]
+        if not columns:
+            asked = "any" if among is None else f"one of {len(allowed)}"
+            msg = f"Dispatcher.choose: {asked} was asked for; the index has {len(names)} workers"
+            raise NoWorkerError(msg)
+        exact, moved, uncertain = found.exact, found.moved, found.uncertain
+        space, tokens = seq.namespace, seq[:]
+        with self._lock:
+            ranks = []
+            for at in columns:
+                known = self._workers.get(names[at], _Worker())
+                trusted = not uncertain[at]
+                cached = max(
+                    int(exact[at]) if trusted else 0, self._common(names[at], space, tokens)
+                )
+                possible = min(int(moved[at]) if trusted else 0, len(tokens) - cached)
+                expected = int(len(tokens) - cached - self._moved_weight * possible)
+                cost = expected + self._load_weight * known.outstanding
+                order = (cost, -cached, -possible, known.outstanding, known.requests, known.last)
+                ranks.append((order, at, cached, possible, expected))
+            _, at, cached, possible, expected = min(ranks)
+            job = _Job(names[at], expected, (space, tokens))
+            self._note(job, len(tokens))
+        return Sent(
+            names[at],
+            cached,
+            possible,
+            bool(uncertain[at]),
+            partial(self._computed, job),
+            partial(self._ended, job),
+        )
+
+    def outstanding(self, worker: str) -> tuple[int, int]:
+        """What was sent to a worker.
+
+        Returns:
+            Tokens that it is expected to compute, and requests that have not ended.
+        """
+        with self._lock:
+            known = self._workers.get(worker, _Worker())
+            return known.outstanding, known.requests
+
+    def _note(self, job: _Job, num_tokens: int) -> None:
+        self._turn += 1
+        known = self._workers.setdefault(job.worker, _Worker())
+        known.outstanding += job.expected
+        known.requests += 1
+        known.last = self._turn
+        self._jobs.add(job)
+        if self._tracked_tokens + num_tokens > self._max_tracked_tokens:
+            job.prompt = None
+            return
+        self._tracked_tokens += num_tokens
+        self._tracked.setdefault(job.worker, []).append(job)
+
+    def _common(self, worker: str, space: Namespace, tokens: npt.NDArray[np.uint32]) -> int:
+        """Tokens in whole blocks that a prompt has in common with one that is being computed."""
+        size = self._index.block_size
+        most = 0
+        for job in self._tracked.get(worker, ()):
+            if job.prompt is None or job.prompt[0] != space:
+                continue
+            other = job.prompt[1]
+            # An engine computes the last token in any case.
+            end = max(0, min(len(tokens) - 1, len(other)) // size * size)
+            if end <= most or not np.array_equal(tokens[:size], other[:size]):
+                continue
+            differs = np.flatnonzero(tokens[:end] != other[:end])
+            same = int(differs[0]) // size * size if len(differs) else end
+            most = max(most, same)
+        return most
+
+    def _computed(self, job: _Job) -> None:
+        with self._lock:
+            self._forget_prompt(job)
+
+    def _ended(self, job: _Job) -> None:
+        with self._lock:
+            if job not in self._jobs:
+                return
+            self._jobs.remove(job)
+            self._forget_prompt(job)
+            self._workers[job.worker].requests -= 1
+
+    def _forget_prompt(self, job: _Job) -> None:
+        self._workers[job.worker].outstanding -= job.expected
+        job.expected = 0
+        if job.prompt is not None:
+            self._tracked_tokens -= len(job.prompt[1])
+            job.prompt = None
+            self._tracked[job.worker].remove(job)

@@ -1,0 +1,118 @@
+"""The tokens of a request in OpenAI's form, as an engine makes them of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from kvtrie._core import Namespace, TokenSequence
+from kvtrie.lab import Template, TemplateError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+CHAT: Final = "/v1/chat/completions"
+TEXT: Final = "/v1/completions"
+
+
+class PromptError(ValueError):
+    """The tokens of a request are not known; the message says why, in a few words."""
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model's tokenizer and chat template, and whose KV its prompts may share.
+
+    Args:
+        namespace: That of the workers in the index. A request's `cache_salt` takes the place of its
+            salt.
+        tokenizer: The engine's, with ``apply_chat_template`` and ``encode``, as the transformers
+            library has them.
+        arguments: Passed to the template with each prompt, for engines that were started so.
+
+    Raises:
+        TemplateError: The tokenizer has no chat template.
+    """
+
+    namespace: Namespace
+    tokenizer: Any
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    _template: Template = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_template", Template(self.tokenizer, self.arguments))
+
+    def prompt(self, path: str, body: Mapping[str, Any]) -> TokenSequence:
+        """The prompt of a request.
+
+        Args:
+            path: `"/v1/chat/completions"` or `"/v1/completions"`.
+            body: The request.
+
+        Raises:
+            PromptError: It has several prompts, pictures or fields that change what is rendered in
+                ways that are not known here, or the template refuses it.
+        """
+        salt = body.get("cache_salt")
+        if salt is not None and (not isinstance(salt, str) or not salt):
+            msg = "cache_salt is no text"
+            raise PromptError(msg)
+        space = self.namespace if salt is None else self.namespace.replace(salt=salt)
+        ids = self._chat(body) if path == CHAT else self._text(body.get("prompt"))
+        try:
+            return TokenSequence(np.array(ids, np.uint32), space)
+        except (OverflowError, ValueError, TypeError) as error:
+            msg = "a token id is out of range"
+            raise PromptError(msg) from error
+
+    def text(self, prompt: str) -> TokenSequence:
+        """The tokens of a text, with the special tokens that the tokenizer begins with.
+
+        Args:
+            prompt: The text.
+        """
+        return TokenSequence(self.tokenizer.encode(prompt), self.namespace)
+
+    def _chat(self, body: Mapping[str, Any]) -> list[int]:
+        if body.get("continue_final_message") or not body.get("add_generation_prompt", True):
+            msg = "a prompt that goes on in the last message"
+            raise PromptError(msg)
+        for name in ("documents", "chat_template"):
+            if body.get(name):
+                msg = f"a request with {name}"
+                raise PromptError(msg)
+        messages = body.get("messages")
+        arguments = body.get("chat_template_kwargs") or {}
+        if not isinstance(messages, list) or not isinstance(arguments, dict):
+            msg = "messages in another form"
+            raise PromptError(msg)
+        tools = None if body.get("tool_choice") == "none" else body.get("tools")
+        try:
+            spelled = [{**one, "content": _joined(one.get("content"))} for one in messages]
+            return self._template.prompt(spelled, tools=tuple(tools or ()), arguments=arguments)
+        except TemplateError as error:
+            msg = "refused by the chat template"
+            raise PromptError(msg) from error
+        except (AttributeError, KeyError, TypeError) as error:
+            msg = "messages in another form"
+            raise PromptError(msg) from error
+
+    def _text(self, prompt: object) -> list[int]:
+        if isinstance(prompt, str):
+            return list(self.tokenizer.encode(prompt))
+        if isinstance(prompt, list) and prompt and all(type(one) is int for one in prompt):
+            return prompt
+        msg = "several prompts, or none"
+        raise PromptError(msg)
+
+
+def _joined(content: object) -> object:
+    """The text of a message. Engines differ in how they join several parts of text."""
+    if not isinstance(content, list):
+        return content or ""
+    if len(content) != 1 or content[0].get("type") != "text":
+        msg = "a message of several parts, or with more than text"
+        raise PromptError(msg)
+    return content[0]["text"]

@@ -1,0 +1,426 @@
+"""A proxy that tells a router which worker has most of a prompt.
+
+    python -m kvtrie.fleet.proxy fleet.toml
+
+It stands in front of SMG, or of another router that takes the worker's name in a header. Chat
+completions and completions are tokenized and looked up in the index; the request passes on with
+the header of the chosen worker, and the reply as it comes. Whatever is not known here passes
+without the header and is counted, and the router decides alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import sys
+import tomllib
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Protocol
+from urllib.parse import urlsplit
+
+from kvtrie._core import SHARED, KvIndexer, Namespace
+from kvtrie.cluster import subscribe
+from kvtrie.fleet.dispatcher import Dispatcher, NoWorkerError, Sent
+from kvtrie.fleet.prompts import CHAT, TEXT, PromptError, ServedModel
+from kvtrie.fleet.smg import NO_WORKERS, REFUSED, ROUTED, TARGET, SmgTargets
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+try:
+    import aiohttp
+    from aiohttp import web
+except ModuleNotFoundError as missing:
+    _msg = "kvtrie.fleet.proxy needs aiohttp: pip install 'kvtrie[proxy]'"
+    raise ImportError(_msg, name="aiohttp") from missing
+
+# Of one connection, not of the message.
+_OWN: Final = frozenset(
+    "connection keep-alive proxy-authenticate proxy-authorization trailer transfer-encoding "
+    "te upgrade host content-length expect".split()  # codespell:ignore te: a header
+)
+
+
+class Targets(Protocol):
+    """Says which value of the header names a worker."""
+
+    async def of(self, session: aiohttp.ClientSession, model: str) -> Mapping[str, str]:
+        """The header's value for each worker of a model that may be chosen, by its name."""
+
+    def expire(self) -> None:
+        """What is known is wrong."""
+
+
+class FixedTargets:
+    """The same values at all times, for routers that know workers by names.
+
+    Args:
+        values: The header's value for each worker, by its name.
+    """
+
+    def __init__(self, values: Mapping[str, str]) -> None:
+        self._values = dict(values)
+
+    async def of(self, session: aiohttp.ClientSession, model: str) -> Mapping[str, str]:  # noqa: ARG002 - as the protocol says
+        """The header's value for each worker."""
+        return self._values
+
+    def expire(self) -> None:
+        """They are fixed."""
+
+
+class Proxy:
+    """Passes requests on to a router, with the header of the worker that has most of the prompt.
+
+    A client's own header is not passed on. Errors of the proxy's own are in OpenAI's form with the
+    type `proxy_error`: 413 for a body over `max_body`, 415 for a compressed one, 408 for one that
+    does not come in `body_timeout`, 503 for a request over `max_requests`, 502 and 504 for a router
+    that does not answer. A reply that breaks off breaks off for the client, and a client that hangs
+    up ends the request at the router.
+
+    Args:
+        upstream: The router's URL.
+        dispatcher: Chooses among the workers of its index.
+        models: By the model's name in requests.
+        targets: The header's values; None asks `upstream` as an SMG.
+        header: The header.
+        max_body: Most bytes of a request.
+        max_requests: Most requests at a time.
+        tokenizers: Threads that tokenize.
+        body_timeout: Seconds for a request's body.
+        prompt_timeout: Seconds for tokenizing and choosing; then the request passes without.
+        timeout: Seconds to wait for the router's next bytes.
+
+    Attributes:
+        counts: `requests`; `routed`, of which `retried` without the header, because the router did
+            not have the worker, and `elsewhere`, where the router says that another served it;
+            `passed`, for paths without prompts; `unrouted: ` with the reason; `refused: ` with the
+            status; `gone` clients, and `broken` replies.
+
+    Raises:
+        ValueError: The URL is none of http, or a number is outside its limits.
+    """
+
+    def __init__(
+        self,
+        upstream: str,
+        dispatcher: Dispatcher,
+        models: Mapping[str, ServedModel],
+        *,
+        targets: Targets | None = None,
+        header: str = TARGET,
+        max_body: int = 8 << 20,
+        max_requests: int = 1024,
+        tokenizers: int = 2,
+        body_timeout: float = 30.0,
+        prompt_timeout: float = 5.0,
+        timeout: float = 600.0,
+    ) -> None:
+        split = urlsplit(upstream)
+        if split.scheme not in ("http", "https") or not split.hostname:
+            msg = f"Proxy: upstream is {upstream!r}; it must be like http://127.0.0.1:30000"
+            raise ValueError(msg)
+        for name, value, least, most in (
+            ("max_body", max_body, 1, 1 << 30),
+            ("max_requests", max_requests, 1, 1 << 20),
+            ("tokenizers", tokenizers, 1, 64),
+            ("body_timeout", body_timeout, 0.001, 1e6),
+            ("prompt_timeout", prompt_timeout, 0.001, 1e6),
+            ("timeout", timeout, 0.001, 1e6),
+        ):
+            if not least <= value <= most:
+                msg = f"Proxy: {name} is {value}; it must be in [{least}, {most}]"
+                raise ValueError(msg)
+        self.counts: Counter[str] = Counter()
+        self._upstream = upstream.rstrip("/")
+        self._dispatcher = dispatcher
+        self._models = dict(models)
+        self._targets = SmgTargets(upstream) if targets is None else targets
+        self._header = header
+        self._max_body = max_body
+        self._max_requests = max_requests
+        self._body_timeout = body_timeout
+        self._prompt_timeout = prompt_timeout
+        self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=timeout)
+        self._threads = ThreadPoolExecutor(tokenizers, "kvtrie-prompts")
+        self._in_flight = 0
+        self._session: aiohttp.ClientSession | None = None
+        self._runner: web.AppRunner | None = None
+
+    async def start(self, host: str = "127.0.0.1", port: int = 0) -> int:
+        """Listen.
+
+        Args:
+            host: The address.
+            port: The port; 0: any free one.
+
+        Returns:
+            The port.
+        """
+        self._session = aiohttp.ClientSession(
+            timeout=self._timeout,
+            connector=aiohttp.TCPConnector(limit=0),
+            auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            skip_auto_headers=("Accept-Encoding", "User-Agent", "Content-Type", "Accept"),
+        )
+        app = web.Application(client_max_size=self._max_body)
+        app.router.add_route("*", "/{path:.*}", self._handle)
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, host, port)
+        await site.start()
+        found: int = self._runner.addresses[0][1]
+        return found
+
+    async def close(self) -> None:
+        """Stop listening, and end what is in flight."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+        if self._session is not None:
+            await self._session.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        self.counts["requests"] += 1
+        if self._in_flight >= self._max_requests:
+            return self._refuse(503, f"{self._in_flight} requests are in flight, the most allowed")
+        self._in_flight += 1
+        sent: Sent | None = None
+        try:
+            if request.headers.get("Content-Encoding", "identity") != "identity":
+                return self._refuse(415, "the request is compressed")
+            try:
+                async with asyncio.timeout(self._body_timeout):
+                    body = await request.read()
+            except web.HTTPRequestEntityTooLarge:
+                return self._refuse(413, f"the request has more than {self._max_body} bytes")
+            except TimeoutError:
+                return self._refuse(408, f"the request has not come in {self._body_timeout} s")
+            sent, target = await self._choose(request, body)
+            return await self._pass_on(request, body, sent, target)
+        finally:
+            self._in_flight -= 1
+            if sent is not None:
+                sent.end()
+
+    async def _choose(self, request: web.Request, body: bytes) -> tuple[Sent | None, str | None]:
+        """A worker, and the header's value; None without."""
+        if request.method != "POST" or request.path not in (CHAT, TEXT):
+            self.counts["passed"] += 1
+            return None, None
+        try:
+            async with asyncio.timeout(self._prompt_timeout):
+                return await self._route(request.path, body)
+        except PromptError as error:
+            reason = str(error)
+        except NoWorkerError:
+            reason = "no worker"
+        except TimeoutError:
+            reason = "tokenizing took too long"
+        self.counts[f"unrouted: {reason}"] += 1
+        return None, None
+
+    async def _route(self, path: str, body: bytes) -> tuple[Sent, str]:
+        loop = asyncio.get_running_loop()
+        if self._session is None:
+            msg = "the proxy is closed"
+            raise PromptError(msg)
+        document = await loop.run_in_executor(self._threads, _document, body)
+        name = document.get("model")
+        model = self._models.get(name) if isinstance(name, str) else None
+        if model is None or not isinstance(name, str):
+            msg = "unknown model"
+            raise PromptError(msg)
+        targets = await self._targets.of(self._session, name)
+        prompt = await loop.run_in_executor(self._threads, _prompt, model, path, document)
+        # From here on nothing waits, so what is counted as sent is sent.
+        sent = self._dispatcher.choose(prompt, targets)
+        self.counts["routed"] += 1
+        return sent, targets[sent.worker]
+
+    async def _pass_on(
+        self, request: web.Request, body: bytes, sent: Sent | None, target: str | None
+    ) -> web.StreamResponse:
+        """Ask the router, a second time without the header if it does not have the worker."""
+        reply: web.StreamResponse | None = None
+        for value in (target, None) if target is not None else (None,):
+            try:
+                async with self._ask(request, body, value) as upstream:
+                    refused = upstream.headers.get(REFUSED) == NO_WORKERS
+                    if value is not None and upstream.status == 503 and refused:
+                        self.counts["retried"] += 1
+                        self._targets.expire()
+                        if sent is not None:
+                            sent.end()
+                        continue
+                    routed = upstream.headers.get(ROUTED, "").rstrip("/")
+                    if value is not None and sent is not None and routed not in ("", sent.worker):
+                        self.counts["elsewhere"] += 1
+                        self._targets.expire()
+                        sent.end()
+                    reply = web.StreamResponse(
+                        status=upstream.status, reason=upstream.reason, headers=_kept(upstream)
+                    )
+                    await self._copy(request, upstream, reply, sent)
+                    return reply
+            except (aiohttp.ClientError, TimeoutError) as error:
+                return self._broken(request, reply, error)
+        return self._refuse(502, "no reply of the router")
+
+    def _ask(self, request: web.Request, body: bytes, value: str | None) -> Any:  # noqa: ANN401 - a context manager of aiohttp
+        if self._session is None:
+            msg = "the proxy is closed"
+            raise aiohttp.ClientConnectionError(msg)
+        named = request.headers.get("Connection", "").lower().replace(" ", "").split(",")
+        headers = [
+            (name, text)
+            for name, text in request.headers.items()
+            if name.lower() not in _OWN
+            and name.lower() not in named
+            and name.lower() != self._header.lower()
+        ]
+        if value is not None:
+            headers.append((self._header, value))
+        return self._session.request(
+            request.method,
+            self._upstream + request.path_qs,
+            data=body or None,
+            headers=headers,
+            allow_redirects=False,
+        )
+
+    async def _copy(
+        self,
+        request: web.Request,
+        upstream: aiohttp.ClientResponse,
+        reply: web.StreamResponse,
+        sent: Sent | None,
+    ) -> None:
+        """Send a reply on as it comes."""
+        length = upstream.headers.get("Content-Length")
+        if length is not None:
+            reply.headers["Content-Length"] = length
+        try:
+            await reply.prepare(request)
+        except ConnectionError:
+            return
+        async for piece in upstream.content.iter_any():
+            if sent is not None:
+                sent.computed()
+            try:
+                await reply.write(piece)
+            except ConnectionError:
+                # The client is gone, and with the response the router's connection ends.
+                self.counts["gone"] += 1
+                return
+        with contextlib.suppress(ConnectionError):
+            await reply.write_eof()
+
+    def _broken(
+        self, request: web.Request, reply: web.StreamResponse | None, error: Exception
+    ) -> web.StreamResponse:
+        if reply is None or not reply.prepared:
+            status = 504 if isinstance(error, TimeoutError) else 502
+            return self._refuse(status, f"no reply of the router: {str(error) or repr(error)}")
+        self.counts["broken"] += 1
+        if request.transport is not None:
+            # Not the end of a reply: the client must not take what it has for the whole.
+            request.transport.abort()
+        return reply
+
+    def _refuse(self, status: int, why: str) -> web.Response:
+        self.counts[f"refused: {status}"] += 1
+        error = {"message": why, "type": "proxy_error", "param": None, "code": status}
+        return web.json_response({"error": error}, status=status)
+
+
+def _document(body: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        msg = "not JSON"
+        raise PromptError(msg) from error
+    if not isinstance(found, dict):
+        msg = "not JSON"
+        raise PromptError(msg)
+    return found
+
+
+def _prompt(model: ServedModel, path: str, document: dict[str, Any]) -> Any:  # noqa: ANN401 - a sequence
+    try:
+        return model.prompt(path, document)
+    except PromptError:
+        raise
+    except Exception as error:
+        # A tokenizer may raise anything; the request passes, and the router decides alone.
+        msg = f"tokenizing failed: {type(error).__name__}"
+        raise PromptError(msg) from error
+
+
+def _kept(upstream: aiohttp.ClientResponse) -> list[tuple[str, str]]:
+    return [(name, text) for name, text in upstream.headers.items() if name.lower() not in _OWN]
+
+
+async def serve(settings: dict[str, Any]) -> None:
+    """Run a proxy by the settings of a file, until it is cancelled.
+
+    Args:
+        settings: As `docs/cluster.md` describes them.
+
+    Raises:
+        ValueError: A setting is missing or unknown.
+    """
+    from transformers import AutoTokenizer  # noqa: PLC0415 - it is slow to import
+
+    known = {"upstream", "key_file", "block_size", "model", "workers", "host", "port"}
+    missing = {"upstream", "key_file", "block_size", "model", "workers"} - settings.keys()
+    if missing or settings.keys() - known:
+        msg = f"settings: missing {sorted(missing)}, unknown {sorted(settings.keys() - known)}"
+        raise ValueError(msg)
+    model = settings["model"]
+    space = Namespace(model=model["name"], salt=SHARED if model.get("shared") else model["salt"])
+    key = await asyncio.to_thread(Path(settings["key_file"]).read_bytes)
+    index = KvIndexer(settings["block_size"], key.strip())
+    tokenizer = AutoTokenizer.from_pretrained(model["tokenizer"], local_files_only=True)
+    served = ServedModel(space, tokenizer, model.get("template_arguments", {}))
+    with ExitStack() as stack:
+        for worker in settings["workers"]:
+            number = index.add_worker(worker["url"].rstrip("/"), space)
+            stack.enter_context(
+                subscribe(
+                    index,
+                    number,
+                    worker["events"],
+                    worker.get("replay"),
+                    snapshot=worker.get("snapshot"),
+                )
+            )
+        proxy = Proxy(settings["upstream"], Dispatcher(index), {model["name"]: served})
+        try:
+            port = await proxy.start(settings.get("host", "127.0.0.1"), settings.get("port", 8001))
+            sys.stdout.write(f"port {port} -> {settings['upstream']}\n")
+            sys.stdout.flush()
+            await asyncio.Event().wait()
+        finally:
+            await proxy.close()
+            for what, number in sorted(proxy.counts.items()):
+                sys.stdout.write(f"{what}: {number}\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Serve until Ctrl-C, then print the counts."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("settings", help="TOML file")
+    given = parser.parse_args(arguments)
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(serve(tomllib.loads(Path(given.settings).read_text(encoding="utf-8"))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Which worker is chosen: by what is cached, by what was sent, and never for old truth."""
+
+from __future__ import annotations
+
+import pytest
+from tests.cluster.publisher import packed, stored
+
+import kvtrie
+from kvtrie.fleet import Dispatcher, NoWorkerError
+
+NS = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+
+
+def made(**options: float) -> tuple[kvtrie.KvIndexer, Dispatcher]:
+    index = kvtrie.KvIndexer(2, b"the key of tests")
+    for name in ("a", "b"):
+        index.add_worker(name, NS)
+    return index, Dispatcher(index, policy=kvtrie.ReusePolicy(), **options)  # type: ignore[arg-type]
+
+
+def prompt(*ids: int) -> kvtrie.TokenSequence:
+    return kvtrie.TokenSequence(ids, NS)
+
+
+def test_what_is_cached_is_preferred_and_what_is_in_the_queue_counts_against_it() -> None:
+    index, dispatcher = made()
+    index.apply(1, packed(stored(range(5), None, range(10))))
+    first = dispatcher.choose(prompt(*range(12)))
+    assert (first.worker, first.exact, first.uncertain) == ("b", 10, False)
+    assert dispatcher.outstanding("b") == (2, 1)
+    # Thirty tokens in its queue are more than the ten that it would save.
+    busy = dispatcher.choose(prompt(*range(100, 130)), ["b"])
+    assert dispatcher.choose(prompt(*range(10), 99)).worker == "a"
+    busy.computed()
+    assert dispatcher.outstanding("b") == (2, 2)
+    busy.end()
+    busy.end()
+    assert dispatcher.outstanding("b") == (2, 1)
+    with first:
+        pass
+    assert dispatcher.outstanding("b") == (0, 0)
+
+
+def test_a_second_request_of_a_conversation_follows_the_first_before_any_event() -> None:
+    _, dispatcher = made()
+    first = dispatcher.choose(prompt(*range(50)))
+    second = dispatcher.choose(prompt(*range(50), 7, 8))
+    assert (first.worker, second.worker, second.exact) == ("a", "a", 50)
+    # Another namespace shares nothing.
+    other = kvtrie.TokenSequence(range(52), NS.replace(salt="t"))
+    assert dispatcher.choose(other).worker == "b"
+    first.computed()
+    second.end()
+    assert dispatcher.choose(prompt(*range(50)), ["a"]).exact == 0
+
+
+def test_the_last_token_is_computed_and_whole_blocks_count() -> None:
+    _, dispatcher = made()
+    dispatcher.choose(prompt(*range(8)))
+    assert dispatcher.choose(prompt(*range(8)), ["a"]).exact == 6
+    assert dispatcher.choose(prompt(0, 1, 2, 9, 9, 9), ["a"]).exact == 2
+
+
+def test_an_uncertain_worker_is_not_preferred_for_what_it_held() -> None:
+    index, dispatcher = made()
+    index.apply(1, packed(stored(range(5), None, range(10))))
+    index.set_uncertain(1, True)
+    one = dispatcher.choose(prompt(*range(12)), ["b"])
+    assert (one.worker, one.exact, one.moved, one.uncertain) == ("b", 0, 0, True)
+    one.end()
+    assert dispatcher.choose(prompt(*range(12))).worker == "a"
+
+
+def test_moved_tokens_decide_a_tie_and_count_only_where_it_is_said() -> None:
+    index, dispatcher = made()
+    index.apply(1, packed(stored(range(10), None, range(100, 120))))
+    edited = prompt(7, *range(104, 120), 5)
+    found = dispatcher.choose(edited)
+    assert (found.worker, found.exact, found.moved) == ("b", 0, 16)
+    # Promised is nothing: all of it is in the queue, so the next goes elsewhere.
+    assert dispatcher.outstanding("b") == (18, 1)
+    _, trusting = made(moved_weight=1.0)
+    assert trusting.choose(edited).moved == 0
+    index, trusting = made(moved_weight=1.0)
+    index.apply(1, packed(stored(range(10), None, range(100, 120))))
+    trusting.choose(edited)
+    assert trusting.outstanding("b") == (2, 1)
+
+
+def test_ties_go_around() -> None:
+    _, dispatcher = made()
+    found = []
+    for at in range(4):
+        with dispatcher.choose(prompt(*range(100 * at, 100 * at + 4))) as sent:
+            found.append(sent.worker)
+    assert found == ["a", "b", "a", "b"]
+
+
+def test_prompts_beyond_the_limit_count_as_load_alone() -> None:
+    _, dispatcher = made(max_tracked_tokens=10)
+    long = dispatcher.choose(prompt(*range(20)), ["a"])
+    assert dispatcher.outstanding("a") == (20, 1)
+    assert dispatcher.choose(prompt(*range(20)), ["a"]).exact == 0
+    long.end()
+    assert dispatcher.outstanding("a") == (20, 1)
+
+
+def test_bad_arguments_and_no_worker_are_named() -> None:
+    index, dispatcher = made()
+    with pytest.raises(NoWorkerError, match="one of 1 was asked for; the index has 2"):
+        dispatcher.choose(prompt(1), ["c"])
+    with pytest.raises(TypeError, match="not a KvIndexer"):
+        Dispatcher(None)  # type: ignore[arg-type]
+    for options in ({"load_weight": -1}, {"moved_weight": 2}, {"max_tracked_tokens": -1}):
+        with pytest.raises(ValueError, match="it must be in"):
+            Dispatcher(index, **options)  # type: ignore[arg-type]

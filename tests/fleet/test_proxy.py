@@ -1,0 +1,399 @@
+"""The proxy in front of a router made here: headers, bytes, limits, and what passes unrouted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+import time
+from typing import TYPE_CHECKING, Any, Self
+
+import aiohttp
+import pytest
+from aiohttp import web
+from tests.byte_tokenizer import byte_tokenizer
+from tests.cluster.publisher import Publisher, packed, stored
+
+import kvtrie
+from kvtrie.fleet import Dispatcher, PromptError, ServedModel
+from kvtrie.fleet.proxy import FixedTargets, Proxy, serve
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+    from pathlib import Path
+
+NS = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+CHAT = "/v1/chat/completions"
+HEADER = "X-SMG-Target-Worker"
+MESSAGES = [{"role": "user", "content": "where is it?"}]
+
+
+class Router:
+    """Answers with what it was asked, or as a test says."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, str, dict[str, str], bytes]] = []
+        self.came = asyncio.Event()
+        self.gone = asyncio.Event()
+        self.go = asyncio.Event()
+        self.reply: Callable[[web.Request], Awaitable[web.StreamResponse]] | None = None
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        headers = {name.lower(): text for name, text in request.headers.items()}
+        self.asked.append((request.method, request.path_qs, headers, await request.read()))
+        self.came.set()
+        if self.reply is not None:
+            try:
+                return await self.reply(request)
+            except asyncio.CancelledError:
+                self.gone.set()
+                raise
+        return web.json_response({"ok": True}, headers={"X-Of": "the router"})
+
+    def target(self, at: int = -1) -> str | None:
+        return self.asked[at][2].get(HEADER.lower())
+
+
+class Running:
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+        self.router = Router()
+        self.index = kvtrie.KvIndexer(2, b"the key of tests")
+        for name in ("a", "b"):
+            self.index.add_worker(name, NS)
+        self.dispatcher = Dispatcher(self.index)
+        self.served = ServedModel(NS, byte_tokenizer())
+        # The second worker has all but the end of the prompt.
+        tokens = self.served.prompt(CHAT, {"messages": MESSAGES})[:]
+        whole = len(tokens) // 2 - 1
+        self.index.apply(1, packed(stored(range(whole), None, tokens[: 2 * whole].tolist())))
+
+    async def __aenter__(self) -> Self:
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", self.router.handle)
+        self.runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        await self.runner.setup()
+        await web.TCPSite(self.runner, "127.0.0.1", 0).start()
+        upstream = f"http://127.0.0.1:{self.runner.addresses[0][1]}"
+        options = {"targets": FixedTargets({"a": "at-a", "b": "at-b"}), **self.options}
+        self.proxy = Proxy(upstream, self.dispatcher, {"tiny": self.served}, **options)
+        self.url = f"http://127.0.0.1:{await self.proxy.start()}"
+        self.client = aiohttp.ClientSession()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.client.close()
+        await self.proxy.close()
+        await self.runner.cleanup()
+
+    async def post(
+        self, body: object, path: str = CHAT, **headers: str
+    ) -> tuple[int, dict[str, str], bytes]:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        async with self.client.post(self.url + path, data=data, headers=headers) as reply:
+            return reply.status, dict(reply.headers), await reply.read()
+
+
+def chat(**more: Any) -> dict[str, Any]:
+    return {"model": "tiny", "messages": MESSAGES, **more}
+
+
+def run(test: Callable[[Running], Awaitable[None]], **options: Any) -> None:
+    async def inner() -> None:
+        async with Running(**options) as running:
+            await test(running)
+
+    asyncio.run(inner())
+
+
+def test_a_request_goes_to_the_worker_that_has_most_of_it_byte_for_byte() -> None:
+    async def test(running: Running) -> None:
+        body = json.dumps(chat(), indent=3).encode()
+        status, headers, reply = await running.post(body, CHAT + "?x=1", Authorization="Bearer k")
+        assert (status, headers["X-Of"], json.loads(reply)) == (200, "the router", {"ok": True})
+        method, path, asked, sent = running.router.asked[0]
+        assert (method, path, sent) == ("POST", CHAT + "?x=1", body)
+        assert asked["authorization"] == "Bearer k"
+        assert running.router.target() == "at-b"
+        assert running.dispatcher.outstanding("b") == (0, 0)
+        assert running.proxy.counts == {"requests": 1, "routed": 1}
+
+    run(test)
+
+
+def test_a_clients_own_header_is_not_passed_on() -> None:
+    async def test(running: Running) -> None:
+        await running.post({"model": "other"}, **{HEADER: "at-a"})
+        assert running.router.target() is None
+        await running.post(chat(), **{HEADER: "at-a"})
+        assert running.router.target() == "at-b"
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("body", "path", "why"),
+    [
+        (b"{", CHAT, "unrouted: not JSON"),
+        (b"[" * 100_000, CHAT, "unrouted: not JSON"),
+        ([], CHAT, "unrouted: not JSON"),
+        ({"messages": MESSAGES}, CHAT, "unrouted: unknown model"),
+        (chat(model="other"), CHAT, "unrouted: unknown model"),
+        (chat(messages=5), CHAT, "unrouted: messages in another form"),
+        (chat(messages=[5]), CHAT, "unrouted: messages in another form"),
+        (chat(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), CHAT, "several"),
+        (chat(continue_final_message=True), CHAT, "unrouted: a prompt that goes on"),
+        (chat(chat_template="x"), CHAT, "unrouted: a request with chat_template"),
+        (chat(cache_salt=5), CHAT, "unrouted: cache_salt is no text"),
+        ({"model": "tiny", "prompt": ["a", "b"]}, "/v1/completions", "unrouted: several prompts"),
+        ({"model": "tiny", "prompt": [-1]}, "/v1/completions", "unrouted: a token id is out"),
+        ({"model": "tiny", "input": "a"}, "/v1/embeddings", "passed"),
+    ],
+)
+def test_what_is_not_known_passes_without_the_header_and_is_counted(
+    body: object, path: str, why: str
+) -> None:
+    async def test(running: Running) -> None:
+        status, _, _ = await running.post(body, path)
+        assert (status, running.router.target()) == (200, None)
+        counts = running.proxy.counts
+        assert sum(why in name for name in counts) == 1, counts
+        assert counts["routed"] == 0
+
+    run(test)
+
+
+def test_a_tokenizer_that_fails_or_takes_too_long_passes_the_request() -> None:
+    async def test(running: Running) -> None:
+        def fails(*_: object, **__: object) -> None:
+            message = "no"
+            raise RuntimeError(message)
+
+        running.proxy._models["tiny"] = type("Fails", (), {"prompt": fails})()
+        assert (await running.post(chat()))[0] == 200
+        assert running.proxy.counts["unrouted: tokenizing failed: RuntimeError"] == 1
+
+        def sleeps(*_: object) -> None:
+            time.sleep(0.5)
+
+        running.proxy._models["tiny"] = type("Sleeps", (), {"prompt": sleeps})()
+        assert (await running.post(chat()))[0] == 200
+        assert running.proxy.counts["unrouted: tokenizing took too long"] == 1
+        assert running.router.target() is None
+
+    run(test, prompt_timeout=0.1)
+
+
+def test_a_salt_is_the_requests_own() -> None:
+    async def test(running: Running) -> None:
+        await running.post(chat(cache_salt="tenant"))
+        # Nothing is cached under that salt, so it is the first of two equal workers.
+        assert running.router.target() == "at-a"
+
+    run(test)
+
+
+def test_completions_take_text_and_ids() -> None:
+    async def test(running: Running) -> None:
+        ids = running.served.prompt(CHAT, {"messages": MESSAGES})[:].tolist()
+        await running.post({"model": "tiny", "prompt": ids}, "/v1/completions")
+        assert running.router.target() == "at-b"
+        await running.post({"model": "tiny", "prompt": "unknown"}, "/v1/completions")
+        assert running.router.target() == "at-a"
+
+    run(test)
+
+
+def test_a_stream_comes_piece_by_piece_and_the_load_ends_with_its_first() -> None:
+    async def test(running: Running) -> None:
+        async def streams(request: web.Request) -> web.StreamResponse:
+            reply = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+            await reply.prepare(request)
+            await running.router.go.wait()
+            await reply.write(b"data: 1\n\n")
+            running.router.go.clear()
+            await running.router.go.wait()
+            await reply.write(b"data: [DONE]\n\n")
+            return reply
+
+        running.router.reply = streams
+        async with running.client.post(running.url + CHAT, json=chat(stream=True)) as reply:
+            assert reply.headers["Content-Type"] == "text/event-stream"
+            outstanding, requests = running.dispatcher.outstanding("b")
+            assert outstanding > 0
+            assert requests == 1
+            running.router.go.set()
+            assert await reply.content.readany() == b"data: 1\n\n"
+            assert running.dispatcher.outstanding("b") == (0, 1)
+            running.router.go.set()
+            assert await reply.content.readany() == b"data: [DONE]\n\n"
+        assert running.dispatcher.outstanding("b") == (0, 0)
+
+    run(test)
+
+
+def test_a_client_that_hangs_up_ends_the_request_at_the_router() -> None:
+    async def test(running: Running) -> None:
+        async def waits(_: web.Request) -> web.StreamResponse:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        running.router.reply = waits
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(running.post(chat()), 0.3)
+        await asyncio.wait_for(running.router.gone.wait(), 10)
+        assert running.dispatcher.outstanding("b") == (0, 0)
+
+    run(test)
+
+
+def test_a_reply_that_breaks_off_breaks_off_for_the_client() -> None:
+    async def test(running: Running) -> None:
+        async def breaks(request: web.Request) -> web.StreamResponse:
+            reply = web.StreamResponse()
+            await reply.prepare(request)
+            await reply.write(b"half")
+            assert request.transport is not None
+            request.transport.abort()
+            return reply
+
+        running.router.reply = breaks
+        with pytest.raises(aiohttp.ClientError):
+            await running.post(chat())
+        assert running.proxy.counts["broken"] == 1
+
+    run(test)
+
+
+def test_a_worker_that_the_router_does_not_have_is_asked_for_once() -> None:
+    async def test(running: Running) -> None:
+        async def refuses(request: web.Request) -> web.StreamResponse:
+            if HEADER in request.headers:
+                return web.json_response(
+                    {}, status=503, headers={"X-SMG-Error-Code": "no_available_workers"}
+                )
+            return web.json_response({"ok": True})
+
+        running.router.reply = refuses
+        assert (await running.post(chat()))[0] == 200
+        assert [running.router.target(at) for at in (0, 1)] == ["at-b", None]
+        assert running.proxy.counts["retried"] == 1
+
+    run(test)
+
+
+def test_errors_of_the_router_pass_as_they_are() -> None:
+    async def test(running: Running) -> None:
+        async def refuses(_: web.Request) -> web.StreamResponse:
+            return web.Response(status=429, text="later", headers={"Retry-After": "7"})
+
+        running.router.reply = refuses
+        status, headers, body = await running.post(chat())
+        assert (status, headers["Retry-After"], body) == (429, "7", b"later")
+
+    run(test)
+
+
+def test_the_proxys_own_errors_have_a_type() -> None:
+    async def test(running: Running) -> None:
+        async def error(body: object, **headers: str) -> tuple[int, str]:
+            status, _, raw = await running.post(body, **headers)
+            found = json.loads(raw)["error"]
+            assert found["type"] == "proxy_error"
+            return status, found["message"]
+
+        assert await error(b"x" * 2001) == (413, "the request has more than 2000 bytes")
+        assert await error(b"", **{"Content-Encoding": "gzip"}) == (
+            415,
+            "the request is compressed",
+        )
+
+        async def waits(_: web.Request) -> web.StreamResponse:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        running.router.reply = waits
+        first = asyncio.ensure_future(error(chat()))
+        await running.router.came.wait()
+        assert await error(chat()) == (503, "1 requests are in flight, the most allowed")
+        assert (await first)[0] == 504
+        await running.runner.cleanup()
+        assert (await error(chat()))[0] == 502
+        assert running.dispatcher.outstanding("b") == (0, 0)
+
+    run(test, max_body=2000, max_requests=1, timeout=1.0)
+
+
+def test_a_body_that_does_not_come_is_refused() -> None:
+    async def test(running: Running) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(running.url[-5:]))
+        writer.write(b"POST /v1/x HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nhalf")
+        assert b"408" in await reader.readline()
+        writer.close()
+
+    run(test, body_timeout=0.1)
+
+
+@pytest.mark.parametrize(
+    "options", [{"max_body": 0}, {"max_requests": 0}, {"tokenizers": 0}, {"timeout": 0}]
+)
+def test_bad_arguments_are_named(options: dict[str, Any]) -> None:
+    index = kvtrie.KvIndexer(2, b"the key of tests")
+    with pytest.raises(ValueError, match=next(iter(options))):
+        Proxy("http://127.0.0.1:1", Dispatcher(index), {}, **options)
+    with pytest.raises(ValueError, match="upstream is 'here'"):
+        Proxy("here", Dispatcher(index), {})
+    with pytest.raises(PromptError, match="messages in another form"):
+        ServedModel(NS, byte_tokenizer()).prompt(CHAT, {})
+
+
+def test_the_command_reads_settings_and_prints_what_it_counted(tmp_path: Path) -> None:
+    async def test(running: Running) -> None:
+        byte_tokenizer().save_pretrained(tmp_path / "tokenizer")
+        (tmp_path / "key").write_bytes(b"the key of tests\n")
+        publisher = Publisher()
+        (tmp_path / "fleet.toml").write_text(
+            f"""
+            upstream = "{running.proxy._upstream}"
+            port = 0
+            key_file = "{tmp_path}/key"
+            block_size = 2
+            [model]
+            name = "tiny"
+            tokenizer = "{tmp_path}/tokenizer"
+            shared = true
+            [[workers]]
+            url = "http://127.0.0.1:1"
+            events = "{publisher.endpoint}"
+            replay = "{publisher.replay}"
+            """
+        )
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "kvtrie.fleet.proxy", str(tmp_path / "fleet.toml")),
+            stdout=asyncio.subprocess.PIPE,
+        )
+        try:
+            assert process.stdout is not None
+            line = (await asyncio.wait_for(process.stdout.readline(), 60)).decode()
+            port = int(line.split()[1])
+            url = f"http://127.0.0.1:{port}{CHAT}"
+            async with running.client.post(url, json=chat()) as reply:
+                assert reply.status == 200
+            # The router is no SMG: it does not say which workers it has.
+            assert running.router.target() is None
+            process.send_signal(signal.SIGINT)
+            rest = (await asyncio.wait_for(process.stdout.read(), 30)).decode()
+            assert rest.splitlines() == ["requests: 1", "unrouted: no worker: 1"]
+            assert await process.wait() == 0
+        finally:
+            if process.returncode is None:
+                process.kill()
+            publisher.close()
+
+    run(test)
+
+
+def test_settings_that_are_missing_or_unknown_are_named() -> None:
+    with pytest.raises(ValueError, match=r"missing \['block_size'.*unknown \['another'\]"):
+        asyncio.run(serve({"upstream": "http://127.0.0.1:1", "another": {}}))
