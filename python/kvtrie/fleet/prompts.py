@@ -72,8 +72,16 @@ class ServedModel:
 
         Args:
             prompt: The text.
+
+        Raises:
+            PromptError: The tokenizer fails.
         """
-        return TokenSequence(self.tokenizer.encode(prompt), self.namespace)
+        try:
+            return TokenSequence(self.tokenizer.encode(prompt), self.namespace)
+        except Exception as error:
+            # A tokenizer may raise anything.
+            msg = f"tokenizing failed: {type(error).__name__}"
+            raise PromptError(msg) from error
 
     def _chat(self, body: Mapping[str, Any]) -> list[int]:
         if body.get("continue_final_message") or not body.get("add_generation_prompt", True):
