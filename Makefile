@@ -297,6 +297,24 @@ $(ROUTERS_ENV)/.packages: benches/peers/requirements/routers.txt | $(VENV)/.pack
 test-routers: setup $(ROUTERS_ENV)/.packages ## the index next to Dynamo's tree of blocks, and the proxy in front of SMG with two fake engines (ROUTERS_FLAGS: more for pytest)
 	$(PY) -m pytest --config-file tests/routers/pytest.toml tests/routers $(ROUTERS_FLAGS)
 
+# The router for Ray Serve runs in Ray's processes, so its tests do: Ray, pytest, and kvtrie's wheel.
+RAY_ENV := .venv-ray
+RAY_FLAGS ?=
+
+$(RAY_ENV)/.packages: benches/peers/requirements/ray.txt | $(VENV)/.packages
+	@echo "test-ray: the packages of Ray Serve (0.5 GB on disk)"
+	@$(UV) venv --quiet --clear --python $(PY) $(RAY_ENV)
+	@$(INSTALL) --python $(RAY_ENV)/bin/python --no-deps --requirements $<
+	@touch $@
+
+$(RAY_ENV)/.kvtrie: $(RAY_ENV)/.packages target/wheels/.built
+	@$(UV) pip install --quiet --python $(RAY_ENV)/bin/python --no-deps --reinstall target/wheels/kvtrie-*.whl
+	@touch $@
+
+.PHONY: test-ray
+test-ray: $(RAY_ENV)/.kvtrie ## the router for Ray Serve in Ray itself, with two replicas (RAY_FLAGS: more for pytest)
+	PYTHONPATH="$(CURDIR)" $(RAY_ENV)/bin/python -m pytest --config-file tests/ray/pytest.toml tests/ray $(RAY_FLAGS)
+
 SGLANG_ENV := .venv-sglang
 SGLANG_FLAGS ?=
 # Hashing for KV events builds an extension with the environment's own ninja.

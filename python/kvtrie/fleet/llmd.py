@@ -92,10 +92,10 @@ class Pod:
 class PodScorer:
     """A gRPC server that answers `GetPodScores`. As a context manager it stops with the block.
 
-    A score is the number of blocks from position 0 that the pod holds, in any tier. Pods without any
-    are left out, and so are pods of which events may be missing: what they held is old. Moved runs
-    do not count. Errors have gRPC's codes: NOT_FOUND for an unknown model, INVALID_ARGUMENT for a
-    prompt that cannot be tokenized, RESOURCE_EXHAUSTED beyond a limit.
+    A score is the number of blocks from position 0 that the pod holds, in any tier. Pods without
+    any are left out, and so are pods of which events may be missing: what they held is old. Moved
+    runs do not count. Errors have gRPC's codes: NOT_FOUND for an unknown model, INVALID_ARGUMENT
+    for a prompt that cannot be tokenized, RESOURCE_EXHAUSTED beyond a limit.
 
     Args:
         index: The index.
