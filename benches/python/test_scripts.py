@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import fan
 import figures
-import fleet
 import flood
 import generate
 import hostile
@@ -25,6 +24,7 @@ from forest import QUICK
 from tests.tags.templates import CHATML, tokenizer_of
 from workloads.registry import WORKLOADS
 
+import fleet
 import record
 
 if TYPE_CHECKING:

@@ -122,6 +122,14 @@ RECIPES = [
     ),
     *(
         Recipe(
+            f".venv-{name}/.packages",
+            f"benches/peers/requirements/{name}.txt",
+            env=f".venv-{name}",
+        )
+        for name in ("routers", "ray")
+    ),
+    *(
+        Recipe(
             f"target/tools/{name}/.packages", f"constraints/{name}.txt", env=f"target/tools/{name}"
         )
         for name in ("audit", "dist", "workflows")
