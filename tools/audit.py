@@ -34,7 +34,7 @@ LICENSES = frozenset(
         *("BSL-1.0", "CC0-1.0", "CNRI-Python", "ISC", "MIT", "MIT-CMU", "MPL-2.0", "PSF-2.0"),
         "Zlib",
         *("Apache 2.0", "Apache 2.0 License", "Apache Software License", "BSD", "BSD License"),
-        "DFSG approved",
+        *("3-Clause BSD License", "DFSG approved"),
         *("ISC License (ISCL)", "MIT License", "Mozilla Public License 2.0 (MPL 2.0)"),
         "Python Software Foundation License",
     }
