@@ -1,0 +1,165 @@
+"""Values as objects of an object store: a local folder, S3 and what else obstore knows."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvtrie.store.backends.protocol import Backend
+from kvtrie.store.errors import BackendError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from obstore.store import ObjectStore
+
+
+class ObjectBackend(Backend):
+    """An object store, or a folder of this machine. It needs `obstore`.
+
+    Args:
+        store: One of obstore's stores. An S3 store should have a timeout, as `from_url` gives it.
+        prefix: What the names of all objects begin with.
+
+    Raises:
+        ImportError: obstore is missing.
+
+    Example:
+        >>> from obstore.store import MemoryStore
+        >>> backend = ObjectBackend(MemoryStore())
+        >>> backend.put("a", bytearray(b"hello"))
+        >>> [bytes(part) for part in backend.read("a", [(1, 3), (4, 9)])]
+        [b'el', b'o']
+    """
+
+    def __init__(self, store: ObjectStore, *, prefix: str = "") -> None:
+        self._obstore = _obstore()
+        self._errors: tuple[type[Exception], ...] = (
+            self._obstore.exceptions.BaseError,
+            OSError,
+            ValueError,
+        )
+        self._store = store
+        self._prefix = prefix
+
+    @classmethod
+    def from_url(cls, url: str, *, prefix: str = "", timeout: float = 5.0) -> ObjectBackend:
+        """A backend by its URL.
+
+        Args:
+            url: ``file:///folder``, which is made if it is missing, ``s3://bucket``, or another one
+                that obstore knows. Credentials come from the environment.
+            prefix: As for the class.
+            timeout: Seconds after which a request has failed. A folder has no timeout.
+
+        Raises:
+            ImportError: obstore is missing.
+            BackendError: The URL names nothing that can be opened.
+        """
+        obstore = _obstore()
+        try:
+            if url.startswith("file://"):
+                folder = Path(url.removeprefix("file://"))
+                return cls(obstore.store.LocalStore(folder, mkdir=True), prefix=prefix)
+            limit = timedelta(seconds=timeout)
+            store = obstore.store.from_url(
+                url,
+                client_options={"timeout": limit, "connect_timeout": limit},
+                retry_config={"max_retries": 1, "retry_timeout": limit},
+            )
+        except (obstore.exceptions.BaseError, OSError, ValueError) as error:
+            msg = f"ObjectBackend: {url!r} cannot be opened: {error}"
+            raise BackendError(msg, reason="unreachable") from error
+        return cls(store, prefix=prefix)
+
+    def put(self, name: str, value: bytearray) -> None:
+        """Store an object."""
+        try:
+            self._obstore.put(self._store, self._prefix + name, bytes(value), use_multipart=False)
+        except self._errors as error:
+            raise self._failure(name, "stored", error) from error
+
+    def read(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview] | None:
+        """Read ranges of an object, in one call."""
+        starts, ends = [start for start, _ in ranges], [end for _, end in ranges]
+        try:
+            found = self._obstore.get_ranges(
+                self._store, self._prefix + name, starts=starts, ends=ends
+            )
+        except FileNotFoundError:
+            return None
+        except self._errors as error:
+            if self._is_short(name, max(ends)):
+                return [memoryview(b"") for _ in ranges]
+            raise self._failure(name, "read", error) from error
+        return [memoryview(part).cast("B") for part in found]
+
+    def _is_short(self, name: str, end: int) -> bool:
+        """Whether an object ends before a position, which obstore reports as any other error."""
+        try:
+            size: int = self._obstore.head(self._store, self._prefix + name)["size"]
+        except self._errors:
+            return False
+        return size < end
+
+    def exists(self, names: Sequence[str]) -> list[bool]:
+        """Whether there are objects of these names; asked for all at once."""
+
+        async def one(name: str) -> bool:
+            try:
+                await self._obstore.head_async(self._store, self._prefix + name)
+            except FileNotFoundError:
+                return False
+            return True
+
+        async def every() -> list[bool]:
+            return list(await asyncio.gather(*map(one, names)))
+
+        try:
+            return asyncio.run(every())
+        except self._errors as error:
+            what = f"{len(names)} names"
+            raise self._failure(what, "looked up", error) from error
+
+    def delete(self, name: str) -> None:
+        """Delete an object, if there is one."""
+        try:
+            self._obstore.delete(self._store, self._prefix + name)
+        except FileNotFoundError:
+            return
+        except self._errors as error:
+            raise self._failure(name, "deleted", error) from error
+
+    def sizes(self) -> Iterator[tuple[str, int]]:
+        """The objects under the prefix with their bytes."""
+        try:
+            for some in self._obstore.list(self._store, self._prefix or None):
+                for one in some:
+                    yield one["path"].removeprefix(self._prefix), one["size"]
+        except self._errors as error:
+            what = "the objects"
+            raise self._failure(what, "listed", error) from error
+
+    def close(self) -> None:
+        """Do nothing: obstore has no connection to end."""
+
+    @staticmethod
+    def _failure(name: str, what: str, error: Exception) -> BackendError:
+        words = str(error)
+        # obstore has no class for them: no space left on device, file too large, disk quota.
+        is_full = any(f"os error {number}" in words for number in (27, 28, 122))
+        msg = f"ObjectBackend: {name} cannot be {what}: {words[:500]}"
+        return BackendError(msg, reason="full" if is_full else "unreachable")
+
+
+def _obstore() -> Any:  # noqa: ANN401 - a module
+    try:
+        import obstore  # noqa: PLC0415 - the extra is asked for when it is needed
+        import obstore.exceptions  # noqa: PLC0415 - likewise
+        import obstore.store  # noqa: PLC0415 - likewise
+    except ModuleNotFoundError as error:
+        msg = "ObjectBackend needs obstore: pip install 'kvtrie[store]'"
+        raise ImportError(msg, name="obstore") from error
+    return obstore

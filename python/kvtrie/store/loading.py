@@ -1,0 +1,514 @@
+"""Loads runs for the gaps of a plan, and places them in a pool, rotated to their positions.
+
+`SpanLoader.start` returns at once. Threads look runs up, read and verify them. `SpanLoad.place`
+takes what has arrived; what has not is late, and the engine computes it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+
+from kvtrie._core import EXACT_ONLY, Imported, ReusePolicy
+from kvtrie.pool.kv_pool import KVPool
+from kvtrie.store.shape import SpanRows, SpanShape
+from kvtrie.store.threads import Crew
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from kvtrie._core import ReusePlan, TokenSequence
+    from kvtrie.store.estimate import Estimate
+    from kvtrie.store.runs import SpanRun
+    from kvtrie.store.store import SpanStore
+    from kvtrie.store.value import SpanHeader
+
+_LOG: Final = logging.getLogger("kvtrie.store")
+_LAXEST: Final = ReusePolicy(max_hops=255, scope="namespace")
+_MIN_RUN: Final = 16
+# Tokens that are rotated at once, in a pool of twice as many.
+_STAGED: Final = 2048
+_MOVE: Final = [(name, "i8") for name in ("source_slot", "dest_slot", "num_tokens", "delta")]
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedSpan:
+    """Tokens of a prompt whose KV came from the store.
+
+    Attributes:
+        start: First token, a position of the prompt.
+        end: One past the last.
+        is_exact: Whether it was computed at this position after these very tokens, by exact KV.
+        hops: 0 if exact; else those of the KV as it is in the pool.
+        delta: Position in the prompt minus the position that it was computed at.
+    """
+
+    start: int
+    end: int
+    is_exact: bool
+    hops: int
+    delta: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedSpans:
+    """What a load has put into a pool.
+
+    Attributes:
+        spans: The tokens that were placed, ascending.
+        compute: Ranges that the engine computes: what is left of the plan's gaps.
+        source: For `RadixIndex.insert` of the prompt, in the place of the plan, if anything
+            approximate was placed; else None, and the plan is the source.
+    """
+
+    spans: tuple[PlacedSpan, ...]
+    compute: tuple[tuple[int, int], ...]
+    source: Imported | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrived:
+    """Verified rows of one piece of the prompt, of one label."""
+
+    span: PlacedSpan
+    rows: SpanRows
+
+
+class SpanLoader:
+    """Loads from a store, in threads of its own.
+
+    Args:
+        store: From where.
+        estimate: Decides between loading and recomputing, and is fed with what loads take. None:
+            everything that is found is loaded.
+        threads: Loads at once.
+        max_waiting: Loads that may wait; more are recomputed, and counted as ``busy``.
+        pinned: Whether rows arrive in pinned memory, for pools on a GPU.
+
+    Raises:
+        ValueError: A number is below 1.
+    """
+
+    def __init__(
+        self,
+        store: SpanStore,
+        *,
+        estimate: Estimate | None = None,
+        threads: int = 4,
+        max_waiting: int = 64,
+        pinned: bool = False,
+    ) -> None:
+        self._store = store
+        self._estimate = estimate
+        self._pinned = pinned
+        self._crew = Crew(
+            "SpanLoader", threads=threads, max_waiting=max_waiting, failed=self._failed
+        )
+
+    def start(
+        self,
+        plan: ReusePlan,
+        seq: TokenSequence,
+        runs: Sequence[SpanRun],
+        policy: ReusePolicy = EXACT_ONLY,
+        *,
+        session: str | None = None,
+        moved_end: int | None = None,
+        keep_last: int = 1,
+    ) -> SpanLoad:
+        """Begin to load what a plan has to compute; it never waits.
+
+        Args:
+            plan: The plan of the prompt, which says what is missing.
+            seq: The prompt.
+            runs: Its runs, as `SpanStore.runs` returns them.
+            policy: What may be used approximately.
+            session: The prompt's conversation, for ``scope="conversation"``.
+            moved_end: As for `RadixIndex.plan`: moved runs supply no token from here on.
+            keep_last: Tokens at the end that are computed in any case.
+        """
+        end = len(seq) - keep_last
+        gaps = [(int(low), min(int(high), end)) for low, high in plan.gaps if low < end]
+        asked = _Asked(
+            gaps=tuple(gaps),
+            all_gaps=tuple((int(low), int(high)) for low, high in plan.gaps),
+            num_tokens=len(seq),
+            policy=policy,
+            session=self._store.session_of(seq.namespace, session),
+            moved_end=len(seq) if moved_end is None else moved_end,
+            planned=_approximate(plan),
+        )
+        load = SpanLoad(self._store, asked)
+        pieces = [(run, part) for run in runs if (part := tuple(_within(run, gaps)))]
+        if not pieces:
+            load.finish()
+        elif not self._crew.offer(lambda: self._fetch(load, asked, pieces)):
+            self._store.count("busy")
+            load.finish()
+        return load
+
+    def close(self, timeout: float = 5.0) -> bool:
+        """Take no more loads, and wait for those that run; whether all have ended."""
+        return self._crew.close(timeout)
+
+    def _fetch(self, load: SpanLoad, asked: _Asked, pieces: list[tuple[SpanRun, _Ranges]]) -> None:
+        try:
+            there = self._store.exists([run for run, _ in pieces])
+            found = [one for one, is_there in zip(pieces, there, strict=True) if is_there]
+            self._store.count("absent", len(pieces) - len(found))
+            num_tokens = sum(high - low for _, part in found for low, high in part)
+            num_bytes = num_tokens * self._store.shape.token_bytes
+            if not found or not self._is_worth(num_tokens, num_bytes):
+                return
+            began = time.monotonic()
+            for run, part in found:
+                if load.is_taken:
+                    break
+                self._one(load, asked, run, part)
+            else:
+                if self._estimate is not None:
+                    self._estimate.loaded(
+                        num_bytes=num_bytes, seconds=max(time.monotonic() - began, 1e-9)
+                    )
+        finally:
+            load.finish()
+
+    def _is_worth(self, num_tokens: int, num_bytes: int) -> bool:
+        if self._estimate is None:
+            return True
+        chosen = self._estimate.choose(num_tokens=num_tokens, num_bytes=num_bytes)
+        self._store.count(f"chose_{chosen.choice}_{chosen.why}")
+        return chosen.choice == "load"
+
+    def _one(self, load: SpanLoad, asked: _Asked, run: SpanRun, part: _Ranges) -> None:
+        """Read one run, and hand over what of it may be used."""
+        if not asked.policy.approximate:
+            # Whether a run is exact here is in its header, which is small.
+            head = self._store.get_ranges(run, [], [])
+            if head is None or not _pieces(self._store, asked, run, part, head[0]):
+                return
+        into = [self._rows(high - low) for low, high in part]
+        found = self._store.get_ranges(run, part, into)
+        if found is None:
+            return
+        header, good = found
+        for span in _pieces(self._store, asked, run, part, header):
+            for (low, high), is_good, rows in zip(part, good, into, strict=True):
+                at = run.start + low
+                if is_good and at <= span.start and span.end <= run.start + high:
+                    load.arrived(_Arrived(span, rows.part(span.start - at, span.end - at)))
+
+    def _rows(self, num_tokens: int) -> SpanRows:
+        if not self._pinned:
+            return self._store.shape.empty(num_tokens)
+        shape = self._store.shape
+        sides = [
+            torch.empty(
+                (shape.num_layers, num_tokens, width), dtype=torch.uint8, pin_memory=True
+            ).numpy()
+            for width in (shape.k_bytes, shape.v_bytes)
+        ]
+        return SpanRows(sides[0], sides[1])
+
+    def _failed(self, error: Exception) -> None:
+        self._store.count("load_failed")
+        _LOG.error("runs were not loaded", exc_info=error)
+
+
+class SpanLoad:
+    """One load under way. `SpanLoader.start` makes it."""
+
+    def __init__(self, store: SpanStore, asked: _Asked) -> None:
+        self._store = store
+        self._asked = asked
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+        self._arrived: list[_Arrived] = []
+        self._is_taken = False
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing more will arrive."""
+        return self._done.is_set()
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether nobody waits for more."""
+        return self._is_taken
+
+    @property
+    def num_arrived(self) -> int:
+        """Tokens that have arrived, verified."""
+        with self._lock:
+            return sum(one.span.end - one.span.start for one in self._arrived)
+
+    def wait(self, timeout: float) -> bool:
+        """Wait until all has arrived, at most so many seconds; whether that is so."""
+        return self._done.wait(timeout)
+
+    def arrived(self, one: _Arrived) -> None:
+        """Hand over verified rows; they are ignored once the load was taken."""
+        with self._lock:
+            if not self._is_taken:
+                self._arrived.append(one)
+
+    def finish(self) -> None:
+        """Say that nothing more will arrive."""
+        self._done.set()
+
+    def cancel(self) -> None:
+        """Take nothing, and load no more."""
+        self._take()
+
+    def place(self, pool: KVPool, table: NDArray[np.integer[Any]]) -> PlacedSpans:
+        """Write what has arrived into the blocks of a prompt; once.
+
+        The copies are queued on the current stream. Nothing else of the pool is written. Apply the
+        plan's own moves before or after: they have other destinations.
+
+        Args:
+            pool: Of the store's geometry.
+            table: The prompt's block table, from position 0.
+
+        Raises:
+            ValueError: The pool has another geometry, the table is too short, or the load was
+                taken before. Nothing was written.
+        """
+        if SpanShape.of(pool.layout) != self._store.shape:
+            msg = f"SpanLoad.place: the pool is not of the store's geometry {self._store.shape}"
+            raise ValueError(msg)
+        num_blocks = -(-self._asked.num_tokens // pool.layout.block_size)
+        if len(table) < num_blocks:
+            msg = f"SpanLoad.place: the table has {len(table)} blocks, the prompt {num_blocks}"
+            raise ValueError(msg)
+        if self._is_taken:
+            msg = "SpanLoad.place: the load was placed or cancelled before"
+            raise ValueError(msg)
+        if not self.is_done:
+            self._store.count("late")
+        arrived = self._usable(self._take(), pool)
+        for one in arrived:
+            if not one.span.delta:
+                k, v = _tensors(one.rows, pool)
+                pool.scatter(k, v, table, one.span.start)
+        self._rotate([one for one in arrived if one.span.delta], pool, table)
+        spans = tuple(one.span for one in arrived)
+        self._store.count("placed_exact", sum(one.end - one.start for one in spans if one.is_exact))
+        approximate = sum(one.end - one.start for one in spans if not one.is_exact)
+        self._store.count("placed_approximate", approximate)
+        left = _without(self._asked.all_gaps, spans)
+        self._store.count("recomputed", sum(high - low for low, high in left))
+        return PlacedSpans(spans, left, self._source(spans))
+
+    def _take(self) -> list[_Arrived]:
+        with self._lock:
+            self._is_taken = True
+            found, self._arrived = self._arrived, []
+        return sorted(found, key=lambda one: one.span.start)
+
+    def _usable(self, arrived: list[_Arrived], pool: KVPool) -> list[_Arrived]:
+        kind = pool.layout.kv_type
+        most = 1 if kind is not None and kind.requantizes else 255
+        usable = []
+        for one in arrived:
+            if one.span.delta and (pool.rope is None or one.span.hops > most):
+                self._store.count("not_rotated")
+                continue
+            usable.append(one)
+        asked = self._asked
+        approximate = asked.planned[2] + sum(
+            one.span.end - one.span.start for one in usable if not one.span.is_exact
+        )
+        if approximate > asked.policy.max_approximate_share * asked.num_tokens:
+            self._store.count("share")
+            usable = [one for one in usable if one.span.is_exact]
+        return usable
+
+    def _rotate(self, moved: list[_Arrived], pool: KVPool, table: NDArray[np.integer[Any]]) -> None:
+        """Rotate rows in a small pool of their own, then write them where they belong."""
+        if not moved:
+            return
+        size = pool.layout.block_size
+        half = -(-_STAGED // size)
+        staging = KVPool(
+            replace(pool.layout, axes=None), pool.rope, num_blocks=2 * half, device=pool.device
+        )
+        from_blocks, to_blocks = np.arange(half), np.arange(half, 2 * half)
+        for one in moved:
+            for start in range(0, one.rows.num_tokens, half * size):
+                some = one.rows.part(start, start + half * size)
+                k, v = _tensors(some, pool)
+                staging.scatter(k, v, from_blocks, 0)
+                move = (0, half * size, some.num_tokens, one.span.delta)
+                staging.apply(np.array([move], dtype=_MOVE), hops=one.span.hops)
+                k, v = staging.gather(to_blocks, 0, some.num_tokens)
+                pool.scatter(k, v, table, one.span.start + start)
+
+    def _source(self, spans: tuple[PlacedSpan, ...]) -> Imported | None:
+        approximate = [one for one in spans if not one.is_exact]
+        if not approximate:
+            return None
+        first, hops, _ = self._asked.planned
+        return Imported(
+            exact_until=min(first, approximate[0].start),
+            hops=max(hops, *(one.hops for one in approximate)),
+            policy=self._asked.policy,
+        )
+
+
+_Ranges = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What a prompt needs, and what it allows."""
+
+    gaps: _Ranges
+    all_gaps: _Ranges
+    num_tokens: int
+    policy: ReusePolicy
+    session: str | None
+    moved_end: int
+    # Of the plan: the first approximate token, the most hops, and approximate tokens.
+    planned: tuple[int, int, int]
+
+
+def _approximate(plan: ReusePlan) -> tuple[int, int, int]:
+    segments = plan.segments
+    some = segments[segments["class"] == 1]
+    first = int(some["start"].min()) if len(some) else int(segments["end"].max(initial=0))
+    hops = int(some["hops"].max()) if len(some) else 0
+    return first, hops, int((some["end"] - some["start"]).sum())
+
+
+def _within(run: SpanRun, gaps: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """What of a run is in gaps, counted from the run's first token."""
+    both = [(max(low, run.start), min(high, run.end)) for low, high in gaps]
+    return [(low - run.start, high - run.start) for low, high in both if low < high]
+
+
+def _without(gaps: _Ranges, spans: Sequence[PlacedSpan]) -> _Ranges:
+    """What is left of gaps."""
+    left = []
+    for low, high in gaps:
+        at = low
+        for one in spans:
+            if low <= one.start and one.end <= high:
+                if at < one.start:
+                    left.append((at, one.start))
+                at = one.end
+        if at < high:
+            left.append((at, high))
+    return tuple(left)
+
+
+def _pieces(
+    store: SpanStore, asked: _Asked, run: SpanRun, part: _Ranges, header: SpanHeader
+) -> list[PlacedSpan]:
+    """What may be used of a run's ranges, with labels. What may not is counted by reason."""
+    if header.is_at(run):
+        exact = [(low, min(high, header.exact_until), True, 0) for low, high in part]
+        rest = [(max(low, header.exact_until), high, False, header.hops) for low, high in part]
+        found = [one for one in (*exact, *rest) if one[0] < one[1]]
+    else:
+        edges = [(low, min(high, header.exact_until), 1) for low, high in part]
+        edges += [(max(low, header.exact_until), high, header.hops + 1) for low, high in part]
+        found = [(low, high, False, hops) for low, high, hops in edges if low < high]
+    usable = []
+    for low, high, is_exact, hops in sorted(found):
+        start, end, delta = run.start + low, run.start + high, run.start - header.start
+        if not is_exact:
+            was_moved = not header.is_at(run)
+            if was_moved:
+                end = min(end, asked.moved_end)
+            why = _refusal(asked, run, header, end - start, hops, was_moved=was_moved)
+            if why is not None:
+                store.count(why)
+                continue
+            if was_moved:
+                start += asked.policy.recompute_first
+                end -= asked.policy.recompute_last
+        if start < end:
+            usable.append(PlacedSpan(start, end, is_exact, hops, delta))
+    return usable
+
+
+def _refusal(
+    asked: _Asked,
+    run: SpanRun,
+    header: SpanHeader,
+    num_tokens: int,
+    hops: int,
+    *,
+    was_moved: bool,
+) -> str | None:
+    """Why approximate KV may not be used; None if it may."""
+    policy = asked.policy
+    if not policy.approximate:
+        return "not_exact"
+    if hops > policy.max_hops:
+        return "hops"
+    if set(policy.forbid_kinds) & {*run.kinds, *header.kinds}:
+        return "kinds"
+    if header.exact_until < header.num_tokens:
+        built = header.policy or _LAXEST
+        if not built.is_at_least_as_strict_as(policy):
+            return "laxer_policy"
+    if not was_moved:
+        return None
+    if num_tokens < (policy.min_run or _MIN_RUN):
+        return "short"
+    if policy.scope == "conversation" and (
+        asked.session is None or header.session != asked.session
+    ):
+        return "scope"
+    if policy.max_cuts is not None or policy.max_lost_context < 1 or policy.max_new_context < 1:
+        # The store does not know which tokens were before the run.
+        return "context"
+    return "repair" if policy.recompute_share else None
+
+
+def _tensors(rows: SpanRows, pool: KVPool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Rows as the pool's tensors ``[layers, tokens, heads, channels]``."""
+    layout = pool.layout
+
+    def tensor(side: NDArray[np.uint8], width: int) -> torch.Tensor:
+        # The rows may be gone before a copy that does not block is done.
+        numbers = torch.from_numpy(np.ascontiguousarray(side)).to(pool.device)
+        shape = (side.shape[0], side.shape[1], layout.num_kv_heads, width)
+        return numbers.view(pool.dtype).reshape(shape)
+
+    v = tensor(rows.v, layout.v_row) if layout.v_row else None
+    return tensor(rows.k, layout.k_row), v
+
+
+def rows_of(pool: KVPool, table: NDArray[np.integer[Any]], start: int, end: int) -> SpanRows:
+    """Copy positions of a pool to the host, as `SpanStore.put` takes them.
+
+    Args:
+        pool: The pool.
+        table: A block table from position 0.
+        start: First position.
+        end: Position after the last.
+
+    Raises:
+        LayoutError: The rows of layers differ in shape.
+        ValueError: A position is outside the table.
+    """
+    k, v = pool.gather(table, start, end)
+    num_layers, num_tokens = k.shape[:2]
+    sides = [
+        np.empty((num_layers, num_tokens, 0), np.uint8)
+        if one is None
+        else one.reshape(num_layers, num_tokens, -1).view(torch.uint8).cpu().numpy()
+        for one in (k, v)
+    ]
+    return SpanRows(sides[0], sides[1])

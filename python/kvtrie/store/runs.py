@@ -1,0 +1,155 @@
+"""Runs: the pieces of a prompt that are stored, cut so that a prompt names them by itself.
+
+A prompt is cut where messages and sections begin and end, and a long piece every 256 tokens from
+its start. Deleting a section, reordering messages or appending changes no other piece.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING, Final
+
+from kvtrie.store.keys import items_of, space_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from kvtrie._core import Span, TokenSequence
+    from kvtrie.store.keys import StoreKey, TenantKey
+    from kvtrie.store.shape import SpanShape
+    from kvtrie.tags import Stream, TurnPolicy
+
+LONGEST: Final = 256
+SHORTEST: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class SpanRun:
+    """A run of a prompt's tokens. `SpanStore.runs` makes it.
+
+    Attributes:
+        start: First token, a position of the prompt.
+        end: One past the last.
+        name: The run's key in the store.
+        prefix: Digest of all tokens before ``start``.
+        key: Of the tenant.
+        kinds: Kinds of the spans that it overlaps, sorted.
+    """
+
+    start: int
+    end: int
+    name: str
+    prefix: str
+    key: TenantKey = field(repr=False, compare=False)
+    kinds: tuple[str, ...] = ()
+
+    @property
+    def tenant(self) -> str:
+        """The tenant's part of ``name``."""
+        return self.key.name
+
+    @property
+    def num_tokens(self) -> int:
+        """Length in tokens."""
+        return self.end - self.start
+
+
+def pieces(
+    num_tokens: int, borders: Iterable[int], *, longest: int = LONGEST, shortest: int = SHORTEST
+) -> list[tuple[int, int]]:
+    """Cut a prompt into ranges.
+
+    Args:
+        num_tokens: Length of the prompt.
+        borders: Positions where it is cut, in any order; 0 and the end are borders.
+        longest: Tokens of a range at most.
+        shortest: A part between two borders that is shorter joins the one before it.
+
+    Raises:
+        ValueError: A border is outside the prompt, or a limit is below 1.
+
+    Example:
+        >>> pieces(620, [20, 25, 600])
+        [(0, 25), (25, 281), (281, 537), (537, 600), (600, 620)]
+    """
+    if longest < 1 or shortest < 1:
+        msg = f"pieces: longest {longest} and shortest {shortest} must be at least 1"
+        raise ValueError(msg)
+    marks = sorted({0, num_tokens, *borders})
+    if marks[0] < 0 or marks[-1] > num_tokens:
+        msg = f"pieces: borders {marks[0]} to {marks[-1]} are not in a prompt of {num_tokens}"
+        raise ValueError(msg)
+    parts: list[list[int]] = []
+    for start, end in pairwise(marks):
+        if parts and end - start < shortest:
+            parts[-1][1] = end
+        else:
+            parts.append([start, end])
+    return [
+        (at, min(at + longest, end)) for start, end in parts for at in range(start, end, longest)
+    ]
+
+
+def name_runs(
+    key: StoreKey,
+    shape: SpanShape,
+    seq: TokenSequence,
+    borders: Iterable[int],
+    spans: Sequence[Span],
+    *,
+    longest: int,
+    shortest: int,
+) -> list[SpanRun]:
+    """Cut and name the runs of a sequence."""
+    ranges = pieces(len(seq), borders, longest=longest, shortest=shortest)
+    space = space_of(seq.namespace, shape)
+    tenant = key.tenant(seq.namespace.salt)
+    tokens, items = seq[:], seq.items
+    prefixes = tenant.prefixes(space, tokens, items, [start for start, _ in ranges])
+    return [
+        SpanRun(
+            start,
+            end,
+            tenant.run_name(space, tokens[start:end], items_of(items, start, end)),
+            prefix,
+            tenant,
+            tuple(sorted({one.kind for one in spans if one.start < end and start < one.end})),
+        )
+        for (start, end), prefix in zip(ranges, prefixes, strict=True)
+    ]
+
+
+def borders_of(stream: Stream) -> list[int]:
+    """Where a stream's sections begin and end, and where what a template deletes of them does."""
+    return sorted(
+        {
+            at
+            for one in stream.sections
+            for at in (one.span.start, one.span.end, *one.dropped)
+            if at <= len(stream)
+        }
+    )
+
+
+def worth_keeping(runs: Iterable[SpanRun], stream: Stream, policy: TurnPolicy) -> list[SpanRun]:
+    """The runs of which later prompts may have all tokens.
+
+    Left out is every run with tokens that the template deletes, or that the policy evicts first or
+    drops, in any turn. Reasoning of a turn that is open counts as deleted, unless the policy
+    preserves it.
+
+    Args:
+        runs: Those of the sequence that the stream has read.
+        stream: The sections of the sequence.
+        policy: What happens to the sections of a turn.
+    """
+    what = policy.decide(stream, all_turns=True)
+    gone = [*what.evict_first, *what.drop]
+    if policy.thinking != "preserved" and stream.tagger.format.boundary != "never":
+        gone += [one.dropped for one in stream.sections if one.kind == "reasoning"]
+        if stream.open is not None and stream.open.kind == "reasoning":
+            gone.append((stream.open.start, len(stream)))
+    return [
+        run for run in runs if not any(start < run.end and run.start < end for start, end in gone)
+    ]

@@ -1,0 +1,450 @@
+"""The store itself: names runs, verifies every byte, keeps within its budget."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Final
+
+from kvtrie.store.budget import Budget, TenantLimits
+from kvtrie.store.errors import BackendError, StoreRefused
+from kvtrie.store.keys import VERSION
+from kvtrie.store.runs import LONGEST, SHORTEST, SpanRun, name_runs
+from kvtrie.store.shape import HEADER_BYTES, check_ranges
+from kvtrie.store.value import SpanHeader, read_header, read_range, write_value
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from kvtrie._core import Namespace, ReusePolicy, Span, TokenSequence
+    from kvtrie.store.backends.protocol import Backend
+    from kvtrie.store.keys import StoreKey
+    from kvtrie.store.shape import SpanRows, SpanShape
+
+_DESCRIPTOR: Final = "kvtrie/store"
+_DESCRIPTOR_BYTES: Final = 1024
+
+
+class SpanStore:
+    """KV of runs of tokens, outside the pool.
+
+    A call that cannot reach the backend is a miss, or stores nothing, and is counted; none raises.
+    Every byte that is returned was verified with the key. All methods may be called from several
+    threads, and wait for the backend: see `SpanLoader` and `SpanWriter`.
+
+    Args:
+        backend: Where values are kept.
+        key: The owner's secret.
+        namespace: Model, KV type and RoPE of the store. Adapter and salt may differ by sequence.
+        shape: Geometry of the KV.
+        max_bytes: Bytes of all runs that this process knows of. What saves least leaves.
+        limits: What each tenant may keep.
+        tenants: Other limits for some, by their salts.
+        longest: Tokens of a run at most.
+        shortest: A part of a prompt that is shorter joins the one before it.
+        clock: Seconds since 1970.
+
+    Raises:
+        StoreRefused: The store is of another model, KV type, RoPE, geometry, key, encryption or
+            version, or does not answer; ``reason`` says which.
+        ValueError: A limit is below 1.
+
+    Example:
+        >>> import kvtrie, numpy as np
+        >>> from kvtrie.store import HostBackend, SpanRows, SpanShape, SpanStore, StoreKey
+        >>> space = kvtrie.Namespace(model="m@1", salt="tenant-a")
+        >>> shape = SpanShape(
+        ...     num_layers=1, num_kv_heads=1, k_bytes=4, v_bytes=4, kv_dtype="float32"
+        ... )
+        >>> key = StoreKey(b"a secret of 16 bytes or more")
+        >>> store = SpanStore(HostBackend(1 << 20), key, space, shape, max_bytes=1 << 20)
+        >>> runs = store.runs(kvtrie.TokenSequence(range(40), space), borders=[20])
+        >>> rows = SpanRows(np.ones((1, 20, 4), np.uint8), np.zeros((1, 20, 4), np.uint8))
+        >>> store.put(runs[0], rows), store.exists(runs)
+        (True, [True, False])
+        >>> header, good = store.get_ranges(runs[0], [(3, 9)], [into := shape.empty(6)])
+        >>> header.is_at(runs[0]), good, bool((into.k == 1).all())
+        (True, [True], True)
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        key: StoreKey,
+        namespace: Namespace,
+        shape: SpanShape,
+        *,
+        max_bytes: int,
+        limits: TenantLimits | None = None,
+        tenants: Mapping[str, TenantLimits] | None = None,
+        longest: int = LONGEST,
+        shortest: int = SHORTEST,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        for name, value in (("max_bytes", max_bytes), ("longest", longest), ("shortest", shortest)):
+            if value < 1:
+                msg = f"SpanStore: {name} is {value}; it must be at least 1"
+                raise ValueError(msg)
+        self.shape = shape
+        self._backend = backend
+        self._key = key
+        self._namespace = namespace
+        self._max_bytes = max_bytes
+        self._limits = limits or TenantLimits()
+        self._tenants = {key.tenant(salt).name: one for salt, one in (tenants or {}).items()}
+        self._longest = longest
+        self._shortest = shortest
+        self._clock = clock
+        self._budget = Budget()
+        self._counts: Counter[str] = Counter()
+        self._lock = threading.Lock()
+        # Writers of one process, one at a time, so that what is evicted makes room for one.
+        self._writing = threading.Lock()
+        self._open()
+
+    # --- names ---------------------------------------------------------------------------------
+
+    def runs(
+        self, seq: TokenSequence, borders: Iterable[int], spans: Sequence[Span] = ()
+    ) -> list[SpanRun]:
+        """Cut a sequence into runs and name them; the store is not asked.
+
+        Args:
+            seq: Tokens of a request, in a namespace of the store's model, KV type and RoPE.
+            borders: Where messages and sections begin and end: `borders_of` a stream of tags.
+            spans: The spans of the sequence, for ``SpanRun.kinds``.
+
+        Raises:
+            ValueError: The namespace is of another store, or a border is outside the sequence.
+        """
+        mine, other = self._namespace, seq.namespace
+        for field in ("model", "kv_dtype", "rope"):
+            if getattr(mine, field) != getattr(other, field):
+                msg = (
+                    f"SpanStore.runs: the sequence has {field} {getattr(other, field)!r}, "
+                    f"the store {getattr(mine, field)!r}"
+                )
+                raise ValueError(msg)
+        longest, shortest = self._longest, self._shortest
+        return name_runs(
+            self._key, self.shape, seq, borders, spans, longest=longest, shortest=shortest
+        )
+
+    def session_of(self, namespace: Namespace, session: str | None) -> str | None:
+        """The digest by which headers name a conversation."""
+        return None if session is None else self._key.tenant(namespace.salt).session(session)
+
+    # --- reading -------------------------------------------------------------------------------
+
+    def exists(self, runs: Sequence[SpanRun]) -> list[bool]:
+        """Whether runs are stored, in one call of the backend. It promises nothing."""
+        if not runs:
+            return []
+        try:
+            return self._backend.exists([run.name for run in runs])
+        except BackendError as error:
+            self.count(f"exists_{error.reason}")
+            return [False] * len(runs)
+
+    def get_ranges(
+        self,
+        run: SpanRun,
+        ranges: Sequence[tuple[int, int]],
+        into: Sequence[SpanRows],
+    ) -> tuple[SpanHeader, list[bool]] | None:
+        """Read ranges of a run's tokens, and verify them.
+
+        Args:
+            run: Which run.
+            ranges: Ranges of its tokens, counted from its first; none reads the header alone.
+            into: Rows for each range. Where a range is not good, their bytes mean nothing.
+
+        Returns:
+            What is stored, and whether each range is verified; None if the run is not there or its
+            header is not verified. Both are counted by reason.
+
+        Raises:
+            ValueError: A range is empty or outside the run, or its rows do not fit.
+        """
+        check_ranges("SpanStore.get_ranges", ranges, run.num_tokens)
+        if len(into) != len(ranges):
+            msg = f"SpanStore.get_ranges: {len(ranges)} ranges, but rows for {len(into)}"
+            raise ValueError(msg)
+        for (start, end), rows in zip(ranges, into, strict=True):
+            self.shape.check("SpanStore.get_ranges", rows, end - start)
+        blocks = [self.shape.blocks_at(start, end) for start, end in ranges]
+        wanted = [self.shape.bytes_at(*one, run.num_tokens) for one in blocks]
+        try:
+            found = self._backend.read(run.name, [(0, HEADER_BYTES), *wanted])
+        except BackendError as error:
+            self._missed(f"read_{error.reason}", run)
+            return None
+        if found is None:
+            self._missed("absent", run)
+            return None
+        head = read_header(run.key, run.name, found[0])
+        if isinstance(head, str):
+            self._missed(head, run)
+            return None
+        header, sealer = head
+        if header.num_tokens != run.num_tokens:
+            self._missed("forged", run)
+            return None
+        if header.written < self._clock() - (self._limits_of(run).lifetime or float("inf")):
+            self.delete(run)
+            self._missed("expired", run)
+            return None
+        good = []
+        for at, (low, high), raw, rows in zip(ranges, wanted, found[1:], into, strict=True):
+            if len(raw) != high - low:
+                self.count("truncated")
+                good.append(False)
+                continue
+            good.append(read_range(self.shape, sealer, raw, at, rows))
+            self.count("read" if good[-1] else "corrupt")
+            if good[-1]:
+                self.count("read_bytes", len(raw))
+        with self._lock:
+            self._budget.touch(run.name)
+        return header, good
+
+    # --- writing -------------------------------------------------------------------------------
+
+    def put(
+        self,
+        run: SpanRun,
+        slots: SpanRows,
+        *,
+        exact_until: int | None = None,
+        hops: int = 0,
+        policy: ReusePolicy | None = None,
+        session: str | None = None,
+    ) -> bool:
+        """Store a run, unless what is stored is as exact.
+
+        Args:
+            run: Which run.
+            slots: Its rows, of the position and prefix that it says.
+            exact_until: How many of its tokens, from the first, are exact; None for all.
+            hops: Hops of the others, 1 to 255.
+            policy: The policy that the others were built under.
+            session: The conversation, as `session_of` names it.
+
+        Returns:
+            Whether it is stored now by this call. Why not is counted.
+
+        Raises:
+            ValueError: The rows do not fit the run, ``exact_until`` is outside it, or ``hops`` and
+                ``exact_until`` contradict each other.
+        """
+        num_tokens = run.num_tokens
+        self.shape.check("SpanStore.put", slots, num_tokens)
+        exact = num_tokens if exact_until is None else exact_until
+        if (
+            not 0 <= exact <= num_tokens
+            or not 0 <= hops <= 255
+            or (hops > 0) != (exact < num_tokens)
+        ):
+            msg = (
+                f"SpanStore.put: exact_until is {exact} and hops {hops} for a run of {num_tokens}; "
+                "tokens that are not exact have 1 to 255 hops, and others 0"
+            )
+            raise ValueError(msg)
+        exactness = num_tokens - exact, hops
+        with self._writing:
+            known = self._budget.exactness(run.name)
+            if known is not None and known <= exactness:
+                return self._left("known")
+            if known is None and self._is_there(run, exactness):
+                return self._left("known")
+            written = int(self._clock())
+            header = SpanHeader(
+                start=run.start,
+                num_tokens=num_tokens,
+                prefix=run.prefix,
+                exact_until=exact,
+                hops=hops,
+                policy=policy if hops else None,
+                session=session,
+                kinds=run.kinds,
+                written=written,
+            )
+            size = self.shape.num_bytes(num_tokens)
+            if not self._make_room(run, size):
+                return False
+            value = write_value(self.shape, run.key, run.name, header, slots)
+            try:
+                self._backend.put(run.name, value)
+            except BackendError as error:
+                with self._lock:
+                    self._budget.remove(run.name)
+                return self._left(f"put_{error.reason}")
+            with self._lock:
+                self._budget.add(
+                    run.name,
+                    num_bytes=size,
+                    num_tokens=num_tokens,
+                    start=run.start,
+                    written=written,
+                    exactness=exactness,
+                )
+        self.count("stored")
+        self.count("stored_bytes", size)
+        return True
+
+    def delete(self, run: SpanRun) -> None:
+        """Delete a run, if it is stored."""
+        self._delete(run.name)
+
+    def sweep(self) -> int:
+        """Delete the runs that have outlived their tenant's lifetime, and return how many."""
+        now = self._clock()
+        ends = {
+            tenant: int(now - one.lifetime) if one.lifetime else 0
+            for tenant, one in self._tenants.items()
+        }
+        default = int(now - self._limits.lifetime) if self._limits.lifetime else 0
+        with self._lock:
+            old = list(self._budget.older_than(ends, default))
+        for name in old:
+            self._delete(name)
+            self.count("expired")
+        return len(old)
+
+    # --- counts --------------------------------------------------------------------------------
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the runs that this process knows of."""
+        return self._budget.num_bytes
+
+    @property
+    def num_runs(self) -> int:
+        """How many runs this process knows of."""
+        return len(self._budget)
+
+    def counts(self) -> dict[str, int]:
+        """What has happened so far, by name; ``docs/store.md`` lists the names."""
+        with self._lock:
+            return dict(self._counts)
+
+    def count(self, what: str, number: int = 1) -> None:
+        """Count what a loader or a writer has met."""
+        with self._lock:
+            self._counts[what] += number
+
+    def close(self) -> None:
+        """End the backend's connection. May be repeated."""
+        self._backend.close()
+
+    # --- inside --------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        """Read or write what the store says of itself, and count what is there."""
+        mine = self._describe()
+        try:
+            found = self._backend.read(_DESCRIPTOR, [(0, _DESCRIPTOR_BYTES)])
+            if found is None:
+                self._backend.put(_DESCRIPTOR, bytearray(mine))
+                found = self._backend.read(_DESCRIPTOR, [(0, _DESCRIPTOR_BYTES)])
+            if found is None or bytes(found[0]) != mine:
+                raise _refusal(b"" if found is None else bytes(found[0]), mine)
+            for name, size in self._backend.sizes():
+                if name != _DESCRIPTOR:
+                    # Another process's: how exact it is, is read when it is asked for.
+                    num_tokens = max(1, (size - HEADER_BYTES) // self.shape.token_bytes)
+                    self._budget.add(
+                        name,
+                        num_bytes=max(1, size),
+                        num_tokens=num_tokens,
+                        start=0,
+                        written=int(self._clock()),
+                        exactness=None,
+                    )
+        except BackendError as error:
+            msg = f"SpanStore: the backend does not work: {error}"
+            raise StoreRefused(msg, reason="unreachable") from error
+
+    def _describe(self) -> bytes:
+        space = self._namespace
+        fields: dict[str, Any] = {
+            "version": VERSION,
+            "encryption": self._key.encryption,
+            "namespace": [space.model, space.kv_dtype, space.rope],
+            "geometry": self.shape.fields(),
+        }
+        check = self._key.check(json.dumps(fields).encode())
+        text = json.dumps({"format": "kvtrie.store", **fields, "check": check}).encode()
+        if len(text) > _DESCRIPTOR_BYTES:
+            limit = _DESCRIPTOR_BYTES
+            msg = f"SpanStore: the names of the namespace take {len(text)} bytes of {limit}"
+            raise ValueError(msg)
+        return text.ljust(_DESCRIPTOR_BYTES)
+
+    def _limits_of(self, run: SpanRun) -> TenantLimits:
+        return self._tenants.get(run.tenant, self._limits)
+
+    def _is_there(self, run: SpanRun, exactness: tuple[int, int]) -> bool:
+        """Whether another process has stored the run, as exact or more."""
+        if not self.exists([run])[0]:
+            return False
+        found = self.get_ranges(run, [], [])
+        if found is None:
+            return False
+        header, _ = found
+        return (header.num_tokens - header.exact_until, header.hops) <= exactness
+
+    def _make_room(self, run: SpanRun, size: int) -> bool:
+        """Evict until a run fits; false if it never does."""
+        own = self._limits_of(run).max_bytes or self._max_bytes
+        if size > min(own, self._max_bytes):
+            return self._left("put_too_large")
+        while True:
+            with self._lock:
+                name = None
+                if self._budget.tenant_bytes(run.tenant) + size > own:
+                    name = self._budget.leaving(run.tenant)
+                elif self._budget.num_bytes + size > self._max_bytes:
+                    name = self._budget.leaving(None)
+            if name is None:
+                return True
+            self._delete(name)
+            self.count("evicted")
+
+    def _delete(self, name: str) -> None:
+        with self._lock:
+            self._budget.remove(name)
+        try:
+            self._backend.delete(name)
+        except BackendError as error:
+            self.count(f"delete_{error.reason}")
+
+    def _missed(self, why: str, run: SpanRun) -> None:
+        self.count(why)
+        if why == "absent":
+            with self._lock:
+                self._budget.remove(run.name)
+
+    def _left(self, why: str) -> bool:
+        self.count(why)
+        return False
+
+
+def _refusal(found: bytes, mine: bytes) -> StoreRefused:
+    """Why a store that says this of itself cannot be used."""
+    wanted = json.loads(mine)
+    try:
+        said = json.loads(found)
+    except (ValueError, RecursionError):
+        said = None
+    if not isinstance(said, dict) or said.get("format") != "kvtrie.store":
+        msg = f"SpanStore: what is there is not a store of kvtrie: {found[:80]!r}"
+        return StoreRefused(msg, reason="malformed")
+    for field in ("version", "encryption", "namespace", "geometry"):
+        if said.get(field) != wanted[field]:
+            msg = f"SpanStore: the store has {field} {said.get(field)!r}, not {wanted[field]!r}"
+            return StoreRefused(msg, reason=field)
+    msg = "SpanStore: the store was made with another key"
+    return StoreRefused(msg, reason="key")
