@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import socket
 import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 _NOT_FOUND: Final = -704
 _OUT_OF_RANGE: Final = -600
 _NO_ROOM: Final = -200
-# Seconds that `close` waits for a client whose master is gone.
+# Seconds for a master to take a connection, and for a client whose master is gone to end.
 _PATIENCE: Final = 2.0
 
 
@@ -59,6 +60,13 @@ class MooncakeBackend(Backend):
                 f"libraries that docs/store.md names: {error}"
             )
             raise ImportError(msg, name="mooncake") from error
+        # Mooncake asks a master that is not there for a minute and a half.
+        at, _, port = master.rpartition(":")
+        try:
+            socket.create_connection((at, int(port)), timeout=_PATIENCE).close()
+        except (OSError, ValueError) as error:
+            msg = f"MooncakeBackend: the master at {master} does not answer: {error}"
+            raise BackendError(msg, reason="unreachable") from error
         self._client: Any = MooncakeDistributedStore()
         code = self._client.setup(
             host, "P2PHANDSHAKE", segment_bytes, buffer_bytes, protocol, "", master

@@ -1,0 +1,192 @@
+"""The backends: same bytes, and no wrong byte and no hang when they fail."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.store.kit import (
+    SHAPE,
+    MooncakeMaster,
+    make_store,
+    needs_mooncake,
+    read,
+    rows,
+    run_of,
+    same,
+)
+
+from kvtrie.store import (
+    Backend,
+    BackendError,
+    HostBackend,
+    MooncakeBackend,
+    ObjectBackend,
+    StoreRefused,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+KINDS = ["host", "folder", pytest.param("mooncake", marks=needs_mooncake)]
+
+
+@contextmanager
+def opened(kind: str, folder: Path) -> Iterator[Backend]:
+    if kind == "host":
+        yield HostBackend(1 << 22)
+    elif kind == "folder":
+        pytest.importorskip("obstore", reason="obstore is not installed")
+        yield ObjectBackend.from_url(f"file://{folder / 'objects'}", prefix="model-a/")
+    else:
+        with MooncakeMaster() as master:
+            client = MooncakeBackend(master.address, segment_bytes=16 << 20, buffer_bytes=4 << 20)
+            try:
+                yield client
+            finally:
+                client.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_backend_keeps_bytes_and_reads_ranges(kind: str, tmp_path: Path) -> None:
+    with opened(kind, tmp_path) as backend:
+        value = bytearray(range(256)) * 20
+        backend.put("a/b", value)
+        found = backend.read("a/b", [(0, 10), (300, 700), (5119, 5120)])
+        assert found is not None
+        assert [bytes(one) for one in found] == [value[:10], value[300:700], value[5119:]]
+        assert backend.read("a/c", [(0, 10)]) is None
+        assert backend.exists(["a/b", "a/c"]) == [True, False]
+        assert backend.exists([]) == []
+        backend.put("a/b", bytearray(b"shorter"))
+        found = backend.read("a/b", [(0, 7), (0, 100)])
+        assert found is not None
+        assert len(found[1]) < 100
+        backend.delete("a/b")
+        backend.delete("a/b")
+        assert backend.read("a/b", [(0, 1)]) is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_store_on_each_backend_returns_what_was_stored(kind: str, tmp_path: Path) -> None:
+    with opened(kind, tmp_path) as backend:
+        store = make_store(backend)
+        run, kept = run_of(store, list(range(100))), rows(100)
+        assert store.put(run, kept)
+        for at in ((0, 100), (3, 5), (15, 17), (96, 100)):
+            found = read(store, run, at)
+            assert found is not None
+            assert same(found, kept.part(*at))
+        # A second process has the key, and no more.
+        other = make_store(backend)
+        again = read(other, run_of(other, list(range(100))), (0, 100))
+        assert again is not None
+        assert same(again, kept)
+        value = backend.read(run.name, [(0, SHAPE.num_bytes(100) - 40)])
+        assert value is not None
+        backend.put(run.name, bytearray(value[0]))
+        assert read(store, run, (0, 100)) is None
+        assert read(store, run, (0, 16)) is not None or kind != "host"
+        store.delete(run)
+        assert store.exists([run]) == [False]
+
+
+def test_a_restarted_store_counts_what_is_in_its_folder(tmp_path: Path) -> None:
+    pytest.importorskip("obstore", reason="obstore is not installed")
+    with opened("folder", tmp_path) as backend:
+        store = make_store(backend)
+        for at in range(0, 160, 40):
+            store.put(run_of(store, list(range(at, at + 40))), rows(40))
+        limit = 2 * SHAPE.num_bytes(40)
+        again = make_store(backend, max_bytes=limit)
+        assert again.num_bytes == store.num_bytes == 2 * limit
+        assert again.put(run_of(again, list(range(7, 47))), rows(40))
+        assert again.num_bytes <= limit
+        assert len(list(backend.sizes())) == 1 + 2
+
+
+def test_a_full_disk_stores_nothing_and_breaks_nothing(tmp_path: Path) -> None:
+    """In a process that may write files of 4 KiB at most."""
+    pytest.importorskip("obstore", reason="obstore is not installed")
+    code = f"""
+    import resource
+    from tests.store.kit import make_store, read, rows, run_of, same
+    from kvtrie.store import ObjectBackend
+    store = make_store(ObjectBackend.from_url("file://{tmp_path / "objects"}"))
+    small, large = run_of(store, list(range(60))), run_of(store, list(range(7, 257)))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 10, 4 << 10))
+    assert store.put(small, rows(60))
+    assert not store.put(large, rows(250))
+    assert store.counts()["put_full"] == 1, store.counts()
+    assert read(store, large, (0, 250)) is None
+    assert same(read(store, small, (0, 60)), rows(60))
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=120)
+
+
+def test_a_folder_that_cannot_be_made_is_refused_by_name(tmp_path: Path) -> None:
+    pytest.importorskip("obstore", reason="obstore is not installed")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BackendError, match="cannot be opened"):
+        ObjectBackend.from_url(f"file://{tmp_path / 'file' / 'folder'}")
+
+
+def test_a_backend_that_does_not_work_is_refused_at_the_start() -> None:
+    class Broken(HostBackend):
+        def read(self, name: str, ranges: object) -> None:
+            msg = f"{name} and {ranges}"
+            raise BackendError(msg, reason="unreachable")
+
+    with pytest.raises(StoreRefused) as refused:
+        make_store(Broken(100))
+    assert refused.value.reason == "unreachable"
+
+
+@needs_mooncake
+def test_the_master_is_killed_while_runs_are_read_and_no_byte_is_wrong() -> None:
+    with MooncakeMaster() as master:
+        backend = MooncakeBackend(master.address, segment_bytes=16 << 20, buffer_bytes=4 << 20)
+        store = make_store(backend)
+        runs = [run_of(store, list(range(at, at + 64))) for at in range(0, 640, 64)]
+        for number, run in enumerate(runs):
+            assert store.put(run, rows(64, number))
+        wrong: list[int] = []
+        reads = [0]
+        ends = threading.Event()
+
+        def reader() -> None:
+            while not ends.is_set():
+                number = reads[0] % len(runs)
+                found = read(store, runs[number], (0, 64))
+                reads[0] += 1
+                if found is not None and not same(found, rows(64, number)):
+                    wrong.append(number)
+
+        thread = threading.Thread(target=reader, daemon=True)
+        thread.start()
+        while reads[0] < 20:
+            time.sleep(0.001)
+        master.kill()
+        while not store.counts().get("read_unreachable"):
+            time.sleep(0.001)
+        ends.set()
+        thread.join(60)
+        assert not thread.is_alive()
+        assert wrong == []
+        assert store.exists(runs) == [False] * len(runs)
+        store.close()
+
+
+@needs_mooncake
+def test_a_master_that_is_not_there_is_refused() -> None:
+    with MooncakeMaster() as master:
+        address = master.address
+    with pytest.raises(BackendError, match="does not answer"):
+        MooncakeBackend(address, segment_bytes=1 << 20, buffer_bytes=1 << 20)

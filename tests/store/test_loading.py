@@ -1,0 +1,325 @@
+"""Loads into a pool: what is placed, how it is labelled, and what is computed instead."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from tests.engines.architectures import CONFIGS, VOCAB
+from tests.store.kit import SECONDS, SECRET
+
+import kvtrie
+from kvtrie.engines._runner import Runner
+from kvtrie.rope import RopeSpec
+from kvtrie.store import (
+    Estimate,
+    HostBackend,
+    PlacedSpans,
+    SpanLoad,
+    SpanLoader,
+    SpanShape,
+    SpanStore,
+    StoreKey,
+    rows_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from transformers import PreTrainedModel
+
+SPACE = kvtrie.Namespace(model="tiny@1", kv_dtype="float32", salt="tenant-a")
+NAMESPACE = kvtrie.ReusePolicy(scope="namespace")
+BLOCK = 4
+BLOCKS = 64
+# The parts of a conversation; the next prompt lacks the reasoning.
+PARTS = {"question": 40, "reasoning": 24, "answer": 52, "more": 30}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread(one_thread: None) -> None:
+    pass
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = CONFIGS["llama-gqa"]()
+    built: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(config).eval()
+    return built
+
+
+def ids_of(name: str) -> list[int]:
+    draw = np.random.default_rng(sorted(PARTS).index(name))
+    return [int(one) for one in draw.integers(3, VOCAB, PARTS[name])]
+
+
+def prompt_of(*names: str) -> tuple[kvtrie.TokenSequence, list[int]]:
+    ids: list[int] = []
+    borders = []
+    for name in names:
+        borders.append(len(ids))
+        ids += ids_of(name)
+    return kvtrie.TokenSequence(ids, SPACE), borders
+
+
+class Engine:
+    """A pool, an index and the embedded engine's runner, which together compute a prompt."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        layout = kvtrie.KVLayout.from_config(model.config, block_size=BLOCK, dtype="float32")
+        self.pool = kvtrie.KVPool(layout, RopeSpec.from_config(model.config), num_blocks=BLOCKS)
+        self.index = kvtrie.RadixIndex(num_blocks=BLOCKS, block_size=BLOCK)
+        self.runner = Runner(model, self.pool)
+        self.free = list(range(BLOCKS))
+
+    def plan(self, seq: kvtrie.TokenSequence, policy: kvtrie.ReusePolicy) -> Any:
+        return self.index.plan(seq, policy, keep_last=1)
+
+    def table(self, plan: kvtrie.ReusePlan) -> np.ndarray:
+        fresh, self.free = self.free[: plan.num_new_blocks], self.free[plan.num_new_blocks :]
+        return np.concatenate([plan.blocks, fresh]).astype(np.int32)
+
+    def compute(
+        self, seq: kvtrie.TokenSequence, policy: kvtrie.ReusePolicy = kvtrie.EXACT_ONLY
+    ) -> tuple[torch.Tensor, np.ndarray]:
+        with self.plan(seq, policy) as plan:
+            table = self.table(plan)
+            self.pool.apply(plan.moves(table), hops=1)
+            logits = self.runner.run(seq, table, [tuple(one) for one in plan.gaps.tolist()])
+            self.index.insert(seq, table, num_computed=len(seq), source=plan)
+        return logits, table
+
+
+def store_for(engine: Engine, backend: Any = None) -> SpanStore:
+    shape = SpanShape.of(engine.pool.layout)
+    backend = backend or HostBackend(1 << 26)
+    return SpanStore(backend, StoreKey(SECRET), SPACE, shape, max_bytes=1 << 26)
+
+
+def filled(model: PreTrainedModel, names: Sequence[str], backend: Any = None) -> SpanStore:
+    """A store with the KV of a conversation, without its reasoning."""
+    engine = Engine(model)
+    store = store_for(engine, backend)
+    seq, borders = prompt_of(*names)
+    _, table = engine.compute(seq)
+    reasoning = borders[names.index("reasoning")] if "reasoning" in names else -1
+    session = store.session_of(SPACE, "chat-7")
+    for run in store.runs(seq, borders):
+        if run.start != reasoning:
+            rows = rows_of(engine.pool, table, run.start, run.end)
+            assert store.put(run, rows, session=session)
+    return store
+
+
+def served(
+    engine: Engine,
+    store: SpanStore,
+    seq: kvtrie.TokenSequence,
+    borders: list[int],
+    policy: kvtrie.ReusePolicy,
+    **options: Any,
+) -> tuple[torch.Tensor, PlacedSpans]:
+    loader = SpanLoader(store)
+    with engine.plan(seq, policy) as plan:
+        table = engine.table(plan)
+        load = loader.start(plan, seq, store.runs(seq, borders), policy, **options)
+        engine.pool.apply(plan.moves(table), hops=1)
+        assert load.wait(SECONDS)
+        placed = load.place(engine.pool, table)
+        logits = engine.runner.run(seq, table, placed.compute)
+        source = placed.source or plan
+        engine.index.insert(seq, table, num_computed=len(seq), source=source)
+    assert loader.close(SECONDS)
+    return logits, placed
+
+
+CONVERSATION = ("question", "reasoning", "answer")
+FOLLOWING = ("question", "answer", "more")
+
+
+def test_logits_are_those_of_the_same_plan_served_from_the_pool(model: PreTrainedModel) -> None:
+    warm = Engine(model)
+    warm.compute(prompt_of(*CONVERSATION)[0])
+    seq, borders = prompt_of(*FOLLOWING)
+    from_pool, _ = warm.compute(seq, NAMESPACE)
+
+    cold = Engine(model)
+    store = filled(model, CONVERSATION)
+    from_store, placed = served(cold, store, seq, borders, NAMESPACE)
+    assert torch.allclose(from_store, from_pool, atol=1e-5, rtol=1e-5)
+    labels = [(one.start, one.end, one.is_exact, one.hops, one.delta) for one in placed.spans]
+    assert labels == [(0, 40, True, 0, 0), (40, 92, False, 1, -24)]
+    assert placed.compute == ((92, 122),)
+    assert placed.source == kvtrie.Imported(exact_until=40, hops=1, policy=NAMESPACE)
+    assert cold.index.lookup(seq).num_tokens == 40
+    # Whole recomputation differs: what was moved is not called exact for nothing.
+    alone, _ = Engine(model).compute(seq)
+    assert not torch.allclose(from_store, alone, atol=1e-5, rtol=1e-5)
+
+
+def test_exact_kv_gives_the_logits_of_recomputation(model: PreTrainedModel) -> None:
+    names = ("question", "answer")
+    seq, borders = prompt_of(*names, "more")
+    store = filled(model, names)
+    engine = Engine(model)
+    logits, placed = served(engine, store, seq, borders, kvtrie.EXACT_ONLY)
+    assert [(one.start, one.end) for one in placed.spans] == [(0, 40), (40, 92)]
+    assert all(one.is_exact for one in placed.spans)
+    assert placed.source is None
+    alone, _ = Engine(model).compute(seq)
+    assert torch.allclose(logits, alone, atol=1e-5, rtol=1e-5)
+    assert engine.index.lookup(seq).num_tokens == 120
+
+
+def test_only_gaps_are_loaded_and_the_last_token_is_computed(model: PreTrainedModel) -> None:
+    seq, borders = prompt_of("question", "answer")
+    store = filled(model, ("question", "answer"))
+    engine = Engine(model)
+    engine.compute(kvtrie.TokenSequence(seq[:24], SPACE))
+    _, placed = served(engine, store, seq, borders, kvtrie.EXACT_ONLY)
+    assert [(one.start, one.end) for one in placed.spans] == [(24, 40), (40, 91)]
+    assert placed.compute == ((91, 92),)
+
+
+@pytest.mark.parametrize(
+    ("why", "policy", "options"),
+    [
+        ("not_exact", kvtrie.EXACT_ONLY, {}),
+        ("scope", kvtrie.ReusePolicy(), {}),
+        ("scope", kvtrie.ReusePolicy(), {"session": "chat-8"}),
+        ("short", NAMESPACE.replace(min_run=53), {}),
+        ("hops", NAMESPACE.replace(max_hops=0), {}),
+        ("context", NAMESPACE.replace(max_cuts=1), {}),
+        ("repair", NAMESPACE.replace(recompute_share=0.2), {}),
+        ("share", NAMESPACE.replace(max_approximate_share=0.1), {}),
+        ("short", NAMESPACE, {"moved_end": 50}),
+    ],
+)
+def test_what_a_policy_forbids_is_computed_and_counted(
+    model: PreTrainedModel, why: str, policy: kvtrie.ReusePolicy, options: dict[str, Any]
+) -> None:
+    store = filled(model, CONVERSATION)
+    seq, borders = prompt_of(*FOLLOWING)
+    _, placed = served(Engine(model), store, seq, borders, policy, **options)
+    assert [(one.start, one.end) for one in placed.spans] == [(0, 40)]
+    assert placed.compute == ((40, 122),)
+    assert store.counts()[why] == 1
+
+
+def test_a_conversation_may_use_its_own_runs_without_their_edges(model: PreTrainedModel) -> None:
+    store = filled(model, CONVERSATION)
+    seq, borders = prompt_of(*FOLLOWING)
+    policy = kvtrie.ReusePolicy(recompute_first=5, recompute_last=3)
+    _, placed = served(Engine(model), store, seq, borders, policy, session="chat-7")
+    assert [(one.start, one.end, one.is_exact) for one in placed.spans] == [
+        (0, 40, True),
+        (45, 89, False),
+    ]
+    assert placed.compute == ((40, 45), (89, 122))
+
+
+class Damaged(HostBackend):
+    """Flips a bit of what is read at some position."""
+
+    at = -1
+
+    def read(self, name: str, ranges: Any) -> Any:
+        found = super().read(name, ranges)
+        if found is None or self.at < 0 or name == "kvtrie/store":
+            return found
+        parts = [bytearray(part) for part in found]
+        if len(parts) > 1 and len(parts[1]) > self.at:
+            parts[1][self.at] ^= 1
+        return [memoryview(part) for part in parts]
+
+
+def test_a_corrupt_range_is_computed_and_the_answer_is_right(model: PreTrainedModel) -> None:
+    backend = Damaged(1 << 26)
+    store = filled(model, ("question", "answer"), backend)
+    backend.at = 100
+    seq, borders = prompt_of("question", "answer", "more")
+    logits, placed = served(Engine(model), store, seq, borders, kvtrie.EXACT_ONLY)
+    assert placed.spans == ()
+    assert placed.compute == ((0, 122),)
+    assert store.counts()["corrupt"] == 2
+    alone, _ = Engine(model).compute(seq)
+    assert torch.allclose(logits, alone, atol=1e-5, rtol=1e-5)
+
+
+class Slow(HostBackend):
+    """Answers once the gate is open."""
+
+    def __init__(self, max_bytes: int) -> None:
+        super().__init__(max_bytes)
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def exists(self, names: Any) -> list[bool]:
+        assert self.gate.wait(SECONDS)
+        return super().exists(names)
+
+
+def test_a_slow_store_makes_nobody_wait(model: PreTrainedModel) -> None:
+    backend = Slow(1 << 26)
+    store = filled(model, ("question", "answer"), backend)
+    seq, borders = prompt_of("question", "answer", "more")
+    runs = store.runs(seq, borders)
+    engine = Engine(model)
+    backend.gate.clear()
+    loader = SpanLoader(store, threads=1, max_waiting=1)
+    with engine.plan(seq, kvtrie.EXACT_ONLY) as plan:
+        table = engine.table(plan)
+        loads: list[SpanLoad] = []
+        while not store.counts().get("busy"):
+            loads.append(loader.start(plan, seq, runs))
+        assert loads[-1].is_done
+        assert not loads[0].wait(0.01)
+        before = [one.clone() for one in engine.pool.k]
+        placed = loads[0].place(engine.pool, table)
+        assert placed.compute == ((0, 122),)
+        assert store.counts()["late"] == 1
+        with pytest.raises(ValueError, match="placed or cancelled"):
+            loads[0].place(engine.pool, table)
+        backend.gate.set()
+        assert loader.close(SECONDS)
+        assert all(torch.equal(*pair) for pair in zip(before, engine.pool.k, strict=True))
+        plan.release()
+
+
+def test_on_a_slow_link_it_is_recomputed_and_the_counters_say_why(model: PreTrainedModel) -> None:
+    store = filled(model, ("question", "answer"))
+    seq, borders = prompt_of("question", "answer", "more")
+    engine = Engine(model)
+    estimate = Estimate(prefill_tokens_per_s=1e6)
+    estimate.loaded(num_bytes=1_000, seconds=5.0)
+    loader = SpanLoader(store, estimate=estimate)
+    with engine.plan(seq, kvtrie.EXACT_ONLY) as plan:
+        load = loader.start(plan, seq, store.runs(seq, borders))
+        assert load.wait(SECONDS)
+        assert load.num_arrived == 0
+        assert store.counts()["chose_recompute_slower"] == 1
+        load.cancel()
+    assert loader.close(SECONDS)
+
+
+def test_bad_calls_write_nothing(model: PreTrainedModel) -> None:
+    store = filled(model, ("question", "answer"))
+    seq, borders = prompt_of("question", "answer")
+    engine = Engine(model)
+    loader = SpanLoader(store)
+    other = kvtrie.KVLayout(num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32")
+    with engine.plan(seq, kvtrie.EXACT_ONLY) as plan:
+        table = engine.table(plan)
+        load = loader.start(plan, seq, store.runs(seq, borders))
+        with pytest.raises(ValueError, match="geometry"):
+            load.place(kvtrie.KVPool(other, num_blocks=4), table)
+        with pytest.raises(ValueError, match="has 3 blocks, the prompt 23"):
+            load.place(engine.pool, table[:3])
+        assert load.wait(SECONDS)
+        assert load.place(engine.pool, table).compute == ((91, 92),)
+    assert loader.close(SECONDS)

@@ -1,0 +1,457 @@
+"""Names, seals, labels, budgets: what a store promises on any backend."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from tests.store.kit import SECRET, SHAPE, SPACE, make_store, read, rows, run_of, same
+
+import kvtrie
+from kvtrie import tags
+from kvtrie.store import (
+    HostBackend,
+    SpanRows,
+    SpanRun,
+    SpanStore,
+    StoreKey,
+    StoreRefused,
+    TenantLimits,
+    borders_of,
+    pieces,
+    worth_keeping,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SEEDS = 10_000
+
+
+def flipped(backend: HostBackend, name: str, bit: int) -> None:
+    """Change one bit of a stored value."""
+    (size,) = [size for one, size in backend.sizes() if one == name]
+    found = backend.read(name, [(0, size)])
+    assert found is not None
+    value = bytearray(found[0])
+    value[bit // 8] ^= 1 << bit % 8
+    backend.put(name, value)
+
+
+@pytest.mark.parametrize("encryption", ["none", "aes-256-gcm"])
+def test_one_flipped_bit_in_each_of_10000_ranges_and_none_is_used(encryption: Any) -> None:
+    if encryption != "none":
+        pytest.importorskip("cryptography", reason="cryptography is not installed")
+    backend = HostBackend(1 << 24)
+    store = make_store(backend, key=StoreKey(SECRET, encryption=encryption))
+    run, kept = run_of(store, list(range(80))), rows(80)
+    assert store.put(run, kept)
+    (size,) = [size for name, size in backend.sizes() if name == run.name]
+    draw = np.random.default_rng(7)
+    used = 0
+    for _ in range(SEEDS):
+        start = int(draw.integers(0, 79))
+        end = int(draw.integers(start + 1, 81))
+        first, last = SHAPE.blocks_at(start, end)
+        low, high = SHAPE.bytes_at(first, last, 80)
+        # A bit of the range's own units, or of the header.
+        at = int(draw.integers(0, 1024 * 8)) if draw.random() < 0.1 else 0
+        at = at or int(draw.integers(low * 8, high * 8))
+        flipped(backend, run.name, at)
+        used += read(store, run, (start, end)) is not None
+        flipped(backend, run.name, at)
+    assert used == 0
+    assert sum(store.counts()[why] for why in ("corrupt", "forged", "malformed", "version")) == (
+        SEEDS
+    )
+    whole = read(store, run, (0, 80))
+    assert whole is not None
+    assert same(whole, kept)
+    assert size == SHAPE.num_bytes(80)
+
+
+def test_a_bit_elsewhere_in_the_value_costs_no_other_range() -> None:
+    backend = HostBackend(1 << 20)
+    store = make_store(backend)
+    run, kept = run_of(store, list(range(80))), rows(80)
+    store.put(run, kept)
+    low, _ = SHAPE.bytes_at(2, 3, 80)
+    flipped(backend, run.name, low * 8)
+    into = [SHAPE.empty(32), SHAPE.empty(3), SHAPE.empty(32)]
+    found = store.get_ranges(run, [(0, 32), (40, 43), (48, 80)], into)
+    assert found is not None
+    assert found[1] == [True, False, True]
+    assert same(into[0], kept.part(0, 32))
+    assert same(into[2], kept.part(48, 80))
+
+
+def test_a_store_that_returns_another_run_is_not_believed() -> None:
+    class Confused(HostBackend):
+        swapped: tuple[str, str] = ("", "")
+
+        def read(self, name: str, ranges: Any) -> Any:
+            one, two = self.swapped
+            return super().read({one: two, two: one}.get(name, name), ranges)
+
+    backend = Confused(1 << 20)
+    store = make_store(backend)
+    runs = [run_of(store, list(range(at, at + 20))) for at in (0, 100)]
+    for number, run in enumerate(runs):
+        store.put(run, rows(20, number))
+    backend.swapped = runs[0].name, runs[1].name
+    assert [read(store, run, (0, 20)) for run in runs] == [None, None]
+    assert store.counts()["forged"] == 2
+
+
+def test_units_of_two_values_of_one_run_cannot_be_mixed() -> None:
+    values = []
+    for seed in (0, 1):
+        backend = HostBackend(1 << 20)
+        store = make_store(backend)
+        run = run_of(store, list(range(40)))
+        store.put(run, rows(40, seed))
+        found = backend.read(run.name, [(0, SHAPE.num_bytes(40))])
+        assert found is not None
+        values.append(bytes(found[0]))
+    low, _ = SHAPE.bytes_at(1, 2, 40)
+    backend.put(run.name, bytearray(values[0][:low] + values[1][low:]))
+    assert read(store, run, (0, 16)) is not None
+    assert read(store, run, (16, 40)) is None
+
+
+def test_whoever_lacks_the_key_can_neither_name_nor_forge_a_run() -> None:
+    backend = HostBackend(1 << 20)
+    store = make_store(backend)
+    other = make_store(key=StoreKey(b"a key that somebody else made up"))
+    ids = list(range(40))
+    mine, theirs = run_of(store, ids), run_of(other, ids)
+    assert mine.name != theirs.name
+    # The operator knows the name, because it sees requests, and puts a value of its own there.
+    forged = SpanRun(0, 40, mine.name, mine.prefix, theirs.key)
+    value = HostBackend(1 << 20)
+    make_store(value, key=StoreKey(b"a key that somebody else made up")).put(forged, rows(40))
+    found = value.read(mine.name, [(0, SHAPE.num_bytes(40))])
+    assert found is not None
+    backend.put(mine.name, bytearray(found[0]))
+    assert read(store, mine, (0, 40)) is None
+    assert store.counts()["forged"] == 1
+
+
+def test_tenants_share_no_name_and_shared_is_for_everybody() -> None:
+    store = make_store()
+    spaces = [SPACE, SPACE.replace(salt="tenant-b"), SPACE.replace(salt=kvtrie.SHARED)]
+    names = [run_of(store, list(range(40)), space).name for space in spaces]
+    assert len(set(names)) == 3
+    assert "tenant" not in "".join(names)
+    assert "tenant" not in repr(run_of(store, [1]))
+    again = SPACE.replace(salt=kvtrie.SHARED)
+    assert run_of(store, list(range(40)), again).name == names[2]
+
+
+def test_a_name_depends_on_tokens_items_and_adapter_and_on_nothing_before() -> None:
+    store = make_store()
+    ids = list(range(100, 140))
+
+    def name(before: list[int], digest: bytes = b"image", adapter: str | None = None) -> str:
+        image = kvtrie.Item(len(before) + 2, len(before) + 9, digest)
+        space = SPACE.replace(adapter=adapter)
+        seq = kvtrie.TokenSequence(before + ids, space, [image])
+        return store.runs(seq, [len(before)])[-1].name
+
+    assert name(list(range(20))) == name(list(range(50)))
+    assert len({name([]), name([], b"other"), name([], adapter="lora")}) == 3
+
+
+@pytest.mark.parametrize(
+    ("reason", "changes"),
+    [
+        ("namespace", {"space": SPACE.replace(model="n@1")}),
+        ("namespace", {"space": SPACE.replace(rope="yarn:4")}),
+        ("geometry", {"shape": replace(SHAPE, num_layers=3)}),
+        ("key", {"key": StoreKey(b"another secret, as long")}),
+    ],
+)
+def test_a_store_of_another_is_refused_by_name_at_the_start(
+    reason: str, changes: dict[str, Any]
+) -> None:
+    backend = HostBackend(1 << 20)
+    make_store(backend)
+    make_store(backend)
+    with pytest.raises(StoreRefused) as refused:
+        make_store(backend, **changes)
+    assert refused.value.reason == reason
+
+
+@pytest.mark.parametrize(
+    ("reason", "old", "new"),
+    [
+        ("version", b'"version": 1', b'"version": 9'),
+        ("encryption", b'"none"', b'"some"'),
+        ("malformed", b"kvtrie.store", b"other.format"),
+    ],
+)
+def test_a_store_of_another_version_or_format_is_refused(
+    reason: str, old: bytes, new: bytes
+) -> None:
+    backend = HostBackend(1 << 20)
+    make_store(backend)
+    found = backend.read("kvtrie/store", [(0, 1024)])
+    assert found is not None
+    backend.put("kvtrie/store", bytearray(bytes(found[0]).replace(old, new)))
+    with pytest.raises(StoreRefused) as refused:
+        make_store(backend)
+    assert refused.value.reason == reason
+
+
+def test_a_sequence_of_another_model_is_refused() -> None:
+    store = make_store()
+    seq = kvtrie.TokenSequence([1], SPACE.replace(model="n@1"))
+    with pytest.raises(ValueError, match=r"model 'n@1'.*'m@1'"):
+        store.runs(seq, [])
+
+
+def test_bad_arguments_change_nothing() -> None:
+    store = make_store()
+    run = run_of(store, list(range(40)))
+    wrong = SpanRows(rows(39).k, rows(40).v)
+    calls: list[tuple[Callable[[], object], str]] = [
+        (lambda: store.put(run, wrong), "k is uint8"),
+        (lambda: store.put(run, rows(40), exact_until=41), "exact_until is 41"),
+        (lambda: store.put(run, rows(40), hops=1), "hops 1"),
+        (lambda: store.put(run, rows(40), exact_until=3), "hops 0"),
+        (lambda: store.get_ranges(run, [(0, 41)], [SHAPE.empty(41)]), r"\(0, 41\)"),
+        (lambda: store.get_ranges(run, [(5, 5)], [SHAPE.empty(0)]), r"\(5, 5\)"),
+        (lambda: store.get_ranges(run, [(0, 4)], []), "rows for 0"),
+        (lambda: store.get_ranges(run, [(0, 4)], [SHAPE.empty(3)]), "k is uint8"),
+        (lambda: StoreKey(b"short"), "5 bytes"),
+        (lambda: make_store(max_bytes=0), "max_bytes is 0"),
+        (lambda: TenantLimits(lifetime=0), "lifetime is 0"),
+        (lambda: HostBackend(0), "max_bytes is 0"),
+    ]
+    for call, message in calls:
+        with pytest.raises(ValueError, match=message):
+            call()
+    assert store.num_runs == 0
+    assert store.exists([run]) == [False]
+
+
+def test_exact_replaces_approximate_and_nothing_replaces_what_is_as_exact() -> None:
+    backend = HostBackend(1 << 20)
+    store = make_store(backend)
+    run = run_of(store, list(range(40)))
+    policy = kvtrie.ReusePolicy(max_hops=2)
+    assert store.put(run, rows(40, 1), exact_until=16, hops=2, policy=policy)
+    assert not store.put(run, rows(40, 2), exact_until=16, hops=2)
+    assert store.put(run, rows(40, 3))
+    assert not store.put(run, rows(40, 4))
+    # Another process knows nothing, and reads what is there.
+    other = make_store(backend)
+    assert not other.put(run_of(other, list(range(40))), rows(40, 5))
+    found = read(store, run, (0, 40))
+    assert found is not None
+    assert same(found, rows(40, 3))
+    assert store.counts()["known"] == 2
+    assert other.counts()["known"] == 1
+
+
+def test_a_header_says_where_a_run_was_computed_and_how_exact_it_is() -> None:
+    store = make_store()
+    seq = kvtrie.TokenSequence(range(90), SPACE)
+    run = store.runs(seq, [30], [kvtrie.Span(40, 50, "answer")])[1]
+    policy = kvtrie.ReusePolicy(max_hops=3, min_run=32, scope="namespace", forbid_kinds=["user"])
+    session = store.session_of(SPACE, "chat-7")
+    store.put(run, rows(60), exact_until=5, hops=3, policy=policy, session=session)
+    found = store.get_ranges(run, [], [])
+    assert found is not None
+    header, _ = found
+    assert (header.start, header.num_tokens, header.exact_until, header.hops) == (30, 60, 5, 3)
+    assert (header.policy, header.session, header.kinds) == (policy, session, ("answer",))
+    assert header.is_at(run)
+    moved = store.runs(kvtrie.TokenSequence([*range(20, 50), *range(30, 90)], SPACE), [30])[1]
+    assert moved.name == run.name
+    assert not header.is_at(moved)
+
+
+def test_the_budget_is_kept_by_reuse_and_cost() -> None:
+    size = SHAPE.num_bytes(32)
+    store = make_store(max_bytes=4 * size)
+    runs = [run_of(store, list(range(at, at + 32))) for at in range(0, 320, 32)]
+    for run in runs[:4]:
+        store.put(run, rows(32))
+    for _ in range(3):
+        read(store, runs[0], (0, 32))
+    for run in runs[4:]:
+        store.put(run, rows(32))
+        assert store.num_bytes <= 4 * size
+    assert store.num_runs == 4
+    assert store.exists(runs)[0], "what is used stays"
+    assert store.counts()["evicted"] == 6
+    assert not store.put(run_of(store, list(range(255))), rows(255))
+    assert store.counts()["put_too_large"] == 1
+
+
+def test_what_is_late_in_a_prompt_costs_more_and_stays() -> None:
+    size = SHAPE.num_bytes(32)
+    store = make_store(max_bytes=2 * size)
+    seq = kvtrie.TokenSequence(range(20_000), SPACE)
+    late, early = store.runs(seq, [19_968])[-1], store.runs(seq, [32])[0]
+    store.put(late, rows(32))
+    store.put(early, rows(32))
+    store.put(run_of(store, list(range(7, 39))), rows(32))
+    assert store.exists([late, early]) == [True, False]
+
+
+def test_a_tenant_has_its_own_bytes_and_lifetime() -> None:
+    now = [1_000.0]
+    size = SHAPE.num_bytes(32)
+    store = make_store(
+        limits=TenantLimits(max_bytes=2 * size),
+        tenants={"tenant-b": TenantLimits(lifetime=10)},
+        clock=lambda: now[0],
+    )
+    other = SPACE.replace(salt="tenant-b")
+    mine = [run_of(store, list(range(at, at + 32))) for at in range(0, 128, 32)]
+    theirs = [run_of(store, list(range(at, at + 32)), other) for at in range(0, 128, 32)]
+    for run in [*theirs, *mine]:
+        store.put(run, rows(32))
+    assert sum(store.exists(mine)) == 2
+    assert sum(store.exists(theirs)) == 4
+    now[0] += 11
+    assert read(store, theirs[0], (0, 32)) is None
+    assert store.counts()["expired"] == 1
+    assert store.sweep() == 3
+    assert not any(store.exists(theirs))
+    assert sum(store.exists(mine)) == 2
+
+
+def test_pieces_are_those_of_the_text_whatever_was_deleted_before() -> None:
+    store = make_store()
+    parts = {"system": 40, "question": 300, "reasoning": 90, "answer": 610, "short": 5}
+    ids = {
+        name: list(range(1000 * number, 1000 * number + length))
+        for number, (name, length) in enumerate(parts.items())
+    }
+
+    def names(*order: str) -> set[str]:
+        seq: list[int] = []
+        borders = []
+        for part in order:
+            borders.append(len(seq))
+            seq += ids[part]
+        return {run.name for run in store.runs(kvtrie.TokenSequence(seq, SPACE), borders)}
+
+    before = names("system", "question", "reasoning", "answer", "short")
+    after = names("system", "question", "answer", "short")
+    assert after < before
+    assert len(before) - len(after) == 1
+
+
+def test_pieces_cover_a_prompt_once() -> None:
+    draw = np.random.default_rng(3)
+    for _ in range(200):
+        length = int(draw.integers(0, 2_000))
+        borders = draw.integers(0, length + 1, 6).tolist()
+        found = pieces(length, borders, longest=100, shortest=7)
+        assert [at for one in found for at in range(*one)] == list(range(length))
+        assert all(end - start <= 100 for start, end in found)
+    with pytest.raises(ValueError, match="borders 0 to 9"):
+        pieces(5, [9])
+
+
+def test_reasoning_that_the_template_drops_is_not_worth_keeping() -> None:
+    stream = tags.Tagger.from_ids(user=1, assistant=2, reasoning=(7, 8), end=9).stream()
+    thinking, text = list(range(100, 140)), list(range(200, 240))
+    turn = [1, *text, 9, 2, 7, *thinking, 8, *text, 9]
+    store = make_store()
+
+    def kept(ids: list[int], policy: tags.TurnPolicy) -> set[int]:
+        runs = store.runs(kvtrie.TokenSequence(ids, SPACE), borders_of(stream))
+        kept = worth_keeping(runs, stream, policy)
+        return {at for run in kept for at in range(run.start, run.end)}
+
+    stream.feed(turn[:60])
+    assert not kept(turn[:60], tags.TurnPolicy()) & set(range(45, 60)), "still open"
+    stream.feed(turn[60:])
+    stream.finish()
+    assert not kept(turn, tags.TurnPolicy()) & set(range(43, 85))
+    assert kept(turn, tags.TurnPolicy()) >= set(range(85, 126))
+    assert kept(turn, tags.TurnPolicy(thinking="preserved")) == set(range(len(turn)))
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """A store next to a dict: what is found is what was stored, and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backend = HostBackend(1 << 20)
+        self.limit = 6 * SHAPE.num_bytes(48)
+        self.store: SpanStore = make_store(self.backend, max_bytes=self.limit)
+        self.model: dict[tuple[int, ...], tuple[int, tuple[int, int]]] = {}
+        self.broken: set[tuple[int, ...]] = set()
+
+    def _ids(self, first: int, length: int) -> tuple[int, ...]:
+        return tuple(range(first * 50, first * 50 + length))
+
+    texts = st.tuples(st.integers(0, 9), st.sampled_from([16, 17, 48]))
+
+    @rule(text=texts, seed=st.integers(0, 99), hops=st.integers(0, 2))
+    def put(self, text: tuple[int, int], seed: int, hops: int) -> None:
+        ids = self._ids(*text)
+        run = run_of(self.store, list(ids))
+        exact = len(ids) if not hops else 4
+        stored = self.store.put(run, rows(len(ids), seed), exact_until=exact, hops=hops)
+        label = (len(ids) - exact, hops)
+        there = ids in self.model and self.store.exists([run])[0] and ids not in self.broken
+        if stored:
+            assert not there or label < self.model[ids][1] or ids not in self.model
+            self.model[ids] = (seed, label)
+            self.broken.discard(ids)
+        elif ids in self.model and ids not in self.broken:
+            assert self.model[ids][1] <= label
+
+    @rule(text=texts, start=st.integers(0, 47), length=st.integers(1, 48))
+    def read(self, text: tuple[int, int], start: int, length: int) -> None:
+        ids = self._ids(*text)
+        at = min(start, len(ids) - 1), min(start + length, len(ids))
+        at = at if at[0] < at[1] else (0, len(ids))
+        run = run_of(self.store, list(ids))
+        found = read(self.store, run, at)
+        if found is not None:
+            assert ids not in self.broken
+            assert same(found, rows(len(ids), self.model[ids][0]).part(*at))
+        else:
+            assert ids in self.broken or not self.store.exists([run])[0]
+
+    @rule(text=texts)
+    def delete(self, text: tuple[int, int]) -> None:
+        ids = self._ids(*text)
+        self.store.delete(run_of(self.store, list(ids)))
+        self.model.pop(ids, None)
+        self.broken.discard(ids)
+
+    @rule(text=texts, bit=st.integers(0, 1023 * 8))
+    def damage_header(self, text: tuple[int, int], bit: int) -> None:
+        ids = self._ids(*text)
+        run = run_of(self.store, list(ids))
+        if self.store.exists([run])[0] and ids not in self.broken:
+            flipped(self.backend, run.name, bit)
+            self.broken.add(ids)
+
+    @rule()
+    def restart(self) -> None:
+        self.store = make_store(self.backend, max_bytes=self.limit)
+
+    @invariant()
+    def within_the_budget(self) -> None:
+        assert self.store.num_bytes <= self.limit
+        kept = sum(size for name, size in self.backend.sizes() if name != "kvtrie/store")
+        assert kept == self.store.num_bytes
+
+
+StoreMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestStoreMachine = StoreMachine.TestCase

@@ -1,0 +1,120 @@
+"""Off the caller's path: queues that drop, stores that are slow, and what an estimate says."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+from tests.store.kit import SECONDS, SHAPE, make_store, read, rows, run_of, same
+
+from kvtrie.store import Estimate, HostBackend, SpanRows, SpanWriter
+
+
+class Gated(HostBackend):
+    """Puts wait until the gate is open."""
+
+    def __init__(self, max_bytes: int) -> None:
+        super().__init__(max_bytes)
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def put(self, name: str, value: bytearray) -> None:
+        assert self.gate.wait(SECONDS)
+        super().put(name, value)
+
+
+def test_a_writer_drops_what_has_no_room_and_never_waits() -> None:
+    backend = Gated(1 << 20)
+    store = make_store(backend)
+    writer = SpanWriter(store, max_waiting=2)
+    backend.gate.clear()
+    runs = [run_of(store, list(range(at, at + 20))) for at in range(0, 200, 20)]
+    done: list[int] = []
+    started = threading.Event()
+
+    def reading(number: int) -> SpanRows:
+        started.set()
+        return rows(20, number)
+
+    def offer(number: int) -> bool:
+        return writer.offer(runs[number], lambda: reading(number), lambda: done.append(number))
+
+    taken = [offer(0)]
+    assert started.wait(SECONDS)
+    taken += [offer(number) for number in range(1, 10)]
+    assert taken == [True] * 3 + [False] * 7
+    assert store.counts()["dropped"] == 7
+    backend.gate.set()
+    assert writer.close(SECONDS)
+    assert done == [0, 1, 2]
+    assert not writer.offer(runs[5], lambda: reading(5))
+    for number in range(3):
+        found = read(store, runs[number], (0, 20))
+        assert found is not None
+        assert same(found, rows(20, number))
+
+
+def test_a_writer_bounds_the_bytes_that_wait() -> None:
+    backend = Gated(1 << 20)
+    store = make_store(backend)
+    backend.gate.clear()
+    writer = SpanWriter(store, max_bytes=SHAPE.num_bytes(20))
+    runs = [run_of(store, list(range(at, at + 20))) for at in (0, 100)]
+    assert [writer.offer(run, lambda: rows(20)) for run in runs] == [True, False]
+    backend.gate.set()
+    assert writer.wait(SECONDS)
+    assert writer.offer(runs[1], lambda: rows(20))
+    assert writer.close(SECONDS)
+
+
+def test_rows_that_cannot_be_read_are_counted_and_blocks_are_let_go() -> None:
+    store = make_store()
+    writer = SpanWriter(store)
+    done: list[bool] = []
+
+    def broken() -> SpanRows:
+        raise RuntimeError
+
+    run = run_of(store, list(range(20)))
+    assert writer.offer(run, broken, lambda: done.append(True))
+    assert writer.offer(run, lambda: rows(20))
+    assert writer.close(SECONDS)
+    assert (done, store.counts()["put_failed"], store.exists([run])) == ([True], 1, [True])
+
+
+@pytest.mark.parametrize(
+    ("seconds", "choice", "why"), [(0.001, "load", "faster"), (10.0, "recompute", "slower")]
+)
+def test_an_estimate_compares_what_was_measured(seconds: float, choice: str, why: str) -> None:
+    estimate = Estimate()
+    assert estimate.choose(num_tokens=100, num_bytes=1 << 20).why == "unknown"
+    estimate.loaded(num_bytes=1 << 20, seconds=seconds)
+    assert estimate.choose(num_tokens=100, num_bytes=1 << 20).why == "unknown"
+    estimate.computed(num_tokens=1_000, seconds=1.0)
+    found = estimate.choose(num_tokens=100, num_bytes=1 << 20)
+    assert (found.choice, found.why) == (choice, why)
+    assert found.load_seconds == pytest.approx(seconds)
+    assert found.compute_seconds == pytest.approx(0.1)
+
+
+def test_a_load_takes_a_time_of_its_own_and_a_time_per_byte() -> None:
+    estimate = Estimate(prefill_tokens_per_s=1_000)
+    for num_bytes in (1_000, 5_000, 20_000, 100_000):
+        estimate.loaded(num_bytes=num_bytes, seconds=0.05 + num_bytes / 1e6)
+    assert estimate.load_seconds(50_000) == pytest.approx(0.1)
+    assert estimate.choose(num_tokens=20, num_bytes=1_000).why == "slower"
+    assert estimate.choose(num_tokens=200, num_bytes=10_000).why == "faster"
+
+
+def test_a_slow_link_is_tried_again_now_and_then() -> None:
+    estimate = Estimate(prefill_tokens_per_s=1e6, probe_every=8)
+    estimate.loaded(num_bytes=1_000, seconds=9.0)
+    whys = [estimate.choose(num_tokens=1, num_bytes=1_000).why for _ in range(16)]
+    assert whys.count("probe") == 2
+
+
+@pytest.mark.parametrize("wrong", [{"probe_every": 0}, {"prefill_tokens_per_s": 0.0}])
+def test_an_estimate_refuses(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="Estimate"):
+        Estimate(**wrong)
