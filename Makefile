@@ -528,6 +528,16 @@ cluster-up: ## a nats-server for bridges and replicas on 127.0.0.1:4222 until it
 	@mkdir -p target/nats
 	nats-server --config tools/nats.conf
 
+.PHONY: store-libraries
+store-libraries: ## the Debian libraries that Mooncake Store is linked with (as root)
+	apt-get install --yes --no-install-recommends libibverbs1 ibverbs-providers libnl-3-200 libnl-route-3-200 librdmacm1 libnuma1
+
+.PHONY: store-up
+store-up: ## a mooncake_master for stores on 127.0.0.1:50051 until it is interrupted
+	@command -v mooncake_master >/dev/null 2>&1 || { \
+	    echo "kvtrie: mooncake_master is missing (pip install mooncake-transfer-engine-non-cuda==0.3.13.post1)." >&2; exit 1; }
+	mooncake_master -rpc_address=127.0.0.1 -rpc_port=50051 -metrics_host=127.0.0.1
+
 .PHONY: soak-transfers
 soak-transfers: setup ## a million random transfers between labelled engines, every slot looked at (a quarter of an hour)
 	$(PY) -m tests.pd.soak --transfers 1000000

@@ -75,6 +75,12 @@ class Budget:
         found = self._runs.get(name)
         return None if found is None else found.exactness
 
+    def doubt(self, name: str) -> None:
+        """Take a run, if it is known, for worse than any other of its name."""
+        run = self._runs.get(name)
+        if run is not None:
+            run.exactness = (1 << 62, 0)
+
     def tenant_bytes(self, tenant: str) -> int:
         """Bytes of a tenant's runs."""
         return self._of_tenant.get(tenant, 0)

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from kvtrie.tags import Stream, TurnPolicy
 
 LONGEST: Final = 256
-SHORTEST: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,7 @@ class SpanRun:
 
 
 def pieces(
-    num_tokens: int, borders: Iterable[int], *, longest: int = LONGEST, shortest: int = SHORTEST
+    num_tokens: int, borders: Iterable[int], *, longest: int = LONGEST
 ) -> list[tuple[int, int]]:
     """Cut a prompt into ranges.
 
@@ -64,30 +63,25 @@ def pieces(
         num_tokens: Length of the prompt.
         borders: Positions where it is cut, in any order; 0 and the end are borders.
         longest: Tokens of a range at most.
-        shortest: A part between two borders that is shorter joins the one before it.
 
     Raises:
-        ValueError: A border is outside the prompt, or a limit is below 1.
+        ValueError: A border is outside the prompt, or ``longest`` is below 1.
 
     Example:
         >>> pieces(620, [20, 25, 600])
-        [(0, 25), (25, 281), (281, 537), (537, 600), (600, 620)]
+        [(0, 20), (20, 25), (25, 281), (281, 537), (537, 600), (600, 620)]
     """
-    if longest < 1 or shortest < 1:
-        msg = f"pieces: longest {longest} and shortest {shortest} must be at least 1"
+    if longest < 1:
+        msg = f"pieces: longest is {longest}; it must be at least 1"
         raise ValueError(msg)
     marks = sorted({0, num_tokens, *borders})
     if marks[0] < 0 or marks[-1] > num_tokens:
         msg = f"pieces: borders {marks[0]} to {marks[-1]} are not in a prompt of {num_tokens}"
         raise ValueError(msg)
-    parts: list[list[int]] = []
-    for start, end in pairwise(marks):
-        if parts and end - start < shortest:
-            parts[-1][1] = end
-        else:
-            parts.append([start, end])
     return [
-        (at, min(at + longest, end)) for start, end in parts for at in range(start, end, longest)
+        (at, min(at + longest, end))
+        for start, end in pairwise(marks)
+        for at in range(start, end, longest)
     ]
 
 
@@ -99,10 +93,9 @@ def name_runs(
     spans: Sequence[Span],
     *,
     longest: int,
-    shortest: int,
 ) -> list[SpanRun]:
     """Cut and name the runs of a sequence."""
-    ranges = pieces(len(seq), borders, longest=longest, shortest=shortest)
+    ranges = pieces(len(seq), borders, longest=longest)
     space = space_of(seq.namespace, shape)
     tenant = key.tenant(seq.namespace.salt)
     tokens, items = seq[:], seq.items

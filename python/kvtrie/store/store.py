@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from kvtrie.store.budget import Budget, TenantLimits
 from kvtrie.store.errors import BackendError, StoreRefused
 from kvtrie.store.keys import VERSION
-from kvtrie.store.runs import LONGEST, SHORTEST, SpanRun, name_runs
+from kvtrie.store.runs import LONGEST, SpanRun, name_runs
 from kvtrie.store.shape import HEADER_BYTES, check_ranges
 from kvtrie.store.value import SpanHeader, read_header, read_range, write_value
 
@@ -43,7 +43,6 @@ class SpanStore:
         limits: What each tenant may keep.
         tenants: Other limits for some, by their salts.
         longest: Tokens of a run at most.
-        shortest: A part of a prompt that is shorter joins the one before it.
         clock: Seconds since 1970.
 
     Raises:
@@ -80,10 +79,9 @@ class SpanStore:
         limits: TenantLimits | None = None,
         tenants: Mapping[str, TenantLimits] | None = None,
         longest: int = LONGEST,
-        shortest: int = SHORTEST,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        for name, value in (("max_bytes", max_bytes), ("longest", longest), ("shortest", shortest)):
+        for name, value in (("max_bytes", max_bytes), ("longest", longest)):
             if value < 1:
                 msg = f"SpanStore: {name} is {value}; it must be at least 1"
                 raise ValueError(msg)
@@ -95,7 +93,6 @@ class SpanStore:
         self._limits = limits or TenantLimits()
         self._tenants = {key.tenant(salt).name: one for salt, one in (tenants or {}).items()}
         self._longest = longest
-        self._shortest = shortest
         self._clock = clock
         self._budget = Budget()
         self._counts: Counter[str] = Counter()
@@ -127,10 +124,7 @@ class SpanStore:
                     f"the store {getattr(mine, field)!r}"
                 )
                 raise ValueError(msg)
-        longest, shortest = self._longest, self._shortest
-        return name_runs(
-            self._key, self.shape, seq, borders, spans, longest=longest, shortest=shortest
-        )
+        return name_runs(self._key, self.shape, seq, borders, spans, longest=self._longest)
 
     def session_of(self, namespace: Namespace, session: str | None) -> str | None:
         """The digest by which headers name a conversation."""
@@ -206,6 +200,8 @@ class SpanStore:
             self.count("read" if good[-1] else "corrupt")
             if good[-1]:
                 self.count("read_bytes", len(raw))
+        if not all(good):
+            self._doubt(run)
         with self._lock:
             self._budget.touch(run.name)
         return header, good
@@ -426,6 +422,13 @@ class SpanStore:
         if why == "absent":
             with self._lock:
                 self._budget.remove(run.name)
+        elif not why.startswith("read_"):
+            self._doubt(run)
+
+    def _doubt(self, run: SpanRun) -> None:
+        """Let the next `put` of a run replace what cannot be verified."""
+        with self._lock:
+            self._budget.doubt(run.name)
 
     def _left(self, why: str) -> bool:
         self.count(why)
