@@ -60,8 +60,8 @@ def same(one: SpanRows, other: SpanRows) -> bool:
 def _master() -> str | None:
     found = shutil.which("mooncake_master")
     if found is None:
-        beside = Path(sys.executable).with_name("mooncake_master")
-        found = str(beside) if beside.exists() else None
+        sibling = Path(sys.executable).with_name("mooncake_master")
+        found = str(sibling) if sibling.exists() else None
     return found
 
 
