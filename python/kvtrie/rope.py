@@ -11,11 +11,16 @@ from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
 import numpy as np
 
+from kvtrie._core import KvTrieError
 from kvtrie.models.config import is_int, is_number
 from kvtrie.models.rope import REGIMES, read_rope
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from numpy.typing import ArrayLike, NDArray
+
+    from kvtrie._core import Item
 
 # Up to this delta the error of a float64 angle, delta * 2**-53, is 4 times smaller than the float32
 # rounding of its cosine (2**-24).
@@ -45,6 +50,24 @@ def _check_inv_freq(inv_freq: object) -> None:
         if not math.isfinite(cast("float", value)):
             msg = f"Rotary: inv_freq[{index}] is {value}, not a finite number"
             raise ValueError(msg)
+
+
+class ItemPositionsError(KvTrieError, ValueError):
+    """An item does not say how many positions it takes, and the model has M-RoPE.
+
+    Nothing was changed.
+
+    Attributes:
+        item: The item.
+    """
+
+    def __init__(self, message: str, item: Item) -> None:
+        super().__init__(message)
+        self.item = item
+
+    def __reduce__(self) -> tuple[type[ItemPositionsError], tuple[str, Item]]:
+        """Pickle both arguments."""
+        return type(self), (str(self), self.item)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +171,9 @@ class RopeSpec:
         head_dim: Channels of a head's K row. For MLA latent rows: ``kv_lora_rank +
             qk_rope_head_dim``. Where ``head_dims`` differ, those of the widest.
         head_dims: Channels of a head's K row in each layer. Empty: ``head_dim`` in all of them.
+        item_positions: M-RoPE: a pair rotates by one of several positions of its token, and an
+            item (an image) takes other positions than tokens. Its run moves by the difference of
+            positions, for which each `Item` has to say how many it takes; see `check_items`.
         state_layers: Numbers, in the model, of its layers with recurrent state (state-space,
             convolution, linear attention), which no rotation moves. A layer with attention alone
             is not among them, and one with state alone is not in ``layers``.
@@ -166,6 +192,7 @@ class RopeSpec:
     head_dim: int
     head_dims: tuple[int, ...] = ()
     state_layers: tuple[int, ...] = ()
+    item_positions: bool = False
 
     def __post_init__(self) -> None:
         _check("RopeSpec", "layers", self.layers, tuple)
@@ -185,6 +212,7 @@ class RopeSpec:
             if number < 0:
                 msg = f"RopeSpec: state_layers[{index}] must be at least 0, not {number}"
                 raise ValueError(msg)
+        _check("RopeSpec", "item_positions", self.item_positions, bool)
         for index, (layer, dim) in enumerate(zip(self.layers, self.dims, strict=True)):
             if layer is not None and layer.start + layer.width > dim:
                 msg = (
@@ -241,6 +269,8 @@ class RopeSpec:
         count = f"{len(self.layers)} layer{'' if len(self.layers) == 1 else 's'}"
         if self.state_layers:
             said.append(f"state in {len(self.state_layers)} layers of the model")
+        if self.item_positions:
+            said.append("items need positions")
         return f"RopeSpec({count}, head_dim={self.head_dim}: {'; '.join(said)})"
 
     @classmethod
@@ -297,4 +327,32 @@ class RopeSpec:
             head_dim=max(found.head_dims),
             head_dims=found.head_dims,
             state_layers=found.state_layers,
+            item_positions=found.item_positions,
         )
+
+    def check_items(self, items: Iterable[Item]) -> None:
+        """Refuse items whose positions the model needs and which do not say them.
+
+        Call it with the items of each sequence before the sequence is planned or inserted.
+        `KVPool.apply` calls it for a plan.
+
+        Args:
+            items: The items of one sequence.
+
+        Raises:
+            ItemPositionsError: The model has M-RoPE, and an item has no ``positions``.
+
+        Example:
+            >>> from kvtrie.rope import Rotary
+            >>> spec = RopeSpec((Rotary(inv_freq=(1.0,)),), head_dim=2, item_positions=True)
+            >>> spec.check_items([kvtrie.Item(1, 97, b"an image of 8 x 12", positions=12)])
+        """
+        if not self.item_positions:
+            return
+        for item in items:
+            if item.positions is None:
+                msg = (
+                    f"RopeSpec.check_items: {item!r} has no positions, and the model has M-RoPE: "
+                    "give Item(..., positions=), how many the whole item takes"
+                )
+                raise ItemPositionsError(msg, item)

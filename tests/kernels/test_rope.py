@@ -439,6 +439,11 @@ def test_published_configs(config: dict[str, Any], said: str) -> None:
     assert repr(RopeSpec.from_config(config)) == said
 
 
+
+def _axes(sections: object) -> dict[str, Any]:
+    return {"rope_scaling": {"type": "mrope", "mrope_section": sections}}
+
+
 REFUSED = [
     # RoPE types
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic' is dynamic NTK"),
@@ -446,6 +451,20 @@ REFUSED = [
     ({"rope_scaling": {"type": "su"}}, "'su' is LongRoPE"),
     ({"rope_scaling": {"type": "mrope"}}, "M-RoPE"),
     ({"rope_scaling": {"type": "default", "mrope_section": [8]}}, "mrope_section"),
+    (
+        {"model_type": "hunyuan_vl_text", "rope_scaling": {"mrope_section": [2, 2, 2, 2]}},
+        "a hunyuan_vl_text model: its type is unknown",
+    ),
+    ({"model_type": "qwen2_vl_text", **_axes([2, 3])}, "mrope_section is [2, 3], not a list of"),
+    ({"model_type": "qwen2_vl_text", **_axes("233")}, "mrope_section is '233', not a list of"),
+    ({"model_type": "qwen2_vl_text", **_axes([9, -3, 2])}, "mrope_section is [9, -3, 2], not"),
+    ({"model_type": "qwen2_vl_text", **_axes([2, 3, 4])}, "[2, 3, 4] is of 9 pairs, not 8"),
+    ({"model_type": "qwen3_vl_text", **_axes(5)}, "mrope_section is 5, not a list of"),
+    ({"model_type": "qwen2_vl", "text_config": {"model_type": "llava"}}, "a llava model"),
+    (
+        {"model_type": "qwen2_vl", "quantization_config": {"kv_cache_quant_algo": "NVFP4"}},
+        "quantization_config.kv_cache_quant_algo='NVFP4'): groups of 4-bit codes",
+    ),
     ({"rope_parameters": {"rope_type": "fourier"}}, "rope_type 'fourier' is unknown"),
     ({"rope_parameters": {"rope_type": 3}}, "rope_type 3 is unknown"),
     ({"rope_scaling": {"rope_type": "yarn", "type": "linear"}}, "'yarn' and type 'linear' differ"),

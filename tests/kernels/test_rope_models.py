@@ -91,7 +91,22 @@ _WITHOUT_HEAD_DIM = {
 NOPE = ("jamba", "kimi_linear", "nemotron_h")
 # No class of transformers for text alone loads them by their config.
 _CLASSES = {
+    "ernie4_5_vl_moe_text": (
+        "transformers.models.ernie4_5_vl_moe.modeling_ernie4_5_vl_moe.Ernie4_5_VLMoeTextModel"
+    ),
+    "glm4v_moe_text": "transformers.models.glm4v_moe.modeling_glm4v_moe.Glm4vMoeTextModel",
+    "glm4v_text": "transformers.models.glm4v.modeling_glm4v.Glm4vTextModel",
+    "glm_ocr_text": "transformers.models.glm_ocr.modeling_glm_ocr.GlmOcrTextModel",
     "mistral4": "transformers.models.mistral4.modeling_mistral4.Mistral4ForCausalLM",
+    "paddleocr_vl_text": (
+        "transformers.models.paddleocr_vl.modeling_paddleocr_vl.PaddleOCRTextModel"
+    ),
+    "qwen2_5_vl_text": "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VLTextModel",
+    "qwen2_vl_text": "transformers.models.qwen2_vl.modeling_qwen2_vl.Qwen2VLTextModel",
+    "qwen3_vl_moe_text": (
+        "transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe.Qwen3VLMoeTextModel"
+    ),
+    "qwen3_vl_text": "transformers.models.qwen3_vl.modeling_qwen3_vl.Qwen3VLTextModel",
     "step3p5": "transformers.models.step3p7.modeling_step3p7.Step3p7TextModel",
 }
 MLA = (
@@ -99,6 +114,12 @@ MLA = (
     *("mistral4", "youtu"),
 )
 _MIXED = ["sliding_attention", "full_attention"] * 2
+
+
+def _axes(*sections: int, **more: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "mrope_section": [*sections], **more}}
+
+
 _CONV = ["conv", "full_attention"] * 2
 _GEMMA4: dict[str, Any] = {
     "layer_types": _MIXED,
@@ -124,6 +145,17 @@ _CHANGES: dict[str, dict[str, Any]] = {
     },
     "gemma4_text": _GEMMA4,
     "gemma4_unified_text": _GEMMA4,
+    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [16, 16], **_axes(3, 3, 2)},
+    "glm4v_moe_text": _axes(1, 2, 1, partial_rotary_factor=0.5),
+    "glm4v_text": _axes(2, 3, 3),
+    "glm_ocr_text": _axes(2, 3, 3),
+    "paddleocr_vl_text": _axes(2, 3, 3),
+    "qwen2_5_vl_text": _axes(2, 3, 3),
+    "qwen2_vl_text": _axes(2, 3, 3),
+    "qwen3_5_moe_text": _axes(1, 1, 0, mrope_interleaved=True, partial_rotary_factor=0.25),
+    "qwen3_5_text": _axes(1, 1, 0, mrope_interleaved=True, partial_rotary_factor=0.25),
+    "qwen3_vl_moe_text": _axes(4, 2, 2, mrope_interleaved=True) | {"sliding_window": None},
+    "qwen3_vl_text": _axes(4, 2, 2, mrope_interleaved=True),
     "granite_swa": {"layer_types": _MIXED, "layer_rope_theta": [1e4, 0, 1e6, 1e4]},
     "granitemoe_swa": {"layer_types": _MIXED, "layer_rope_theta": [1e4, 0, 1e6, 1e4]},
     "granitemoehybrid": {"layer_types": _STATE, "position_embedding_type": "rope"},
@@ -375,6 +407,10 @@ def test_frequencies_are_those_of_the_model_bit_for_bit(case: Case) -> None:
             )
         prefix = f"{config.layer_types[layer]}_" if not hasattr(module, "inv_freq") else ""
         inv_freq = getattr(module, f"{prefix}inv_freq")
+        if case.model_type == "ernie4_5_vl_moe_text":
+            # It keeps those of its first two axes apart, and applies them in turn.
+            of_height, of_width, of_time = inv_freq.split(module.mrope_section)
+            inv_freq = torch.cat([torch.stack([of_height, of_width], dim=-1).flatten(), of_time])
         sign = -1.0 if case.model_type == "nanochat" else 1.0
         assert rotary.inv_freq == tuple(sign * value for value in inv_freq.tolist())
         assert rotary.attention_factor == getattr(module, f"{prefix}attention_scaling")

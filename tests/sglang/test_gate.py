@@ -194,7 +194,17 @@ def test_kv_that_cannot_be_moved_is_reused_exactly(
         "rope_theta": 1e4,
         "mrope_section": [4, 6, 6],
     }
-    for one, why in ((fp8, "quantised"), (unknown, "is not known"), (images, "M-RoPE")):
+    vision = served(model)
+    vision.model_config.hf_text_config = {
+        **vision.model_config.hf_text_config.to_dict(),
+        "model_type": "qwen2_vl_text",
+        "rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6]},
+    }
+    cases = (
+        *((fp8, "quantised"), (unknown, "is not known"), (images, "M-RoPE")),
+        (vision, "knows no positions of images"),
+    )
+    for one, why in cases:
         found, said = moving({"gate": "unchecked"}, one, monkeypatch)
         assert (found, said) == (None, "exact reuse only (its KV cannot be moved)")
         assert why in caplog.text

@@ -149,3 +149,13 @@ def test_a_checkpoint_with_quantised_kv_is_refused_by_name() -> None:
     model = SimpleNamespace(hf_text_config=text, use_mla=False)
     with pytest.raises(UnsupportedRopeError, match=r"quantised KV .*kv_cache_scheme="):
         rope_of(SimpleNamespace(model_config=model))
+
+
+def test_positions_of_images_are_unknown_to_the_connector() -> None:
+    text = SimpleNamespace(
+        model_type="qwen2_vl_text", num_hidden_layers=1, num_attention_heads=1, head_dim=16
+    )
+    text.rope_parameters = {"rope_type": "default", "mrope_section": [2, 3, 3]}
+    model = SimpleNamespace(hf_text_config=text, use_mla=False)
+    with pytest.raises(UnsupportedRopeError, match="M-RoPE is not supported"):
+        rope_of(SimpleNamespace(model_config=model))

@@ -63,8 +63,11 @@ class ConfigFields:
         self._error = error
         self._changes: dict[str, object] = {}
         self._by_layer = _names_by_layer(config)
+        self.model_type = self._type()
+
+    def _type(self) -> str | None:
         model_type = self.get("model_type")
-        self.model_type = model_type if isinstance(model_type, str) else None
+        return model_type if isinstance(model_type, str) else None
 
     def get(self, name: str) -> Any:  # noqa: ANN401 - a config field may be anything
         """A field; ``None`` if it is absent."""
@@ -115,20 +118,22 @@ class ConfigFields:
         if not isinstance(self._config, Mapping):
             if not getattr(self._config, "is_heterogeneous", False):
                 return self
-            return self._with(self.get("per_layer_config")[layer])
+            return self.other(self.get("per_layer_config")[layer])
         overrides = self.get("per_layer_config")
         if not isinstance(overrides, Mapping):
             return self
         own = {int(number): fields for number, fields in overrides.items()}.get(layer, {})
-        return self._with({**self._config, **own, "per_layer_config": None})
+        return self.other({**self._config, **own, "per_layer_config": None})
 
     def changed(self, **changes: object) -> ConfigFields:
         """These fields with some of them changed."""
-        changed = self._with(self._config)
+        changed = self.other(self._config)
         changed._changes = {**self._changes, **changes}  # noqa: SLF001 - of its own class
+        changed.model_type = changed._type()  # noqa: SLF001 - of its own class
         return changed
 
-    def _with(self, config: object) -> ConfigFields:
+    def other(self, config: object) -> ConfigFields:
+        """The fields of another config, with the same refusal."""
         return ConfigFields(config, self._refusal, self._error)
 
     def head_dim(self) -> int:

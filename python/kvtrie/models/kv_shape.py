@@ -9,6 +9,7 @@ from kvtrie._core import LayoutError
 from kvtrie.models.config import MULTIMODAL, NUM_HEADS, ConfigFields
 from kvtrie.models.layers import fields_of_layer, layer_windows, num_kv_layers
 from kvtrie.models.rope import BY_REGIME, named_type
+from kvtrie.models.vision import text_fields
 
 _REFUSAL: Final = "KVLayout.from_config: cannot hold the KV of"
 _NUM_KV_HEADS: Final = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
@@ -47,7 +48,7 @@ def read_kv_shape(config: object, dtype: object, mla: str, *, is_short: bool = F
     if mla not in _MLA_FORMS:
         msg = f"KVLayout.from_config: mla must be one of {', '.join(_MLA_FORMS)}, not {mla!r}"
         raise ValueError(msg)
-    fields = ConfigFields(config, _REFUSAL, LayoutError)
+    fields = text_fields(ConfigFields(config, _REFUSAL, LayoutError))
     _refuse_other_models(fields)
     _refuse_moving_rope(fields, is_short=is_short)
     num_layers = num_kv_layers(fields)

@@ -14,6 +14,7 @@ from kvtrie.models.frequencies import frequencies
 from kvtrie.models.kv_types import quantized_fields, refusal
 from kvtrie.models.layers import fields_of_layer, keeps_state, kv_and_state_layers, layer_kinds
 from kvtrie.models.rope_families import ALIBI, FAMILIES, REFUSED, Family
+from kvtrie.models.vision import text_fields
 
 _REFUSAL: Final = "RopeSpec.from_config: cannot rotate the keys of"
 _INDEX_FIELDS: Final = ("index_head_dim", "index_topk", "index_n_heads")
@@ -27,7 +28,7 @@ REFUSED_TYPES: Final[Mapping[str, str]] = {
     "dynamic": f"dynamic NTK: {_BY_LENGTH}",
     "longrope": f"LongRoPE: {_BY_LENGTH}",
     "su": f"LongRoPE under its old name: {_BY_LENGTH}",
-    "mrope": "M-RoPE: a token has one position per axis, and no single delta",
+    "mrope": "M-RoPE (mrope_section), in which axes and pairs of its type are unknown",
 }
 _COMMON: Final = frozenset({"rope_theta", "partial_rotary_factor", *_TYPE_NAMES})
 # Fields of a type: the required ones, then the optional ones.
@@ -62,6 +63,8 @@ BY_REGIME: Final = frozenset({"dynamic", "longrope", "su"})
 _NEUTRAL_FIELDS: Final = frozenset(
     {"apply_yarn_scaling", "finetuned", "llama_4_scaling_beta", "max_position_embeddings"}
 )
+# These say by which position of its token a pair rotates.
+_AXES: Final = frozenset({"mrope_section", "mrope_interleaved"})
 
 
 class RotaryFields(NamedTuple):
@@ -74,11 +77,15 @@ class RotaryFields(NamedTuple):
 
 
 class LayerRopes(NamedTuple):
-    """The rotation of each attention layer, the width of its rows, and the layers with state."""
+    """The rotation of each attention layer, the width of its rows, and the layers with state.
+
+    ``item_positions`` as in `Family`.
+    """
 
     layers: tuple[RotaryFields | None, ...]
     head_dims: tuple[int, ...]
     state_layers: tuple[int, ...]
+    item_positions: bool
 
 
 def short_regime(config: object) -> int | None:
@@ -86,7 +93,7 @@ def short_regime(config: object) -> int | None:
 
     None: they do not depend on the length.
     """
-    fields = ConfigFields(config, _REFUSAL, UnsupportedRopeError)
+    fields = text_fields(ConfigFields(config, _REFUSAL, UnsupportedRopeError))
     limits = []
     for settings in (_settings(fields), *_settings(fields).values()):
         if not isinstance(settings, Mapping):
@@ -104,7 +111,7 @@ def read_rope(
     config: object, mla: str, interleaved: bool | None, regime: str | None = None
 ) -> LayerRopes:
     """Every attention layer's rotation; see `RopeSpec.from_config`."""
-    fields = ConfigFields(config, _REFUSAL, UnsupportedRopeError)
+    fields = text_fields(ConfigFields(config, _REFUSAL, UnsupportedRopeError))
     family = _family(fields, interleaved)
     order = _pair_order(fields, family, mla, interleaved)
     num_layers = fields.size(*NUM_LAYERS)
@@ -131,7 +138,8 @@ def read_rope(
         fields.refuse("none of its layers has attention")
     if not made and (family is None or family.layers != "none"):
         fields.refuse("none of its layers rotates its keys")
-    return LayerRopes(tuple(layers), tuple(head_dims), tuple(state))
+    has_axes = family is not None and family.item_positions
+    return LayerRopes(tuple(layers), tuple(head_dims), tuple(state), has_axes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -459,6 +467,11 @@ def _rotary(
     if kind == "yarn" and width % 2:
         fields.refuse(f"rope_type 'yarn' needs an even number of rotated channels, not {width}")
     inv_freq, factor = frequencies(checked, head.rotary if kind == "proportional" else width)
+    sections = settings.get("mrope_section")
+    if sections is not None and sum(sections) != len(inv_freq):
+        fields.refuse(
+            f"mrope_section {sections!r} is of {sum(sections)} pairs, not {len(inv_freq)}"
+        )
     if 2 * len(inv_freq) > head.rotary:
         fields.refuse(f"head_dim {head.rotary} is odd, and all of it rotates")
     if not all(map(math.isfinite, inv_freq)):
@@ -474,18 +487,35 @@ def _rotary(
 
 
 def named_type(fields: ConfigFields, settings: Mapping[str, Any]) -> Any:  # noqa: ANN401 - a config's
-    """The type that settings name; refuses M-RoPE, names that differ, and Phi-3's old "yarn"."""
+    """The type that settings name; refuses names that differ, and Phi-3's old "yarn".
+
+    M-RoPE of a known type is "default", and that of other types is refused.
+    """
     said = {name: settings[name] for name in _TYPE_NAMES if settings.get(name) is not None}
     if len(set(map(str, said.values()))) > 1:
         fields.refuse(f"rope_type {said['rope_type']!r} and type {said['type']!r} differ")
-    if settings.get("mrope_section") is not None or settings.get("mrope_interleaved"):
-        fields.refuse("it has multimodal positions, M-RoPE (mrope_section)")
     kind = next(iter(said.values()), "default")
+    family = FAMILIES.get(fields.model_type or "")
+    if family is not None and family.item_positions:
+        _check_sections(fields, settings)
+        kind = "default" if kind == "mrope" else kind
+    elif settings.get("mrope_section") is not None or settings.get("mrope_interleaved"):
+        fields.refuse(f"it has {REFUSED_TYPES['mrope']}")
     if kind == "yarn" and fields.model_type == "phi3":
         fields.refuse("rope_type 'yarn' is LongRoPE's old name in models of its type")
     if kind == "deepseek_yarn":
         kind = "yarn"  # vLLM writes this into the config of a loaded DeepSeek model
     return kind
+
+
+def _check_sections(fields: ConfigFields, settings: Mapping[str, Any]) -> None:
+    """Which axis a pair follows does not change how far it rotates; but each must have one."""
+    sections = settings.get("mrope_section")
+    if sections is None:
+        return
+    is_list = isinstance(sections, Sequence) and not isinstance(sections, str)
+    if not is_list or len(sections) != 3 or not all(is_int(one) and one >= 0 for one in sections):
+        fields.refuse(f"mrope_section is {sections!r}, not a list of three numbers of pairs")
 
 
 def _rope_type(fields: ConfigFields, settings: Mapping[str, Any], regime: str | None) -> str:
@@ -506,7 +536,8 @@ def _rope_type(fields: ConfigFields, settings: Mapping[str, Any], regime: str | 
     if settings.get("apply_yarn_scaling") is False:
         fields.refuse("the effect of apply_yarn_scaling=False on its frequencies is unknown")
     for name, value in settings.items():
-        if value is not None and name not in {*_COMMON, *_NEUTRAL_FIELDS, *needed, *optional}:
+        known_names = {*_COMMON, *_NEUTRAL_FIELDS, *_AXES, *needed, *optional}
+        if value is not None and name not in known_names:
             fields.refuse(f"{name}={value!r} has no known meaning for rope_type {kind!r}")
     return str(kind)
 

@@ -31,6 +31,9 @@ class Family:
         reverse: Keys rotate the other way.
         is_mla: K is a latent and a separate window.
         needs_settings: A config without RoPE settings means a type other than ``default``.
+        item_positions: M-RoPE: each pair of K rotates by one of several positions of its token.
+            All of them change by the same number when a run moves, so pairs rotate as if there
+            was one position.
     """
 
     interleaved: bool | None = False
@@ -44,6 +47,7 @@ class Family:
     reverse: bool = False
     is_mla: bool = False
     needs_settings: bool = False
+    item_positions: bool = False
 
 
 _NEOX: Final = Family()
@@ -71,6 +75,8 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "dots1": _NEOX,
     "ernie4_5": Family(interleaved=True, theta=500_000.0),
     "ernie4_5_moe": Family(interleaved=True, theta=500_000.0),
+    # Its frequencies are stored in the order of axes, and applied in that of pairs.
+    "ernie4_5_vl_moe_text": Family(interleaved=True, theta=500_000.0, item_positions=True),
     "exaone4": Family(layers="windowed", every=4),
     "exaone_moe": Family(layers="windowed", every=4),
     "falcon": _NEOX,
@@ -86,6 +92,9 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "glm4": Family(interleaved=True, partial=0.5),
     "glm4_moe": Family(partial=0.5),
     "glm4_moe_lite": _DEEPSEEK_V3,
+    "glm4v_moe_text": Family(partial=0.5, item_positions=True),
+    "glm4v_text": Family(interleaved=True, partial=1.0, item_positions=True),
+    "glm_ocr_text": Family(interleaved=True, partial=1.0, item_positions=True),
     "gpt_neox": Family(partial=0.25),
     "gpt_neox_japanese": Family(partial=1.0),
     "gpt_oss": Family(theta=150_000.0, needs_settings=True),
@@ -129,17 +138,22 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "olmo3": Family(theta=500_000.0, layers="by_type", every=4),
     "olmo_hybrid": Family(layers="named"),
     "olmoe": _NEOX,
+    "paddleocr_vl_text": Family(theta=500_000.0, item_positions=True),
     "persimmon": Family(partial=0.5),
     "phi": Family(partial=0.5),
     "phi3": Family(partial=1.0),
     "phimoe": Family(theta=1_000_000.0),
     "qwen2": _NEOX,
+    "qwen2_5_vl_text": Family(theta=1_000_000.0, item_positions=True),
     "qwen2_moe": _NEOX,
+    "qwen2_vl_text": Family(theta=1_000_000.0, item_positions=True),
     "qwen3": _NEOX,
-    "qwen3_5_moe_text": Family(partial=0.25),
-    "qwen3_5_text": Family(partial=0.25),
+    "qwen3_5_moe_text": Family(partial=0.25, item_positions=True),
+    "qwen3_5_text": Family(partial=0.25, item_positions=True),
     "qwen3_moe": _NEOX,
     "qwen3_next": Family(partial=0.25),
+    "qwen3_vl_moe_text": Family(theta=500_000.0, item_positions=True),
+    "qwen3_vl_text": Family(theta=500_000.0, item_positions=True),
     "seed_oss": _NEOX,
     "smollm3": Family(theta=2_000_000.0, layers="marked", every=4),
     "solar_open": Family(theta=1_000_000.0),

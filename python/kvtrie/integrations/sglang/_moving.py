@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from kvtrie._core import Imported, LayoutError
+from kvtrie._core import Imported, LayoutError, UnsupportedRopeError
 from kvtrie.pool.kv_pool import KVPool
 from kvtrie.pool.layout import KVLayout
 from kvtrie.record import Would
@@ -306,7 +306,7 @@ def pool_of(kvcache: Any, config: object) -> KVPool:  # noqa: ANN401 - one of SG
 
     Raises:
         LayoutError: K and V are kept in another way than a row of each for a slot.
-        UnsupportedRopeError: The model's keys cannot be rotated.
+        UnsupportedRopeError: The model's keys cannot be rotated, or it has M-RoPE.
     """
     name = type(kvcache).__name__
     if name != "MHATokenToKVPool" or kvcache.kv_cache_layout != "nhd" or kvcache.start_layer:
@@ -326,4 +326,8 @@ def pool_of(kvcache: Any, config: object) -> KVPool:  # noqa: ANN401 - one of SG
         head_dim=kvcache.head_dim,
         v_head_dim=kvcache.v_head_dim,
     )
-    return KVPool.wrap(tensors, layout, RopeSpec.from_config(config))
+    rope = RopeSpec.from_config(config)
+    if rope.item_positions:
+        msg = "M-RoPE is not supported: the cache knows no positions of images"
+        raise UnsupportedRopeError(msg)
+    return KVPool.wrap(tensors, layout, rope)

@@ -80,12 +80,16 @@ def rope_of(vllm_config: VllmConfig) -> RopeSpec:
     For MLA vLLM stores the interleaved order, whatever the checkpoint's code does.
 
     Raises:
-        UnsupportedRopeError: It cannot be moved, or the checkpoint quantises KV: vLLM then does
-            so itself.
+        UnsupportedRopeError: It cannot be moved, it has M-RoPE, or the checkpoint quantises KV:
+            vLLM then does so itself.
     """
     config = vllm_config.model_config.hf_text_config
     for name, value in quantized_fields(config):
         msg = f"KvtrieConnector: quantised KV is not supported ({name}={value!r})"
         raise UnsupportedRopeError(msg)
     interleaved = True if vllm_config.model_config.use_mla else None
-    return RopeSpec.from_config(config, interleaved=interleaved)
+    rope = RopeSpec.from_config(config, interleaved=interleaved)
+    if rope.item_positions:
+        msg = "KvtrieConnector: M-RoPE is not supported: the connector knows no positions of images"
+        raise UnsupportedRopeError(msg)
+    return rope
