@@ -26,7 +26,8 @@ class Pool:
         self.copied: list[int] = []
         self.layout = SimpleNamespace(block_size=BLOCK)
 
-    def apply(self, moves: Any) -> None:
+    def apply(self, moves: Any, *, items: Any = ()) -> None:
+        del items
         self.copied.append(int(moves["num_tokens"].sum()))
 
 
@@ -163,7 +164,7 @@ def test_failed_copy_gives_everything_back(monkeypatch: pytest.MonkeyPatch) -> N
     store = make()
     free = store.allocator.num_free
 
-    def fail(_moves: object) -> None:
+    def fail(_moves: object, **_options: object) -> None:
         raise RuntimeError("injected")
 
     monkeypatch.setattr(store.pool, "apply", fail)

@@ -439,7 +439,6 @@ def test_published_configs(config: dict[str, Any], said: str) -> None:
     assert repr(RopeSpec.from_config(config)) == said
 
 
-
 def _axes(sections: object) -> dict[str, Any]:
     return {"rope_scaling": {"type": "mrope", "mrope_section": sections}}
 

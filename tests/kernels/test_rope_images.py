@@ -48,8 +48,9 @@ def _vision(name: str) -> Any:
     """The whole model without weights: its positions depend on its config alone."""
     module = import_module(f"transformers.models.{name}.modeling_{name}")
     text = CASE[TEXT_OF_VISION[name]].config().to_dict()
+    config: Any = CONFIG_MAPPING[name]
     with torch.device("meta"):
-        return getattr(module, MODELS[name])._from_config(CONFIG_MAPPING[name](text_config=text))
+        return getattr(module, MODELS[name])._from_config(config(text_config=text))
 
 
 def _positions(name: str, kinds: list[int]) -> Tensor:

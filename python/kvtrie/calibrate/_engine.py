@@ -32,10 +32,12 @@ from kvtrie.repair.probe import LayerProbe
 from kvtrie.repair.records import Records
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from numpy.typing import NDArray
     from transformers import PreTrainedModel
 
-    from kvtrie._core import ReusePlan
+    from kvtrie._core import Item, ReusePlan
     from kvtrie.calibrate._steps import Step
     from kvtrie.calibrate.policies import Policy
     from kvtrie.gates import Terms
@@ -176,11 +178,11 @@ class _Copier:
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - everything else is the pool's
         return getattr(self.pool, name)
 
-    def apply(self, moves: NDArray[Any]) -> None:
+    def apply(self, moves: NDArray[Any], *, items: Iterable[Item]) -> None:
         if not self.rotates:
             moves = moves.copy()
             moves["delta"] = 0
-        self.pool.apply(moves)
+        self.pool.apply(moves, items=items)
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +248,7 @@ class Workspace:
                 table = np.concatenate([plan.blocks, fresh])
                 prompt = table[: len(plan.blocks) + plan.num_new_blocks]
                 moves = plan.moves(prompt)
-                store.pool.apply(moves)
+                store.pool.apply(moves, items=plan.items)
                 asked = TokenSequence(seq[: len(step.prompt)], self._space)
                 self._repair.apply(plan, policy.reuse, asked, prompt, moves)
                 usage = TokenSources(plan.num_exact, plan.num_approximate, plan.num_compute)

@@ -64,7 +64,7 @@ class Lease:
             table = np.concatenate([self.plan.blocks, fresh])
             moves = self.plan.moves(table)
             with watch.phase("copy", int(moves["num_tokens"].sum())):
-                store.pool.apply(moves)
+                store.pool.apply(moves, items=self.plan.items)
                 if store.repair is not None:
                     # The tokens that it chooses are computed over their copies.
                     store.repair.apply(self.plan, policy, seq, table, moves)

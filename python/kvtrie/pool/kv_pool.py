@@ -23,10 +23,11 @@ from kvtrie.pool.moves import check_moves
 from kvtrie.pool.placement import MAX_BLOCKS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from numpy.typing import NDArray
 
+    from kvtrie._core import Item
     from kvtrie.pool.layout import KVLayout
     from kvtrie.rope import RopeSpec, Rotary
 
@@ -337,7 +338,12 @@ class KVPool:
         return self._v
 
     def apply(
-        self, moves: NDArray[Any], *, check_finite: bool = False, hops: int | None = None
+        self,
+        moves: NDArray[Any],
+        *,
+        check_finite: bool = False,
+        hops: int | None = None,
+        items: Iterable[Item] | None = None,
     ) -> CopyEvent:
         """Carry out the copies of a plan in all layers: K is rotated by its delta, V is copied.
 
@@ -346,12 +352,15 @@ class KVPool:
 
         Args:
             moves: A structured array with ``source_slot``, ``dest_slot``, ``num_tokens`` and
-                ``delta`` (new position minus old position), integers.
+                ``delta`` (new position minus old position), integers. Where items have positions
+                of their own, deltas are in these, as ``plan.moves(table)`` has them.
             check_finite: Whether to check K and V of every source slot first, in all layers. The
                 check reads the sources once more, with the memory of 16,384 slots of one layer; on
                 a GPU the call waits for the device.
             hops: Most hops of the KV of the plan, ``plan.segments["hops"].max()``. Needed where K
                 is rounded to codes again, which may happen once.
+            items: The items of the planned sequence, ``plan.items``. Needed for a model with M-RoPE
+                (``rope.item_positions``), whose deltas are wrong if one of them has no positions.
 
         Returns:
             An event that is done when the copies are. Sources may be released once every later
@@ -361,7 +370,9 @@ class KVPool:
             TypeError: ``moves`` is not such an array, or ``hops`` is not an int.
             ValueError: A slot is outside the pool, a move is empty, a delta is 2**31 or more
                 (beyond 2**27 where K rotates), a destination occurs twice, a slot is both source
-                and destination, or ``hops`` is needed and is not given or is below 1.
+                and destination, ``hops`` is needed and is not given or is below 1, or ``items``
+                are needed and are not given.
+            ItemPositionsError: The model has M-RoPE, and an item has no positions.
             ChainedRotationError: K would be rounded to codes again, and ``hops`` is above 1.
             LayoutError: A move has a delta, and the pool has no ``rope``.
             NonFiniteError: With ``check_finite``, K or V of a source slot is NaN or infinite.
@@ -373,6 +384,7 @@ class KVPool:
                 "and a pool without rope cannot rotate K"
             )
             raise LayoutError(msg)
+        self._check_items(items, has_moves=len(pieces.count) > 0)
         is_coded = self._form is not None and bool(self._rotaries) and bool(pieces.delta.any())
         if is_coded:
             self._check_hops(hops)
@@ -393,6 +405,19 @@ class KVPool:
             ops.requantize_rows(tensors, saturated, places, cos, sin, geometry, form)
         num_rows = int(pieces.count[pieces.delta != 0].sum()) * self._layout.num_kv_heads
         return CopyEvent(self._device, saturated, num_rows * self._coded_channels())
+
+    def _check_items(self, items: Iterable[Item] | None, *, has_moves: bool) -> None:
+        """Refuse deltas that are not differences of positions."""
+        if self._rope is None or not self._rope.item_positions:
+            return
+        if items is not None:
+            self._rope.check_items(items)
+        elif has_moves:
+            msg = (
+                "KVPool.apply: the model has M-RoPE, whose deltas depend on the positions of "
+                "items: give items=plan.items"
+            )
+            raise ValueError(msg)
 
     def _check_hops(self, hops: int | None) -> None:
         """Refuse what would round codes a second time."""
