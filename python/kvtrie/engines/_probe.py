@@ -13,6 +13,7 @@ from kvtrie._core import LayoutError, UnsupportedRopeError
 from kvtrie.engines._paged_cache import check_rows, pool_rows
 from kvtrie.kernels import reference
 from kvtrie.models.rope import short_regime
+from kvtrie.models.vision import TEXT_OF_VISION
 from kvtrie.rope import RopeSpec
 
 if TYPE_CHECKING:
@@ -31,6 +32,13 @@ TOLERANCE = {"float64": 1e-6, "float32": 1e-3, "float16": 3e-2, "bfloat16": 1e-1
 _SHIFTS: Final = (37, 2000)
 _PROBED: Final = 5
 _TINY: Final = 1e-7
+
+
+def language_config(model: PreTrainedModel) -> Any:  # noqa: ANN401 - a config may have any field
+    """The config of the text model; of a model of text alone, its own."""
+    if model.config.model_type in TEXT_OF_VISION:
+        return model.config.get_text_config()
+    return model.config
 
 
 def forward_inputs(model: PreTrainedModel) -> frozenset[str]:
@@ -104,7 +112,8 @@ def checked_rope(model: PreTrainedModel, layout: KVLayout) -> RopeSpec:
 
 def context_of(model: PreTrainedModel) -> int | None:
     """Most tokens of a prompt whose K is that of shorter prompts; None: the config has no limit."""
-    limits = (getattr(model.config, "max_position_embeddings", None), short_regime(model.config))
+    config = language_config(model)
+    limits = (getattr(config, "max_position_embeddings", None), short_regime(config))
     return min((limit for limit in limits if limit is not None), default=None)
 
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvtrie._core import ReusePolicy, SharedSalt
+    from kvtrie.engines._images import Image
     from kvtrie.gates import Decision
 
     Salt = str | SharedSalt
@@ -46,6 +47,9 @@ class Options(TypedDict, total=False):
         moved_end: Position from which on moved runs supply no token (default: where the last
             message of a user or a tool begins, if the tokenizer's chat template is known).
         return_logits: Add to each event the row that its token was picked from.
+        images: The images of the prompt, in order. Token ids have all tokens of each image, as a
+            processor returns them; messages and text have one token per image, as chat templates
+            write it.
     """
 
     max_new_tokens: int
@@ -62,6 +66,7 @@ class Options(TypedDict, total=False):
     session: str | None
     moved_end: int | None
     return_logits: bool
+    images: Sequence[Image]
 
 
 @dataclass(frozen=True, slots=True)

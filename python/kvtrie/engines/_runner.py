@@ -10,7 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from kvtrie.engines._paged_cache import PagedCache
-from kvtrie.engines._probe import TOLERANCE, forward_inputs
+from kvtrie.engines._probe import TOLERANCE, forward_inputs, language_config
 from kvtrie.kernels import reference
 from kvtrie.pool.kv_pool import KVPool
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from kvtrie._core import TokenSequence
+    from kvtrie.engines._images import PlacedImages
     from kvtrie.engines._repair import Repair
 
     Ranges = Sequence[tuple[int, int]]
@@ -79,6 +80,7 @@ class Runner:
     ) -> None:
         self._model = model
         self._pool = pool
+        self._config: Any = language_config(model)
         self._inputs = forward_inputs(model)
         self._is_sparse = is_sparse
         self._windows = pool.layout.windows
@@ -91,22 +93,28 @@ class Runner:
             self._is_sparse = self._check_sparse()
         return self._is_sparse
 
-    def run(self, seq: TokenSequence, table: NDArray[np.int32], ranges: Ranges) -> torch.Tensor:
+    def run(
+        self,
+        seq: TokenSequence,
+        table: NDArray[np.int32],
+        ranges: Ranges,
+        images: PlacedImages | None = None,
+    ) -> torch.Tensor:
         """Compute the KV of ascending ranges into a table that has all other KV before their end.
 
         Each token attends to everything before it, the other ranges included, as if the ranges were
         computed one after the other. Several ranges need ``is_sparse``. The mask takes one byte per
         computed token and position before the end, or one element of the model where it attends
-        eagerly.
+        eagerly. ``images`` are those of the whole sequence; a range may begin inside one.
 
         Returns the last position's logits, float32, on the CPU.
         """
         ids = np.concatenate([seq[start:end] for start, end in ranges])
         if self.repair is None:
-            return self._run(self._pool, ids, table, ranges)
+            return self._run(self._pool, ids, table, ranges, images)
         slots = [self._pool.slots(table, start, end) for start, end in ranges]
         with self.repair.recording(torch.cat(slots)):
-            return self._run(self._pool, ids, table, ranges)
+            return self._run(self._pool, ids, table, ranges, images)
 
     def begin(self, tokens: NDArray[np.int64], table: NDArray[np.int32], ranges: Ranges) -> None:
         """Run ranges as far as something ends the pass; what it stored is to be computed again."""
@@ -114,7 +122,12 @@ class Runner:
         self._run(self._pool, ids, table, ranges)
 
     def _run(
-        self, pool: KVPool, ids: NDArray[np.integer[Any]], table: NDArray[np.int32], ranges: Ranges
+        self,
+        pool: KVPool,
+        ids: NDArray[np.integer[Any]],
+        table: NDArray[np.int32],
+        ranges: Ranges,
+        images: PlacedImages | None = None,
     ) -> torch.Tensor:
         device = pool.device
         cache = PagedCache(pool, table, ranges)
@@ -131,9 +144,15 @@ class Runner:
         if len(ranges) > 1:
             options["attention_mask"] = self._masks(positions, ranges[-1][1])
             narrowed = _UpToLast(positions.cpu().numpy(), _CHUNKS.get(device.type, 2048))
-        tokens = torch.from_numpy(ids.astype(np.int64)).to(device).unsqueeze(0)
-        with torch.inference_mode(), narrowed:
-            out = self._model(input_ids=tokens, past_key_values=cache, use_cache=True, **options)
+        tokens = torch.from_numpy(ids.astype(np.int64)).to(device)
+        with torch.inference_mode():
+            if images is None:
+                options["input_ids"] = tokens.unsqueeze(0)
+            else:
+                options["position_ids"] = images.positions(positions)
+                options["inputs_embeds"] = images.embeddings(tokens, positions).unsqueeze(0)
+            with narrowed:
+                out = self._model(past_key_values=cache, use_cache=True, **options)
         cache.check_written()
         row: torch.Tensor = out.logits[0, -1].float().cpu()
         return row
@@ -152,7 +171,7 @@ class Runner:
         seen = at <= positions.unsqueeze(1)
         if window:
             seen &= at > positions.unsqueeze(1) - window
-        if self._model.config._attn_implementation == "eager":  # noqa: SLF001 - as transformers does
+        if self._config._attn_implementation == "eager":  # noqa: SLF001 - as transformers does
             dtype = self._pool.dtype
             low = torch.tensor(torch.finfo(dtype).min, dtype=dtype, device=positions.device)
             return torch.where(seen, torch.zeros_like(low), low)[None, None]
@@ -160,7 +179,7 @@ class Runner:
 
     def _check_sparse(self) -> bool:
         """Compare a tiny prompt computed at once with one whose gaps are computed in one pass."""
-        config: Any = self._model.config
+        config = self._config
         kind = getattr(config, "_attn_implementation", None)
         if "position_ids" not in self._inputs or kind not in ("sdpa", "eager"):
             return False

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from kvtrie._core import TokenSequence
+    from kvtrie.engines._images import PlacedImages
     from kvtrie.engines._runner import Runner
     from kvtrie.engines._store import Store
     from kvtrie.engines._text import TextStream
@@ -41,6 +42,7 @@ class Job:
     return_logits: bool
     session: str | None = None
     moved_end: int | None = None
+    images: PlacedImages | None = None
     lease: Lease | None = None
     was_admitted: bool = False
     events: deque[Event] | None = None
@@ -152,7 +154,7 @@ class Scheduler:
                 ranges = ranges[:1]
             if all(self._make_room(job, lease, end) for _, end in ranges):
                 with job.watch.phase(_pass(job, ranges), sum(end - at for at, end in ranges)):
-                    logits = self._runner.run(job.seq, lease.table, ranges)
+                    logits = self._runner.run(job.seq, lease.table, ranges, job.images)
                 lease.advance(ranges[-1][1])
                 if lease.is_computed:
                     self._emit(job, lease, logits, events)

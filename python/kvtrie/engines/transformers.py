@@ -1,5 +1,7 @@
 """The embedded engine: Hugging Face causal LMs with full attention or windows, over a KV pool.
 
+Of vision models, Qwen2-VL and Qwen2.5-VL, with their images.
+
 Under ``kvtrie.EXACT_ONLY`` it gives the logits of the model without a cache, except for rounding. A
 step runs one model pass per request, without batching.
 """
@@ -30,7 +32,12 @@ from kvtrie._core import (
 
 try:
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoTokenizer,
+    )
 except ImportError as error:
     _MISSING = (
         "kvtrie.engines.transformers needs torch and transformers: "
@@ -38,7 +45,8 @@ except ImportError as error:
     )
     raise ImportError(_MISSING) from error
 
-from kvtrie.engines._probe import check_model, checked_rope, context_of
+from kvtrie.engines._images import Image, vision_of
+from kvtrie.engines._probe import check_model, checked_rope, context_of, language_config
 from kvtrie.engines._repair import Repair, RepairCounts
 from kvtrie.engines._request import Completion, Event, Options, Request, Usage
 from kvtrie.engines._runner import Runner
@@ -51,6 +59,7 @@ from kvtrie.gates import Decision, Gate
 from kvtrie.models.directory import checked_model_dir
 from kvtrie.models.fingerprint import model_id, rope_id, template_id
 from kvtrie.models.rope import short_regime
+from kvtrie.models.vision import TEXT_OF_VISION
 from kvtrie.pool.kv_pool import KVPool
 from kvtrie.pool.layout import KVLayout
 from kvtrie.repair.probe import LayerProbe
@@ -63,6 +72,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from kvtrie.engines._images import PlacedImages
     from kvtrie.engines._request import Prompt, Salt, TokenIds
     from kvtrie.rope import RopeSpec
 
@@ -73,6 +83,7 @@ __all__ = [
     "Completion",
     "Event",
     "Generator",
+    "Image",
     "Options",
     "Planned",
     "RepairCounts",
@@ -98,7 +109,8 @@ class Generator:
 
     Args:
         model: A causal LM in eval mode, on one device, that keeps its KV through the transformers
-            ``Cache`` interface.
+            ``Cache`` interface; or a Qwen2-VL or Qwen2.5-VL model, whose requests may have
+            ``images``.
         tokenizer: Needed for messages and text; without one, prompts are token ids.
         num_blocks: Blocks of the KV pool.
         block_size: Tokens per block.
@@ -121,8 +133,8 @@ class Generator:
             and these policies compute fronts.
 
     Raises:
-        LayoutError: The model's KV cannot be held, or differs from its config; or ``records`` are
-            asked for and that layer cannot be probed.
+        LayoutError: The model's KV cannot be held, or differs from its config; what it does with
+            images is not known; or ``records`` are asked for and that layer cannot be probed.
         UnsupportedRopeError: The policy is approximate and the model's KV cannot be moved.
         GateMismatchError: The gate is for another model, and the policy is approximate or None.
         ValueError: The model is in training mode, or an argument is out of range.
@@ -151,6 +163,7 @@ class Generator:
         if prefill_chunk < 1:
             msg = f"Generator: prefill_chunk must be at least 1, not {prefill_chunk}"
             raise ValueError(msg)
+        self._vision = vision_of(model)
         # Longer prompts than those of the short regime are refused.
         layout = KVLayout.from_config(
             model.config, block_size=block_size, dtype=model.dtype, regime="short"
@@ -173,7 +186,7 @@ class Generator:
         self._namespace = Namespace(
             model=model_id(model),
             kv_dtype=layout.kv_dtype,
-            rope=rope_id(model.config),
+            rope=rope_id(language_config(model)),
             adapter=adapter,
             salt=salt,
         )
@@ -241,9 +254,10 @@ class Generator:
             UnsupportedRopeError: As for the class.
         """
         directory = checked_model_dir(path)
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=dtype, local_files_only=True
-        )
+        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+        is_vision = config.model_type in TEXT_OF_VISION
+        loader: Any = AutoModelForImageTextToText if is_vision else AutoModelForCausalLM
+        model = loader.from_pretrained(directory, dtype=dtype, local_files_only=True)
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
         return cls(
             model.to(device).eval(),
@@ -356,6 +370,7 @@ class Generator:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        images: Sequence[Image] = (),
     ) -> TokenIds:
         """Convert a prompt to token ids, as ``submit`` does.
 
@@ -363,10 +378,12 @@ class Generator:
             prompt: Chat messages, text, or token ids (returned unchanged).
             tools: Tool schemas for the chat template.
             chat_template_kwargs: More variables for the chat template.
+            images: Images of messages or text, whose tokens are repeated as often as each has them.
 
         Raises:
-            ValueError: Messages or text are given without a tokenizer or chat template, or a
-                message has neither content nor tool calls.
+            ValueError: Messages or text are given without a tokenizer or chat template, a message
+                has neither content nor tool calls, or there are other images than places for them.
+            TypeError: An image is not an `Image`.
         """
         messages: list[dict[str, Any]] = []
         if isinstance(prompt, (list, tuple)):
@@ -377,7 +394,7 @@ class Generator:
             msg = "Generator: messages and text need a tokenizer; without one, pass token ids"
             raise ValueError(msg)
         if isinstance(prompt, str):
-            return [int(token) for token in self._tokenizer(prompt)["input_ids"]]
+            return self._with_images(self._tokenizer(prompt)["input_ids"], images)
         if len(messages) != len(prompt):
             msg = "Generator: a list of messages holds messages alone"
             raise TypeError(msg)
@@ -403,7 +420,7 @@ class Generator:
             return_dict=False,
             **dict(chat_template_kwargs or {}),
         )
-        return [int(token) for token in ids]
+        return self._with_images(ids, images)
 
     def submit(self, prompt: Prompt, **options: Unpack[Options]) -> Request:
         """Queue a request; ``step`` runs it.
@@ -414,8 +431,8 @@ class Generator:
 
         Raises:
             OutOfBlocksError: The pool is too small for this request alone.
-            ValueError: The prompt is empty, too long for the model or not of its vocabulary, or
-                an option is out of range.
+            ValueError: The prompt is empty, too long for the model or not of its vocabulary, its
+                image tokens are not those of ``images``, or an option is out of range.
             UnsupportedRopeError: The policy is approximate and the model's KV cannot be moved.
             TypeError: The prompt is of another type.
         """
@@ -489,14 +506,7 @@ class Generator:
             self.cancel(request)
 
     def _job(self, prompt: Prompt, options: Options) -> Job:
-        seq = TokenSequence(
-            self.encode(
-                prompt,
-                tools=options.get("tools"),
-                chat_template_kwargs=options.get("chat_template_kwargs"),
-            ),
-            self.namespace(options.get("salt")),
-        )
+        seq, images = self._sequence(prompt, options)
         prompt_len = len(seq)
         policy = options.get("policy")
         decision = self._default if policy is None else self._decide(policy)
@@ -550,10 +560,39 @@ class Generator:
             return_logits=options.get("return_logits", False),
             session=options.get("session"),
             moved_end=self._moved_end(seq, decision.policy, options),
+            images=images,
             watch=Watched(request, self._watchers),
         )
         self._num_submitted = number + 1
         return job
+
+    def _sequence(
+        self, prompt: Prompt, options: Options
+    ) -> tuple[TokenSequence, PlacedImages | None]:
+        """The tokens of a prompt, with items for its images."""
+        images = tuple(options.get("images", ()))
+        if images and self._vision is None:
+            msg = f"Generator: images= has {len(images)} images, and the model is of text alone"
+            raise ValueError(msg)
+        ids = self.encode(
+            prompt,
+            tools=options.get("tools"),
+            chat_template_kwargs=options.get("chat_template_kwargs"),
+            images=images,
+        )
+        namespace = self.namespace(options.get("salt"))
+        seq = TokenSequence(ids, namespace)
+        if self._vision is None:
+            return seq, None
+        tokens = seq[0 : len(seq)]
+        placed = self._vision.place(tokens.astype(np.int64), images)
+        if placed is None:
+            return seq, None
+        return TokenSequence(tokens, namespace, items=placed.items), placed
+
+    def _with_images(self, ids: Sequence[int], images: Sequence[Image]) -> list[int]:
+        found = [int(token) for token in ids]
+        return found if self._vision is None else self._vision.expanded(found, images)
 
     def _moved_end(self, seq: TokenSequence, policy: ReusePolicy, options: Options) -> int | None:
         given = options.get("moved_end")
@@ -634,6 +673,9 @@ def _records(
 ) -> tuple[LayerProbe | None, Records | None]:
     if kind is None:
         return None, None
+    if model.config.model_type in TEXT_OF_VISION:
+        msg = "Generator: records: a layer of a vision model is not probed"
+        raise LayoutError(msg)
     if kind not in ("model", "fp8"):
         msg = f"Generator: records must be 'model', 'fp8' or None, not {kind!r}"
         raise ValueError(msg)
