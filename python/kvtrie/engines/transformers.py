@@ -570,7 +570,7 @@ class Generator:
         self, prompt: Prompt, options: Options
     ) -> tuple[TokenSequence, PlacedImages | None]:
         """The tokens of a prompt, with items for its images."""
-        images = tuple(options.get("images", ()))
+        images = tuple(options.get("images") or ())
         if images and self._vision is None:
             msg = f"Generator: images= has {len(images)} images, and the model is of text alone"
             raise ValueError(msg)
