@@ -31,7 +31,8 @@ CANARY = "jinja2==3.1.2"
 LICENSES = frozenset(
     {
         *("0BSD", "Apache-2.0", "Apache-2.0 WITH LLVM-exception", "BSD-2-Clause", "BSD-3-Clause"),
-        *("BSL-1.0", "CC0-1.0", "CNRI-Python", "ISC", "MIT", "MIT-CMU", "MPL-2.0", "PSF-2.0"),
+        *("BSL-1.0", "CC0-1.0", "CNRI-Python", "ISC"),
+        *("MIT", "MIT-0", "MIT-CMU", "MPL-2.0", "PSF-2.0"),
         "Zlib",
         *("Apache 2.0", "Apache 2.0 License", "Apache Software License", "BSD", "BSD License"),
         *("3-Clause BSD License", "DFSG approved"),
