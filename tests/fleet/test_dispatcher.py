@@ -105,6 +105,49 @@ def test_prompts_beyond_the_limit_count_as_load_alone() -> None:
     assert dispatcher.outstanding("a") == (20, 1)
 
 
+def test_a_prompt_in_flight_is_shared_up_to_its_first_item() -> None:
+    def pictured(picture: bytes) -> kvtrie.TokenSequence:
+        found = kvtrie.TokenSequence([], NS)
+        found.extend(list(range(20)), items=[kvtrie.Item(5, 12, picture)])
+        return found
+
+    _, dispatcher = made()
+    dispatcher.choose(pictured(b"a picture of 16 bytes"), ["a"])
+    assert dispatcher.outstanding("a") == (20, 1)
+    for other in (b"another one of 16 bytes", b"a picture of 16 bytes"):
+        assert dispatcher.choose(pictured(other), ["a"]).exact == 4
+    # The same ids with no picture at all.
+    assert dispatcher.choose(prompt(*range(20)), ["a"]).exact == 4
+
+
+@pytest.mark.parametrize("common", [0, 1, 2, 63, 64, 65, 191, 192, 193, 998, 999, 1000])
+def test_a_common_beginning_of_any_length_is_found(common: int) -> None:
+    _, dispatcher = made()
+    dispatcher.choose(prompt(*range(1000)), ["a"])
+    other = prompt(*range(common), *range(5000, 5000 + 1000 - common))
+    assert dispatcher.choose(other, ["a"]).exact == min(common, 999) // 2 * 2
+
+
+def test_workers_that_are_gone_are_not_kept() -> None:
+    index = kvtrie.KvIndexer(2, b"the key of tests")
+    dispatcher = Dispatcher(index)
+    for at in range(20):
+        number = index.add_worker(f"replica-{at}", NS)
+        late = dispatcher.choose(prompt(*range(10)))
+        index.remove_worker(number)
+        if at != 7:
+            late.end()
+        else:
+            seven = late
+    # What has not ended still counts.
+    assert dispatcher.outstanding("replica-7") == (10, 1)
+    assert set(dispatcher._workers) == {"replica-7", "replica-19"}
+    assert not set(dispatcher._tracked) - {"replica-7"}
+    seven.end()
+    late.computed()
+    assert dispatcher.outstanding("replica-7") == (0, 0)
+
+
 def test_bad_arguments_and_no_worker_are_named() -> None:
     index, dispatcher = made()
     with pytest.raises(NoWorkerError, match="one of 1 was asked for; the index has 2"):

@@ -12,7 +12,7 @@ import numpy as np
 from kvtrie._core import EXACT_ONLY, KvIndexer, KvTrieError, ReusePolicy, TokenSequence
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
     from types import TracebackType
 
     import numpy.typing as npt
@@ -86,10 +86,10 @@ class Dispatcher:
 
     That is the least prompt - exact + load_weight * outstanding, in tokens. Outstanding is what a
     worker is expected to compute of prompts that were sent and of which no reply has come. Exact is
-    what the worker holds, or what the prompt has in common with such a prompt, if that is more. Of
-    workers that are uncertain only the second counts. Ties go to more exact tokens, to more
-    moved ones, to a shorter queue, to fewer requests, then to the worker that was chosen longest
-    ago.
+    what the worker holds, or what the prompt has in common with such a prompt, up to the first item
+    of either, if that is more. Of workers that are uncertain only the second counts. Ties go to
+    more exact tokens, to more moved ones, to a shorter queue, to fewer requests, then to the worker
+    that was chosen longest ago.
 
     All calls may be made from any thread.
 
@@ -175,23 +175,27 @@ class Dispatcher:
             msg = f"Dispatcher.choose: {asked} was asked for; the index has {len(names)} workers"
             raise NoWorkerError(msg)
         exact, moved, uncertain = found.exact, found.moved, found.uncertain
-        space, tokens = seq.namespace, seq[:]
+        space, items, length = seq.namespace, seq.items, len(seq)
+        # Placeholders of an item do not say what it is.
+        tokens = seq[: items[0].start if items else length]
         with self._lock:
             ranks = []
             for at in columns:
                 known = self._workers.get(names[at], _Worker())
                 trusted = not uncertain[at]
                 cached = max(
-                    int(exact[at]) if trusted else 0, self._common(names[at], space, tokens)
+                    int(exact[at]) if trusted else 0,
+                    # An engine computes the last token in any case.
+                    self._common(names[at], space, tokens[: max(0, length - 1)]),
                 )
-                possible = min(int(moved[at]) if trusted else 0, len(tokens) - cached)
-                expected = int(len(tokens) - cached - self._moved_weight * possible)
+                possible = min(int(moved[at]) if trusted else 0, length - cached)
+                expected = int(length - cached - self._moved_weight * possible)
                 cost = expected + self._load_weight * known.outstanding
                 order = (cost, -cached, -possible, known.outstanding, known.requests, known.last)
                 ranks.append((order, at, cached, possible, expected))
             _, at, cached, possible, expected = min(ranks)
             job = _Job(names[at], expected, (space, tokens))
-            self._note(job, len(tokens))
+            self._note(job, len(tokens), names)
         return Sent(
             names[at],
             cached,
@@ -211,8 +215,13 @@ class Dispatcher:
             known = self._workers.get(worker, _Worker())
             return known.outstanding, known.requests
 
-    def _note(self, job: _Job, num_tokens: int) -> None:
+    def _note(self, job: _Job, num_tokens: int, names: Sequence[str]) -> None:
         self._turn += 1
+        if job.worker not in self._workers:
+            # Where workers come and go, those that are gone are not kept.
+            for gone in self._workers.keys() - set(names):
+                if not self._workers[gone].requests:
+                    del self._workers[gone]
         known = self._workers.setdefault(job.worker, _Worker())
         known.outstanding += job.expected
         known.requests += 1
@@ -232,18 +241,15 @@ class Dispatcher:
             if job.prompt is None or job.prompt[0] != space:
                 continue
             other = job.prompt[1]
-            # An engine computes the last token in any case.
-            end = max(0, min(len(tokens) - 1, len(other)) // size * size)
-            if end <= most or not np.array_equal(tokens[:size], other[:size]):
-                continue
-            differs = np.flatnonzero(tokens[:end] != other[:end])
-            same = int(differs[0]) // size * size if len(differs) else end
-            most = max(most, same)
+            end = min(len(tokens), len(other)) // size * size
+            if end > most:
+                most = max(most, _same(tokens, other, end) // size * size)
         return most
 
     def _computed(self, job: _Job) -> None:
         with self._lock:
-            self._forget_prompt(job)
+            if job in self._jobs:
+                self._forget_prompt(job)
 
     def _ended(self, job: _Job) -> None:
         with self._lock:
@@ -260,3 +266,17 @@ class Dispatcher:
             self._tracked_tokens -= len(job.prompt[1])
             job.prompt = None
             self._tracked[job.worker].remove(job)
+            if not self._tracked[job.worker]:
+                del self._tracked[job.worker]
+
+
+def _same(one: npt.NDArray[np.uint32], other: npt.NDArray[np.uint32], end: int) -> int:
+    """The length of the common beginning, at most `end`. Costs as much as that is long."""
+    at, step = 0, 64
+    while at < end:
+        until = min(at + step, end)
+        differs = np.flatnonzero(one[at:until] != other[at:until])
+        if len(differs):
+            return at + int(differs[0])
+        at, step = until, 2 * step
+    return end
