@@ -23,14 +23,15 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def replica(name: str, events: object = "tcp://127.0.0.1:1") -> Any:
-    stats = {} if events is None else {"kvtrie": {"events": events}}
+def replica(name: str, events: object = "tcp://127.0.0.1:1", **more: object) -> Any:
+    stats = {} if events is None else {"kvtrie": {"events": events, **more}}
     return SimpleNamespace(replica_id=SimpleNamespace(unique_id=name), routing_stats=stats)
 
 
 def request(name: str, ids: object) -> Any:
     metadata = SimpleNamespace(internal_request_id=name)
-    return SimpleNamespace(args=[{"ids": ids}], kwargs={}, metadata=metadata)
+    future: Any = SimpleNamespace(add_done_callback=lambda _: None)
+    return SimpleNamespace(args=[{"ids": ids}], kwargs={}, metadata=metadata, future=future)
 
 
 @pytest.fixture
@@ -88,6 +89,42 @@ def test_a_request_counts_where_it_was_sent(router: Any) -> None:
         assert router._dispatcher.outstanding("b") == expected
     router.on_request_completed(replicas[1].replica_id, "1")
     assert router._dispatcher.outstanding("b") == (0, 0)
+
+
+def test_what_a_replica_says_wrongly_stops_no_other(router: Any) -> None:
+    wrong = [replica("a", replay=5), replica("b", snapshot=["x"]), replica("c", replay="x")]
+    for _ in range(2):
+        router.update_replicas([*wrong, replica("", "tcp://127.0.0.1:1"), replica("d")])
+        assert router._index.workers == ("d",)
+        assert set(router._subscribed) == {"d"}
+
+
+def test_a_request_that_is_cancelled_before_it_is_sent_counts_no_more(router: Any) -> None:
+    replicas = [replica("a"), replica("b")]
+    router.update_replicas(replicas)
+
+    async def test() -> None:
+        asked = request("1", list(range(40)))
+        asked.future = asyncio.get_running_loop().create_future()
+        for _ in range(3):
+            await router.choose_replicas(replicas, asked)
+        assert router._dispatcher.outstanding("a") == (40, 1)
+        asked.future.cancel()
+        await asyncio.sleep(0)
+        assert router._dispatcher.outstanding("a") == (0, 0)
+        assert not router._open
+        # One that is sent counts until it is completed.
+        asked = request("2", list(range(40)))
+        asked.future = asyncio.get_running_loop().create_future()
+        await router.choose_replicas(replicas, asked)
+        asked.future.set_result(replicas[0])
+        await asyncio.sleep(0)
+        router.on_request_routed(asked, replicas[0].replica_id, None)
+        assert sum(router._dispatcher.outstanding(name)[1] for name in "ab") == 1
+        # Its prompt is not kept.
+        assert router._open["2"][1] is None
+
+    asyncio.run(test())
 
 
 @pytest.mark.parametrize("ids", [None, [-1], ["a"], 5])

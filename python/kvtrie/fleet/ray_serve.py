@@ -71,7 +71,7 @@ class KvRequestRouter(RequestRouter):  # type: ignore[misc]
         self._index = KvIndexer(block_size, key.encode())
         self._dispatcher = Dispatcher(self._index, load_weight=load_weight)
         self._subscribed: dict[str, tuple[int, Any, Subscription]] = {}
-        self._open: dict[str, tuple[Sent, TokenSequence]] = {}
+        self._open: dict[str, tuple[Sent, TokenSequence | None]] = {}
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Subscribe to new replicas, and forget those that are gone."""
@@ -89,7 +89,12 @@ class KvRequestRouter(RequestRouter):  # type: ignore[misc]
         for name, said in found.items():
             if name in self._subscribed:
                 continue
-            number = self._index.add_worker(name, self._space)
+            # What a replica says must not keep Ray Serve from hearing of the others.
+            try:
+                number = self._index.add_worker(name, self._space)
+            except ValueError as error:
+                _log.warning("replica %s: %s", name, error)
+                continue
             try:
                 subscription = subscribe(
                     self._index,
@@ -98,7 +103,7 @@ class KvRequestRouter(RequestRouter):  # type: ignore[misc]
                     said.get("replay"),
                     snapshot=said.get("snapshot"),
                 )
-            except ValueError as error:
+            except (TypeError, ValueError) as error:
                 self._index.remove_worker(number)
                 _log.warning("replica %s: %s", name, error)
             else:
@@ -115,7 +120,13 @@ class KvRequestRouter(RequestRouter):  # type: ignore[misc]
         among = by_name.keys() & self._subscribed.keys()
         if pending_request is None or prompt is None or not among:
             return [candidate_replicas]
-        sent = self._send(pending_request.metadata.internal_request_id, prompt, among)
+        request = pending_request.metadata.internal_request_id
+        if request not in self._open:
+            # Of a request that is cancelled before it is sent Ray Serve says nothing else.
+            pending_request.future.add_done_callback(
+                lambda future: self._end(request) if future.cancelled() else None
+            )
+        sent = self._send(request, prompt, among)
         best = by_name[sent.worker]
         return [[best], [one for one in candidate_replicas if one is not best]]
 
@@ -129,10 +140,13 @@ class KvRequestRouter(RequestRouter):  # type: ignore[misc]
         request = pending_request.metadata.internal_request_id
         noted = self._open.get(request)
         if noted is not None and noted[0].worker != replica_id.unique_id:
-            if replica_id.unique_id in self._subscribed:
+            if noted[1] is not None and replica_id.unique_id in self._subscribed:
                 self._send(request, noted[1], [replica_id.unique_id])
             else:
                 self._end(request)
+        if request in self._open:
+            # The prompt is not asked for again.
+            self._open[request] = (self._open[request][0], None)
         super().on_request_routed(pending_request, replica_id, result)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
