@@ -6,22 +6,27 @@ import asyncio
 import json
 import signal
 import sys
+import threading
 import time
 from typing import TYPE_CHECKING, Any, Self
 
 import aiohttp
 import pytest
 from aiohttp import web
+from multidict import CIMultiDict
 from tests.byte_tokenizer import byte_tokenizer
 from tests.cluster.publisher import Publisher, packed, stored
 
 import kvtrie
 from kvtrie.fleet import Dispatcher, PromptError, ServedModel
 from kvtrie.fleet.proxy import FixedTargets, Proxy, serve
+from kvtrie.fleet.smg import SmgTargets
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
     from pathlib import Path
+
+    from kvtrie.fleet import Sent
 
 NS = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
 CHAT = "/v1/chat/completions"
@@ -41,7 +46,8 @@ class Router:
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         headers = {name.lower(): text for name, text in request.headers.items()}
-        self.asked.append((request.method, request.path_qs, headers, await request.read()))
+        path = request.rel_url.raw_path_qs
+        self.asked.append((request.method, path, headers, await request.read()))
         self.came.set()
         if self.reply is not None:
             try:
@@ -145,6 +151,9 @@ def test_a_clients_own_header_is_not_passed_on() -> None:
         (chat(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), CHAT, "several"),
         (chat(continue_final_message=True), CHAT, "unrouted: a prompt that goes on"),
         (chat(chat_template="x"), CHAT, "unrouted: a request with chat_template"),
+        # A template of the client's own could run for ever.
+        (chat(chat_template_kwargs={"chat_template": "x"}), CHAT, "an argument of the tokenizer"),
+        (chat(chat_template_kwargs={"documents": []}), CHAT, "an argument of the tokenizer"),
         (chat(cache_salt=5), CHAT, "unrouted: cache_salt is no text"),
         ({"model": "tiny", "prompt": ["a", "b"]}, "/v1/completions", "unrouted: several prompts"),
         ({"model": "tiny", "prompt": [-1]}, "/v1/completions", "unrouted: a token id is out"),
@@ -279,6 +288,161 @@ def test_a_worker_that_the_router_does_not_have_is_asked_for_once() -> None:
         assert (await running.post(chat()))[0] == 200
         assert [running.router.target(at) for at in (0, 1)] == ["at-b", None]
         assert running.proxy.counts["retried"] == 1
+
+    run(test)
+
+
+def test_a_client_that_does_not_read_its_reply_is_let_go() -> None:
+    async def test(running: Running) -> None:
+        async def floods(request: web.Request) -> web.StreamResponse:
+            reply = web.StreamResponse()
+            await reply.prepare(request)
+            for _ in range(1000):
+                await reply.write(b"x" * (1 << 16))
+            return reply
+
+        running.router.reply = floods
+        body = json.dumps(chat()).encode()
+        _, writer = await asyncio.open_connection("127.0.0.1", int(running.url.split(":")[-1]))
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+        async with asyncio.timeout(20):
+            await running.router.gone.wait()
+            while running.proxy._in_flight:  # noqa: ASYNC110 - until the handler has ended
+                await asyncio.sleep(0.01)
+        assert running.proxy.counts["gone"] == 1
+        assert running.dispatcher.outstanding("b") == (0, 0)
+        writer.close()
+
+    run(test, timeout=0.3)
+
+
+def test_closing_does_not_wait_for_a_stream_to_end() -> None:
+    async def test(running: Running) -> None:
+        async def waits(_: web.Request) -> web.StreamResponse:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        running.router.reply = waits
+        asking = asyncio.ensure_future(running.post(chat()))
+        await running.router.came.wait()
+        await asyncio.wait_for(running.proxy.close(), 20)
+        with pytest.raises(aiohttp.ClientError):
+            await asking
+        assert running.dispatcher.outstanding("b") == (0, 0)
+
+    run(test)
+
+
+def test_choosing_does_not_hold_up_other_requests() -> None:
+    async def test(running: Running) -> None:
+        went, go = threading.Event(), threading.Event()
+        choose = running.dispatcher.choose
+
+        def waits(*arguments: Any) -> Sent:
+            went.set()
+            go.wait(20)
+            return choose(*arguments)
+
+        running.dispatcher.choose = waits  # type: ignore[method-assign]
+        asking = asyncio.ensure_future(running.post(chat()))
+        assert await asyncio.to_thread(went.wait, 20)
+        assert (await running.post(b"", "/health"))[0] == 200
+        go.set()
+        assert (await asking)[0] == 200
+        assert running.router.target() == "at-b"
+
+    run(test)
+
+
+def test_a_choice_that_comes_too_late_is_taken_back() -> None:
+    async def test(running: Running) -> None:
+        go, came = threading.Event(), threading.Event()
+        choose = running.dispatcher.choose
+
+        def waits(*arguments: Any) -> Sent:
+            go.wait(20)
+            sent = choose(*arguments)
+            assert running.dispatcher.outstanding("b")[1] == 1
+            came.set()
+            return sent
+
+        running.dispatcher.choose = waits  # type: ignore[method-assign]
+        assert (await running.post(chat()))[0] == 200
+        assert running.router.target() is None
+        assert running.proxy.counts == {"requests": 1, "unrouted: tokenizing took too long": 1}
+        go.set()
+        assert await asyncio.to_thread(came.wait, 20)
+        async with asyncio.timeout(20):
+            while running.dispatcher.outstanding("b") != (0, 0):  # noqa: ASYNC110 - a thread
+                await asyncio.sleep(0.01)
+
+    run(test, prompt_timeout=0.1)
+
+
+async def raw(running: Running, request: bytes) -> bytes:
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(running.url.split(":")[-1]))
+    writer.write(request)
+    reply = await asyncio.wait_for(reader.read(), 20)
+    writer.close()
+    return reply
+
+
+@pytest.mark.parametrize("path", ["/v1/%2e%2e/workers?a=%2F%7e", "/v1/../workers", "//x/y", "/%ff"])
+def test_a_path_passes_as_it_came(path: str) -> None:
+    async def test(running: Running) -> None:
+        await raw(running, f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+        assert [asked[1] for asked in running.router.asked] == [path]
+
+    run(test)
+
+
+def test_headers_of_a_connection_do_not_pass() -> None:
+    async def test(running: Running) -> None:
+        async def says(_: web.Request) -> web.StreamResponse:
+            headers = [("Connection", "x-one"), ("X-One", "1"), ("X-Two", "2"), ("X-Three", "3")]
+            headers += [("Proxy-Connection", "close"), ("Connection", "X-Two, close")]
+            return web.Response(headers=CIMultiDict(headers))
+
+        running.router.reply = says
+        reply = await raw(
+            running,
+            b"GET /a HTTP/1.1\r\nHost: x\r\nX-One: 1\r\nX-Two: 2\r\nX-Three: 3\r\n"
+            b"Proxy-Connection: close\r\nConnection: X-One\r\nConnection: close, x-two\r\n\r\n",
+        )
+        asked = running.router.asked[0][2]
+        assert {name for name in asked if name.startswith(("x-", "proxy"))} == {"x-three"}
+        assert b"X-Three: 3" in reply
+        assert not any(name in reply for name in (b"X-One", b"X-Two", b"Proxy-Connection"))
+
+    run(test)
+
+
+def test_one_request_asks_for_the_workers_and_reads_all_of_them() -> None:
+    async def test(running: Running) -> None:
+        worker = {"id": "1", "url": "http://a/", "is_healthy": True, "model_id": "tiny"}
+        document = json.dumps({"workers": [worker]}).encode()
+
+        async def in_pieces(request: web.Request) -> web.StreamResponse:
+            reply = web.StreamResponse()
+            await reply.prepare(request)
+            await reply.write(document[:20])
+            await asyncio.sleep(0.1)
+            await reply.write(document[20:])
+            return reply
+
+        running.router.reply = in_pieces
+        targets = SmgTargets(running.proxy._upstream)
+        found = await asyncio.gather(*(targets.of(running.client, "tiny") for _ in range(5)))
+        assert found == [{"http://a": "0"}] * 5
+        assert len(running.router.asked) == 1
+        # One that gives up leaves the question to the next.
+        targets.expire()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(targets.of(running.client, "tiny"), 0.01)
+        worker["url"] = "http://b"
+        document = json.dumps({"workers": [worker]}).encode()
+        assert await targets.of(running.client, "tiny") == {"http://b": "0"}
 
     run(test)
 

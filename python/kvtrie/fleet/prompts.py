@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -40,9 +41,13 @@ class ServedModel:
     tokenizer: Any
     arguments: Mapping[str, Any] = field(default_factory=dict)
     _template: Template = field(init=False, repr=False, compare=False)
+    # What a client's arguments of the template must not be called.
+    _reserved: frozenset[str] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_template", Template(self.tokenizer, self.arguments))
+        named = inspect.signature(self.tokenizer.apply_chat_template).parameters
+        object.__setattr__(self, "_reserved", frozenset(named) | {"chat_template"})
 
     def prompt(self, path: str, body: Mapping[str, Any]) -> TokenSequence:
         """The prompt of a request.
@@ -95,6 +100,10 @@ class ServedModel:
         arguments = body.get("chat_template_kwargs") or {}
         if not isinstance(messages, list) or not isinstance(arguments, dict):
             msg = "messages in another form"
+            raise PromptError(msg)
+        # Above all a template of the client's own, which could take all time and memory.
+        if not self._reserved.isdisjoint(arguments):
+            msg = "chat_template_kwargs with an argument of the tokenizer"
             raise PromptError(msg)
         tools = None if body.get("tool_choice") == "none" else body.get("tools")
         try:

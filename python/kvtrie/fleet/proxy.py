@@ -30,20 +30,29 @@ from kvtrie.fleet.prompts import CHAT, TEXT, PromptError, ServedModel
 from kvtrie.fleet.smg import NO_WORKERS, REFUSED, ROUTED, TARGET, SmgTargets
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Awaitable, Mapping, Sequence
+    from concurrent.futures import Future
+
+    from multidict import CIMultiDictProxy
 
 try:
     import aiohttp
     from aiohttp import web
+    from yarl import URL
 except ModuleNotFoundError as missing:
     _msg = "kvtrie.fleet.proxy needs aiohttp: pip install 'kvtrie[proxy]'"
     raise ImportError(_msg, name="aiohttp") from missing
 
 # Of one connection, not of the message.
 _OWN: Final = frozenset(
-    "connection keep-alive proxy-authenticate proxy-authorization trailer transfer-encoding "
-    "te upgrade host content-length expect".split()  # codespell:ignore te: a header
+    "connection keep-alive proxy-authenticate proxy-authorization proxy-connection trailer "
+    "transfer-encoding te upgrade host content-length "  # codespell:ignore te: a header
+    "expect".split()
 )
+
+
+class _GoneError(Exception):
+    """The client does not take its reply."""
 
 
 class Targets(Protocol):
@@ -94,7 +103,7 @@ class Proxy:
         tokenizers: Threads that tokenize.
         body_timeout: Seconds for a request's body.
         prompt_timeout: Seconds for tokenizing and choosing; then the request passes without.
-        timeout: Seconds to wait for the router's next bytes.
+        timeout: Seconds to wait for the router's next bytes, and for the client to take them.
 
     Attributes:
         counts: `requests`; `routed`, of which `retried` without the header, because the router did
@@ -171,7 +180,9 @@ class Proxy:
         )
         app = web.Application(client_max_size=self._max_body)
         app.router.add_route("*", "/{path:.*}", self._handle)
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+        self._runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0
+        )
         await self._runner.setup()
         site = web.TCPSite(self._runner, host, port)
         await site.start()
@@ -179,7 +190,7 @@ class Proxy:
         return found
 
     async def close(self) -> None:
-        """Stop listening, and end what is in flight."""
+        """Stop listening, and end what is in flight after a second."""
         if self._runner is not None:
             await self._runner.cleanup()
         if self._session is not None:
@@ -238,11 +249,21 @@ class Proxy:
             msg = "unknown model"
             raise PromptError(msg)
         targets = await self._targets.of(self._session, name)
-        prompt = await loop.run_in_executor(self._threads, _prompt, model, path, document)
+        choosing = self._threads.submit(self._send, model, path, document, targets)
+        try:
+            sent = await asyncio.wrap_future(choosing)
+        except asyncio.CancelledError:
+            # What has been counted as sent, or will be in a moment, is not sent.
+            choosing.add_done_callback(_take_back)
+            raise
         # From here on nothing waits, so what is counted as sent is sent.
-        sent = self._dispatcher.choose(prompt, targets)
         self.counts["routed"] += 1
         return sent, targets[sent.worker]
+
+    def _send(
+        self, model: ServedModel, path: str, document: dict[str, Any], targets: Mapping[str, str]
+    ) -> Sent:
+        return self._dispatcher.choose(_prompt(model, path, document), targets)
 
     async def _pass_on(
         self, request: web.Request, body: bytes, sent: Sent | None, target: str | None
@@ -265,7 +286,9 @@ class Proxy:
                         self._targets.expire()
                         sent.end()
                     reply = web.StreamResponse(
-                        status=upstream.status, reason=upstream.reason, headers=_kept(upstream)
+                        status=upstream.status,
+                        reason=upstream.reason,
+                        headers=_kept(upstream.headers),
                     )
                     await self._copy(request, upstream, reply, sent)
                     return reply
@@ -277,19 +300,17 @@ class Proxy:
         if self._session is None:
             msg = "the proxy is closed"
             raise aiohttp.ClientConnectionError(msg)
-        named = request.headers.get("Connection", "").lower().replace(" ", "").split(",")
         headers = [
             (name, text)
-            for name, text in request.headers.items()
-            if name.lower() not in _OWN
-            and name.lower() not in named
-            and name.lower() != self._header.lower()
+            for name, text in _kept(request.headers)
+            if name.lower() != self._header.lower()
         ]
         if value is not None:
             headers.append((self._header, value))
         return self._session.request(
             request.method,
-            self._upstream + request.path_qs,
+            # As it came: a path that is made into another may be one that was not allowed.
+            URL(self._upstream + request.rel_url.raw_path_qs, encoded=True),
             data=body or None,
             headers=headers,
             allow_redirects=False,
@@ -307,20 +328,24 @@ class Proxy:
         if length is not None:
             reply.headers["Content-Length"] = length
         try:
-            await reply.prepare(request)
-        except ConnectionError:
-            return
-        async for piece in upstream.content.iter_any():
-            if sent is not None:
-                sent.computed()
-            try:
-                await reply.write(piece)
-            except ConnectionError:
-                # The client is gone, and with the response the router's connection ends.
-                self.counts["gone"] += 1
-                return
-        with contextlib.suppress(ConnectionError):
-            await reply.write_eof()
+            await self._taken(reply.prepare(request))
+            async for piece in upstream.content.iter_any():
+                if sent is not None:
+                    sent.computed()
+                await self._taken(reply.write(piece))
+            await self._taken(reply.write_eof())
+        except _GoneError:
+            # With the response the router's connection ends.
+            self.counts["gone"] += 1
+            _abort(request)
+
+    async def _taken(self, writing: Awaitable[Any]) -> None:
+        """Wait until a client has taken what was written, but not for ever."""
+        try:
+            async with asyncio.timeout(self._timeout.sock_read):
+                await writing
+        except (ConnectionError, TimeoutError) as error:
+            raise _GoneError from error
 
     def _broken(
         self, request: web.Request, reply: web.StreamResponse | None, error: Exception
@@ -329,15 +354,24 @@ class Proxy:
             status = 504 if isinstance(error, TimeoutError) else 502
             return self._refuse(status, f"no reply of the router: {str(error) or repr(error)}")
         self.counts["broken"] += 1
-        if request.transport is not None:
-            # Not the end of a reply: the client must not take what it has for the whole.
-            request.transport.abort()
+        # Not the end of a reply: the client must not take what it has for the whole.
+        _abort(request)
         return reply
 
     def _refuse(self, status: int, why: str) -> web.Response:
         self.counts[f"refused: {status}"] += 1
         error = {"message": why, "type": "proxy_error", "param": None, "code": status}
         return web.json_response({"error": error}, status=status)
+
+
+def _take_back(choosing: Future[Sent]) -> None:
+    if not choosing.cancelled() and choosing.exception() is None:
+        choosing.result().end()
+
+
+def _abort(request: web.Request) -> None:
+    if request.transport is not None:
+        request.transport.abort()
 
 
 def _document(body: bytes) -> dict[str, Any]:
@@ -363,8 +397,11 @@ def _prompt(model: ServedModel, path: str, document: dict[str, Any]) -> Any:  # 
         raise PromptError(msg) from error
 
 
-def _kept(upstream: aiohttp.ClientResponse) -> list[tuple[str, str]]:
-    return [(name, text) for name, text in upstream.headers.items() if name.lower() not in _OWN]
+def _kept(headers: CIMultiDictProxy[str]) -> list[tuple[str, str]]:
+    """The headers of the message, without those of the connection."""
+    named = ",".join(headers.getall("Connection", [])).lower().split(",")
+    own = _OWN.union(name.strip() for name in named)
+    return [(name, text) for name, text in headers.items() if name.lower() not in own]
 
 
 async def serve(settings: dict[str, Any]) -> None:

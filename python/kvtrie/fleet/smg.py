@@ -7,6 +7,7 @@ the ids. A reply has `x-smg-routed-worker-id`, the URL of the worker that it is 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from typing import TYPE_CHECKING, Any, Final
@@ -45,6 +46,7 @@ class SmgTargets:
         self._timeout = timeout
         self._known: list[tuple[str, frozenset[str]]] = []
         self._asked = float("-inf")
+        self._asking = asyncio.Lock()
 
     def expire(self) -> None:
         """What is known is wrong: ask before the next choice."""
@@ -59,9 +61,16 @@ class SmgTargets:
             session: A session.
             model: The model's name in requests.
         """
-        if time.monotonic() - self._asked > self._max_age:
-            self._known = await self._read(session)
-            self._asked = time.monotonic()
+        # One request asks, and all that come meanwhile wait for the answer.
+        async with self._asking:
+            asked = time.monotonic()
+            if asked - self._asked > self._max_age:
+                self._asked = asked
+                try:
+                    self._known = await self._read(session)
+                except asyncio.CancelledError:
+                    self.expire()
+                    raise
         urls = [url for url, models in self._known if model in models]
         return {url: str(at) for at, url in enumerate(urls)}
 
@@ -71,7 +80,11 @@ class SmgTargets:
         timeout = aiohttp.ClientTimeout(total=self._timeout)
         try:
             async with session.get(self._url, headers=self._headers, timeout=timeout) as reply:
-                raw = await reply.content.read(_MOST_BYTES)
+                raw = bytearray()
+                async for piece in reply.content.iter_any():
+                    raw += piece
+                    if len(raw) > _MOST_BYTES:
+                        return []
                 return _available(json.loads(raw)) if reply.status == 200 else []
         except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError, AttributeError):
             return []
