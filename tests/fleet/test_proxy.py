@@ -344,7 +344,7 @@ def test_choosing_does_not_hold_up_other_requests() -> None:
             go.wait(20)
             return choose(*arguments)
 
-        running.dispatcher.choose = waits  # type: ignore[method-assign]
+        running.dispatcher.choose = waits  # type: ignore[method-assign, assignment]
         asking = asyncio.ensure_future(running.post(chat()))
         assert await asyncio.to_thread(went.wait, 20)
         assert (await running.post(b"", "/health"))[0] == 200
@@ -367,7 +367,7 @@ def test_a_choice_that_comes_too_late_is_taken_back() -> None:
             came.set()
             return sent
 
-        running.dispatcher.choose = waits  # type: ignore[method-assign]
+        running.dispatcher.choose = waits  # type: ignore[method-assign, assignment]
         assert (await running.post(chat()))[0] == 200
         assert running.router.target() is None
         assert running.proxy.counts == {"requests": 1, "unrouted: tokenizing took too long": 1}
