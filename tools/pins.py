@@ -28,7 +28,7 @@ SOURCES = {
     "constraints/floors.txt": [
         *("pyproject.toml", "--extra", "cli", "--extra", "transformers", "--extra", "test"),
         *("--extra", "metrics", "--extra", "tracing", "--extra", "replicas"),
-        *("--extra", "dynamo", "--extra", "proxy", "--extra", "llmd"),
+        *("--extra", "dynamo", "--extra", "proxy", "--extra", "llmd", "--extra", "store"),
         *("--resolution", "lowest-direct", "--python-version", "3.11", "--only-binary", ":all:"),
     ],
 }

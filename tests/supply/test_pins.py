@@ -6,12 +6,15 @@ import hashlib
 import io
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -41,6 +44,23 @@ def test_a_list_pins_and_hashes_everything_and_names_no_index(path: Path) -> Non
         assert re.fullmatch(
             r"[a-z0-9-]+==[\w.+!]+( ; [\w .'!<>=()]+)?(    --hash=sha256:[0-9a-f]{64})+", entry
         ), entry[:100]
+
+
+def test_the_oldest_packages_are_those_of_every_extra_that_is_developed() -> None:
+    """The floors of an extra that the list does not know were never tried."""
+    sources = runpy.run_path(str(ROOT / "tools/pins.py"))["SOURCES"]["constraints/floors.txt"]
+    known = {name for flag, name in pairwise(sources) if flag == "--extra"}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    (own,) = [one for one in extras["dev"] if one.startswith("kvtrie[")]
+    assert known == set(own.removeprefix("kvtrie[").removesuffix("]").split(","))
+    pins = (ROOT / "constraints/floors.txt").read_text(encoding="utf-8")
+    for name in sorted(known):
+        for one in extras[name]:
+            if not one.startswith("kvtrie["):
+                package = re.match(r"[\w.-]+", one)
+                assert package is not None
+                assert re.search(rf"^{package[0].lower()}==", pins, re.MULTILINE), one
 
 
 @dataclass(frozen=True)
