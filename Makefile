@@ -428,7 +428,7 @@ test-wheel: dist/.built ## the wheel in clean environments: index tests with num
 # The oldest versions that pyproject.toml allows.
 FLOORS_ENV := target/test-floors
 FLOORS_FLAGS ?=
-FLOOR_TESTS := $(addprefix tests/,unit record regressions replay router ledger transfer threads tags engines kernels calibrate cli)
+FLOOR_TESTS := $(addprefix tests/,unit record regressions replay router ledger transfer threads tags engines kernels calibrate cli store)
 
 $(FLOORS_ENV)/.packages: constraints/floors.txt | $(VENV)/.packages
 	@echo "test-floors: the oldest packages (up to 5 GB on disk)"
