@@ -9,6 +9,7 @@ import pytest
 from tests.store.kit import SECONDS, SHAPE, make_store, read, rows, run_of, same
 
 from kvtrie.store import Estimate, HostBackend, SpanRows, SpanWriter
+from kvtrie.store.threads import Crew
 
 
 class Gated(HostBackend):
@@ -83,6 +84,54 @@ def test_rows_that_cannot_be_read_are_counted_and_blocks_are_let_go() -> None:
     assert (done, store.counts()["put_failed"], store.exists([run])) == ([True], 1, [True])
 
 
+def test_a_crew_may_be_closed_twice_and_its_threads_end_when_they_can() -> None:
+    gate, before = threading.Event(), set(threading.enumerate())
+    failures: list[Exception] = []
+    crew = Crew("crew", threads=3, max_waiting=1, failed=failures.append)
+    mine = set(threading.enumerate()) - before
+
+    def waiting() -> None:
+        assert gate.wait(SECONDS)
+
+    assert crew.offer(waiting)
+    assert not crew.close(0.0)
+    assert not crew.offer(lambda: None)
+    gate.set()
+    assert crew.close(SECONDS)
+    assert crew.close(0.0)
+    assert crew.wait(0.0)
+    for thread in mine:
+        thread.join(SECONDS)
+        assert not thread.is_alive()
+    assert failures == []
+
+
+def test_work_that_a_crew_takes_while_it_closes_is_done() -> None:
+    """A run that was taken and never tried kept its blocks pinned."""
+    for _ in range(100):
+        crew = Crew("crew", threads=1, max_waiting=1_000, failed=lambda _: None)
+        taken, done = [0], [0]
+        started = threading.Event()
+
+        def work(done: list[int] = done) -> None:
+            done[0] += 1
+
+        def offering(
+            crew: Crew = crew, taken: list[int] = taken, started: threading.Event = started
+        ) -> None:
+            while crew.offer(work):
+                taken[0] += 1
+                started.set()
+
+        thread = threading.Thread(target=offering)
+        thread.start()
+        assert started.wait(SECONDS)
+        assert crew.close(SECONDS)
+        thread.join(SECONDS)
+        assert crew.wait(SECONDS)
+        assert done == taken
+
+
 @pytest.mark.parametrize(
     ("seconds", "choice", "why"), [(0.001, "load", "faster"), (10.0, "recompute", "slower")]
 )
@@ -114,7 +163,25 @@ def test_a_slow_link_is_tried_again_now_and_then() -> None:
     assert whys.count("probe") == 2
 
 
-@pytest.mark.parametrize("wrong", [{"probe_every": 0}, {"prefill_tokens_per_s": 0.0}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"probe_every": 0},
+        {"prefill_tokens_per_s": 0.0},
+        {"prefill_tokens_per_s": float("nan")},
+        {"prefill_tokens_per_s": float("inf")},
+    ],
+)
 def test_an_estimate_refuses(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="Estimate"):
         Estimate(**wrong)
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
+def test_a_measurement_that_is_none_changes_no_estimate(seconds: float) -> None:
+    estimate = Estimate()
+    with pytest.raises(ValueError, match=r"Estimate\.loaded"):
+        estimate.loaded(num_bytes=1, seconds=seconds)
+    with pytest.raises(ValueError, match=r"Estimate\.computed"):
+        estimate.computed(num_tokens=1, seconds=seconds)
+    assert estimate.choose(num_tokens=1, num_bytes=1).why == "unknown"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -53,28 +54,38 @@ class Estimate:
     """
 
     def __init__(self, *, prefill_tokens_per_s: float | None = None, probe_every: int = 64) -> None:
-        if probe_every < 1 or (prefill_tokens_per_s is not None and prefill_tokens_per_s <= 0):
+        rate = prefill_tokens_per_s
+        if probe_every < 1 or (rate is not None and not 0 < rate < math.inf):
             msg = (
-                f"Estimate: prefill_tokens_per_s {prefill_tokens_per_s} must be above 0, and "
+                f"Estimate: prefill_tokens_per_s {rate} must be above 0 and finite, and "
                 f"probe_every {probe_every} at least 1"
             )
             raise ValueError(msg)
         self._lock = threading.Lock()
         self._probe_every = probe_every
         self._refused = 0
-        rate = prefill_tokens_per_s
         # Tokens and seconds of prefill; count, bytes, seconds, bytes * bytes, bytes * seconds.
         self._prefill = (0.0, 0.0) if rate is None else (rate, 1.0)
         self._loads = (0.0, 0.0, 0.0, 0.0, 0.0)
 
     def loaded(self, *, num_bytes: int, seconds: float) -> None:
-        """Count a load that was measured."""
+        """Count a load that was measured.
+
+        Raises:
+            ValueError: A number is negative or not finite.
+        """
+        _check("loaded", num_bytes, seconds)
         new = 1.0, float(num_bytes), seconds, float(num_bytes) ** 2, num_bytes * seconds
         with self._lock:
             self._loads = _decayed(self._loads, new)
 
     def computed(self, *, num_tokens: int, seconds: float) -> None:
-        """Count a prefill that was measured."""
+        """Count a prefill that was measured.
+
+        Raises:
+            ValueError: A number is negative or not finite.
+        """
+        _check("computed", num_tokens, seconds)
         with self._lock:
             tokens, before = self._prefill
             self._prefill = tokens * _KEPT + num_tokens, before * _KEPT + seconds
@@ -91,7 +102,8 @@ class Estimate:
             own = (seconds - per_byte * total) / count
             if own >= 0:
                 return own + per_byte * num_bytes
-        # All loads have one size, or larger ones took less: all time is time per byte.
+        # All loads have one size, or a load of nothing would take less than no time: all time is
+        # time per byte.
         return seconds / total * num_bytes if total else seconds / count
 
     def compute_seconds(self, num_tokens: int) -> float | None:
@@ -113,6 +125,13 @@ class Estimate:
         if is_probe:
             return LoadChoice("load", "probe", load, compute)
         return LoadChoice("recompute", "slower", load, compute)
+
+
+def _check(call: str, *numbers: float) -> None:
+    for number in numbers:
+        if not 0 <= number < math.inf:
+            msg = f"Estimate.{call}: {number} is negative or not finite"
+            raise ValueError(msg)
 
 
 def _decayed(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import queue
 import threading
-import time
+from collections import deque
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -31,51 +30,54 @@ class Crew:
             if value < 1:
                 msg = f"{name}: {what} is {value}; it must be at least 1"
                 raise ValueError(msg)
-        self._work: queue.Queue[Callable[[], None] | None] = queue.Queue(max_waiting)
+        self._max_waiting = max_waiting
         self._failed = failed
+        self._changed = threading.Condition()
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._unfinished = 0
         self._is_closed = False
-        self._threads = [
-            threading.Thread(target=self._run, name=f"{name}-{number}", daemon=True)
-            for number in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        for number in range(threads):
+            threading.Thread(target=self._run, name=f"{name}-{number}", daemon=True).start()
 
     def offer(self, work: Callable[[], None]) -> bool:
         """Have something done, if there is room in the queue; it never waits."""
-        if self._is_closed:
-            return False
-        try:
-            self._work.put_nowait(work)
-        except queue.Full:
-            return False
+        with self._changed:
+            if self._is_closed or len(self._waiting) >= self._max_waiting:
+                return False
+            self._waiting.append(work)
+            self._unfinished += 1
+            self._changed.notify_all()
         return True
 
     def wait(self, timeout: float) -> bool:
         """Wait until all work is done, at most so many seconds; whether it is."""
-        end = time.monotonic() + timeout
-        with self._work.all_tasks_done:
-            while self._work.unfinished_tasks:
-                left = end - time.monotonic()
-                if left <= 0:
-                    return False
-                self._work.all_tasks_done.wait(left)
-        return True
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._unfinished, timeout)
 
     def close(self, timeout: float) -> bool:
-        """Take no more work, wait for what is left, and end the threads; whether all was done."""
-        self._is_closed = True
-        done = self.wait(timeout)
-        if done:
-            for _ in self._threads:
-                self._work.put(None)
-        return done
+        """Take no more work, and wait for what is left; whether all was done. May be repeated.
+
+        The threads end when nothing is left, be it later.
+        """
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        return self.wait(timeout)
 
     def _run(self) -> None:
-        while (work := self._work.get()) is not None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._is_closed)
+                if not self._waiting:
+                    return
+                work = self._waiting.popleft()
             try:
                 work()
             except Exception as error:  # noqa: BLE001 - a thread lives on, and it is reported
                 self._failed(error)
             finally:
-                self._work.task_done()
+                # What it holds, such as the rows of a run, is not kept until the next one.
+                del work
+                with self._changed:
+                    self._unfinished -= 1
+                    self._changed.notify_all()
