@@ -10,14 +10,19 @@ import pytest
 import torch
 import transformers
 from tests.engines.architectures import CONFIGS, VOCAB
-from tests.store.kit import SECONDS, SECRET
+from tests.store.kit import SECONDS, SECRET, make_store
+from tests.store.kit import SPACE as KIT_SPACE
 
 import kvtrie
+from kvtrie import KVPool
 from kvtrie.engines._runner import Runner
-from kvtrie.rope import RopeSpec
+from kvtrie.kernels.reference import rotate
+from kvtrie.rope import RopeSpec, Rotary
 from kvtrie.store import (
+    BackendError,
     Estimate,
     HostBackend,
+    PlacedSpan,
     PlacedSpans,
     SpanLoad,
     SpanLoader,
@@ -26,6 +31,7 @@ from kvtrie.store import (
     StoreKey,
     rows_of,
 )
+from kvtrie.store.loading import _within, _without
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -323,3 +329,154 @@ def test_bad_calls_write_nothing(model: PreTrainedModel) -> None:
         assert load.wait(SECONDS)
         assert load.place(engine.pool, table).compute == ((91, 92),)
     assert loader.close(SECONDS)
+
+
+ROTARY = Rotary(inv_freq=(1.0, 0.25))
+TEXT = list(range(100, 140))
+IMAGE = kvtrie.Item(8, 20, b"an image", positions=4)
+
+
+def after_an_image(
+    asked: kvtrie.Item, *, item_positions: bool
+) -> tuple[PlacedSpans, KVPool, torch.Tensor, dict[str, int]]:
+    """8 tokens, an image and 40 of text are stored; the prompt has the text without the image.
+
+    Its own item is behind it.
+    """
+    layout = kvtrie.KVLayout(
+        num_layers=1, num_kv_heads=1, head_dim=4, dtype="float32", block_size=BLOCK
+    )
+    rope = RopeSpec(layers=(ROTARY,), head_dim=4, item_positions=item_positions)
+    pool = KVPool(layout, rope, num_blocks=64)
+    keys = torch.randn(1, 60, 1, 4, generator=torch.Generator().manual_seed(0))
+    pool.scatter(keys, -keys, range(15), 0)
+    shape = SpanShape.of(layout)
+    store = SpanStore(HostBackend(1 << 20), StoreKey(SECRET), SPACE, shape, max_bytes=1 << 20)
+    source = kvtrie.TokenSequence([*range(8), *[9] * 12, *TEXT], SPACE, [IMAGE])
+    for run in store.runs(source, [8, 20]):
+        assert store.put(run, rows_of(pool, np.arange(15), run.start, run.end))
+    prompt = kvtrie.TokenSequence([*range(8), *TEXT, *[9] * 3, 7], SPACE, [asked])
+    index = kvtrie.RadixIndex(num_blocks=64, block_size=BLOCK)
+    loader = SpanLoader(store)
+    with index.plan(prompt, NAMESPACE, keep_last=1) as plan:
+        load = loader.start(plan, prompt, store.runs(prompt, [8, 48]), NAMESPACE)
+        assert load.wait(SECONDS)
+        placed = load.place(pool, np.arange(15, 28))
+    assert loader.close(SECONDS)
+    return placed, pool, keys, store.counts()
+
+
+@pytest.mark.parametrize("item_positions", [True, False])
+def test_a_run_after_a_deleted_image_rotates_by_positions(*, item_positions: bool) -> None:
+    """By D20: 12 tokens of an image took 4 positions, so the text moves by 4 and not by 12."""
+    asked = kvtrie.Item(48, 51, b"another", positions=2)
+    placed, pool, keys, _ = after_an_image(asked, item_positions=item_positions)
+    assert [(one.start, one.end, one.is_exact, one.delta) for one in placed.spans] == [
+        (0, 8, True, 0),
+        (8, 48, False, -4),
+    ]
+    found, values = pool.gather(np.arange(15, 28), 8, 48)
+    rope = RopeSpec(layers=(ROTARY,), head_dim=4)
+    assert torch.allclose(found[0, :, 0], rotate(keys[0, 20:, 0], rope, -4), atol=1e-5)
+    assert values is not None
+    assert torch.equal(values[0, :, 0], -keys[0, 20:, 0])
+
+
+def test_no_run_rotates_where_an_item_does_not_say_its_positions() -> None:
+    placed, _, _, counts = after_an_image(kvtrie.Item(48, 51, b"another"), item_positions=True)
+    assert [(one.start, one.end) for one in placed.spans] == [(0, 8)]
+    assert counts["not_rotated"] == 1
+
+
+def test_an_image_of_other_positions_is_not_exact_and_not_used(model: PreTrainedModel) -> None:
+    engine = Engine(model)
+    store = store_for(engine)
+
+    def prompt_with(positions: int | None) -> kvtrie.TokenSequence:
+        item = kvtrie.Item(2, 8, b"i", positions=positions)
+        return kvtrie.TokenSequence(range(3, 43), SPACE, [item])
+
+    seq = prompt_with(3)
+    _, table = engine.compute(seq)
+    for run in store.runs(seq, [20]):
+        assert store.put(run, rows_of(engine.pool, table, run.start, run.end))
+    for positions in (None, 4):
+        _, placed = served(Engine(model), store, prompt_with(positions), [20], kvtrie.EXACT_ONLY)
+        assert placed.spans == ()
+
+
+def test_an_estimate_learns_from_loads_that_nobody_waited_for(model: PreTrainedModel) -> None:
+    """Else a slow link is never measured, because each of its loads is late."""
+
+    class Gated(HostBackend):
+        first = threading.Event()
+        gate = threading.Event()
+
+        def read(self, name: str, ranges: Any) -> Any:
+            if self.first.is_set() or (name != "kvtrie/store" and len(ranges) > 1):
+                self.first.set()
+                assert self.gate.wait(SECONDS)
+            return super().read(name, ranges)
+
+    backend = Gated(1 << 26)
+    store = filled(model, ("question", "answer"), backend)
+    seq, borders = prompt_of("question", "answer", "more")
+    engine, estimate = Engine(model), Estimate()
+    loader = SpanLoader(store, estimate=estimate)
+    with engine.plan(seq, kvtrie.EXACT_ONLY) as plan:
+        load = loader.start(plan, seq, store.runs(seq, borders))
+        assert backend.first.wait(SECONDS)
+        load.cancel()
+        backend.gate.set()
+    assert loader.close(SECONDS)
+    assert estimate.load_seconds(1_000) is not None
+
+
+def test_an_estimate_learns_nothing_from_what_was_not_read(model: PreTrainedModel) -> None:
+    """A run that is not exact, or a backend that fails at once, is no fast link."""
+
+    class Failing(HostBackend):
+        fails = False
+
+        def read(self, name: str, ranges: Any) -> Any:
+            if self.fails:
+                raise BackendError(name, reason="unreachable")
+            return super().read(name, ranges)
+
+    backend = Failing(1 << 26)
+    store = filled(model, CONVERSATION, backend)
+    seq, borders = prompt_of("answer", "more")
+    estimate = Estimate()
+    loader = SpanLoader(store, estimate=estimate)
+    with Engine(model).plan(seq, kvtrie.EXACT_ONLY) as plan:
+        runs = store.runs(seq, borders)
+        assert loader.start(plan, seq, runs).wait(SECONDS)
+        assert store.counts()["not_exact"] == 1
+        backend.fails = True
+        assert loader.start(plan, seq, runs, NAMESPACE).wait(SECONDS)
+        assert store.counts()["read_unreachable"] == 1
+    assert loader.close(SECONDS)
+    assert estimate.load_seconds(1_000) is None
+
+
+def test_what_is_in_gaps_and_what_is_left_of_them() -> None:
+    draw = np.random.default_rng(11)
+    store = make_store()
+    for _ in range(100):
+        marks = np.unique(draw.integers(0, 200, 14)).tolist()
+        gaps = tuple(zip(marks[::2], marks[1::2], strict=False))
+        inside = {at for low, high in gaps for at in range(low, high)}
+        seq = kvtrie.TokenSequence(range(200), KIT_SPACE)
+        spans = []
+        for run in store.runs(seq, draw.integers(0, 200, 9).tolist()):
+            parts = _within(run, gaps, [high for _, high in gaps])
+            found = [run.start + at for low, high in parts for at in range(low, high)]
+            assert found == sorted(inside & set(range(run.start, run.end)))
+            spans += [
+                PlacedSpan(run.start + low, run.start + high, True, 0, 0)
+                for low, high in parts
+                if draw.random() < 0.5
+            ]
+        placed = {at for one in spans for at in range(one.start, one.end)}
+        left = [at for low, high in _without(gaps, spans) for at in range(low, high)]
+        assert left == sorted(inside - placed)

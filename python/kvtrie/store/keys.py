@@ -108,19 +108,26 @@ class TenantKey:
         self, space: bytes, tokens: NDArray[np.uint32], items: Sequence[Item], starts: Sequence[int]
     ) -> list[str]:
         """Digests of all tokens before each of ascending positions."""
-        digest = hashlib.blake2b(
+        whole = np.ascontiguousarray(tokens, dtype="<u4")
+        said = hashlib.blake2b(
             _digest(self._key, "space", space),
             key=self._key,
             digest_size=16,
             person=b"kvtrie.s.prefix",
         )
-        whole = np.ascontiguousarray(tokens, dtype="<u4")
-        found, done = [], 0
+        # Apart from the tokens, so that it does not matter where a prompt is cut.
+        of_items = hashlib.blake2b(key=self._key, digest_size=16, person=b"kvtrie.s.items")
+        found, done, passed = [], 0, 0
         for start in starts:
-            digest.update(whole[done:start].tobytes())
+            said.update(whole[done:start].tobytes())
             done = start
-            here = digest.copy()
-            here.update(items_of(items, 0, start))
+            while passed < len(items) and items[passed].end <= start:
+                of_items.update(items_of(items[passed : passed + 1], 0, start))
+                passed += 1
+            here, items_here = said.copy(), of_items.copy()
+            if passed < len(items) and items[passed].start < start:
+                items_here.update(items_of(items[passed : passed + 1], 0, start))
+            here.update(items_here.digest())
             found.append(here.hexdigest())
         return found
 
@@ -176,9 +183,10 @@ def items_of(items: Sequence[Item], start: int, end: int) -> bytes:
     for item in items:
         first, last = max(item.start, start), min(item.end, end)
         if first < last:
-            numbers = first - start, last - start, first - item.start, len(item.digest)
-            parts.append(struct.pack("<4Q", *numbers) + item.digest)
-    return b"".join(parts) + struct.pack("<2Q", len(parts), end - start)
+            whole = item.positions or 0, item.num_tokens or 0
+            at = first - start, last - start, first - item.start
+            parts.append(struct.pack("<6Q", *at, *whole, len(item.digest)) + item.digest)
+    return struct.pack("<Q", len(parts)) + b"".join(parts)
 
 
 def _aes_gcm() -> Any:  # noqa: ANN401 - a class of cryptography

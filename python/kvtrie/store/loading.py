@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,6 +18,7 @@ import torch
 
 from kvtrie._core import EXACT_ONLY, Imported, ReusePolicy
 from kvtrie.pool.kv_pool import KVPool
+from kvtrie.rope import ItemPositionsError
 from kvtrie.store.shape import SpanRows, SpanShape
 from kvtrie.store.threads import Crew
 
@@ -25,7 +27,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from kvtrie._core import ReusePlan, TokenSequence
+    from kvtrie._core import Item, ReusePlan, TokenSequence
+    from kvtrie.rope import RopeSpec
     from kvtrie.store.estimate import Estimate
     from kvtrie.store.runs import SpanRun
     from kvtrie.store.store import SpanStore
@@ -36,6 +39,8 @@ _LAXEST: Final = ReusePolicy(max_hops=255, scope="namespace")
 _MIN_RUN: Final = 16
 # Tokens that are rotated at once, in a pool of twice as many.
 _STAGED: Final = 2048
+# The largest delta by which a pool rotates.
+_FURTHEST: Final = 1 << 27
 _MOVE: Final = [(name, "i8") for name in ("source_slot", "dest_slot", "num_tokens", "delta")]
 
 
@@ -48,7 +53,8 @@ class PlacedSpan:
         end: One past the last.
         is_exact: Whether it was computed at this position after these very tokens, by exact KV.
         hops: 0 if exact; else those of the KV as it is in the pool.
-        delta: Position in the prompt minus the position that it was computed at.
+        delta: Position in the prompt minus the position that it was computed at, by which K is
+            rotated (rule D20).
     """
 
     start: int
@@ -145,9 +151,11 @@ class SpanLoader:
             session=self._store.session_of(seq.namespace, session),
             moved_end=len(seq) if moved_end is None else moved_end,
             planned=_approximate(plan),
+            items=seq.items,
         )
         load = SpanLoad(self._store, asked)
-        pieces = [(run, part) for run in runs if (part := tuple(_within(run, gaps)))]
+        ends = [high for _, high in gaps]
+        pieces = [(run, part) for run in runs if (part := _within(run, gaps, ends))]
         if not pieces:
             load.finish()
         elif not self._crew.offer(lambda: self._fetch(load, asked, pieces)):
@@ -168,16 +176,17 @@ class SpanLoader:
             num_bytes = num_tokens * self._store.shape.token_bytes
             if not found or not self._is_worth(num_tokens, num_bytes):
                 return
-            began = time.monotonic()
+            began, num_read = time.monotonic(), 0
             for run, part in found:
+                # Nobody waits for more: what was read so far still says how slow the link is.
                 if load.is_taken:
                     break
-                self._one(load, asked, run, part)
-            else:
-                if self._estimate is not None:
-                    self._estimate.loaded(
-                        num_bytes=num_bytes, seconds=max(time.monotonic() - began, 1e-9)
-                    )
+                num_read += self._one(load, asked, run, part)
+            if self._estimate is not None and num_read:
+                self._estimate.loaded(
+                    num_bytes=num_read * self._store.shape.token_bytes,
+                    seconds=max(time.monotonic() - began, 1e-9),
+                )
         finally:
             load.finish()
 
@@ -188,23 +197,24 @@ class SpanLoader:
         self._store.count(f"chose_{chosen.choice}_{chosen.why}")
         return chosen.choice == "load"
 
-    def _one(self, load: SpanLoad, asked: _Asked, run: SpanRun, part: _Ranges) -> None:
-        """Read one run, and hand over what of it may be used."""
+    def _one(self, load: SpanLoad, asked: _Asked, run: SpanRun, part: _Ranges) -> int:
+        """Read one run, hand over what of it may be used, and return how many tokens were read."""
         if not asked.policy.approximate:
             # Whether a run is exact here is in its header, which is small.
             head = self._store.get_ranges(run, [], [])
             if head is None or not _pieces(self._store, asked, run, part, head[0]):
-                return
+                return 0
         into = [self._rows(high - low) for low, high in part]
         found = self._store.get_ranges(run, part, into)
         if found is None:
-            return
+            return 0
         header, good = found
         for span in _pieces(self._store, asked, run, part, header):
             for (low, high), is_good, rows in zip(part, good, into, strict=True):
                 at = run.start + low
                 if is_good and at <= span.start and span.end <= run.start + high:
                     load.arrived(_Arrived(span, rows.part(span.start - at, span.end - at)))
+        return sum(rows.num_tokens for rows, is_good in zip(into, good, strict=True) if is_good)
 
     def _rows(self, num_tokens: int) -> SpanRows:
         if not self._pinned:
@@ -318,8 +328,10 @@ class SpanLoad:
         kind = pool.layout.kv_type
         most = 1 if kind is not None and kind.requantizes else 255
         usable = []
+        can_rotate = pool.rope is not None and _say_positions(pool.rope, self._asked.items)
         for one in arrived:
-            if one.span.delta and (pool.rope is None or one.span.hops > most):
+            is_far = abs(one.span.delta) > _FURTHEST
+            if one.span.delta and (not can_rotate or is_far or one.span.hops > most):
                 self._store.count("not_rotated")
                 continue
             usable.append(one)
@@ -348,7 +360,8 @@ class SpanLoad:
                 k, v = _tensors(some, pool)
                 staging.scatter(k, v, from_blocks, 0)
                 move = (0, half * size, some.num_tokens, one.span.delta)
-                staging.apply(np.array([move], dtype=_MOVE), hops=one.span.hops)
+                # The delta is one of positions, and `_usable` has looked at the items.
+                staging.apply(np.array([move], dtype=_MOVE), hops=one.span.hops, items=())
                 k, v = staging.gather(to_blocks, 0, some.num_tokens)
                 pool.scatter(k, v, table, one.span.start + start)
 
@@ -379,6 +392,7 @@ class _Asked:
     moved_end: int
     # Of the plan: the first approximate token, the most hops, and approximate tokens.
     planned: tuple[int, int, int]
+    items: Sequence[Item]
 
 
 def _approximate(plan: ReusePlan) -> tuple[int, int, int]:
@@ -389,25 +403,40 @@ def _approximate(plan: ReusePlan) -> tuple[int, int, int]:
     return first, hops, int((some["end"] - some["start"]).sum())
 
 
-def _within(run: SpanRun, gaps: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """What of a run is in gaps, counted from the run's first token."""
-    both = [(max(low, run.start), min(high, run.end)) for low, high in gaps]
-    return [(low - run.start, high - run.start) for low, high in both if low < high]
+def _within(run: SpanRun, gaps: Sequence[tuple[int, int]], ends: Sequence[int]) -> _Ranges:
+    """What of a run is in gaps, which end at ``ends``, counted from the run's first token."""
+    found = []
+    for number in range(bisect_right(ends, run.start), len(gaps)):
+        low, high = gaps[number]
+        if low >= run.end:
+            break
+        found.append((max(low, run.start) - run.start, min(high, run.end) - run.start))
+    return tuple(found)
 
 
 def _without(gaps: _Ranges, spans: Sequence[PlacedSpan]) -> _Ranges:
-    """What is left of gaps."""
-    left = []
+    """What is left of gaps; both ascend."""
+    left: list[tuple[int, int]] = []
+    number = 0
     for low, high in gaps:
         at = low
-        for one in spans:
-            if low <= one.start and one.end <= high:
-                if at < one.start:
-                    left.append((at, one.start))
-                at = one.end
+        while number < len(spans) and spans[number].end <= high:
+            if at < spans[number].start:
+                left.append((at, spans[number].start))
+            at = spans[number].end
+            number += 1
         if at < high:
             left.append((at, high))
     return tuple(left)
+
+
+def _say_positions(rope: RopeSpec, items: Sequence[Item]) -> bool:
+    """Whether the deltas of a prompt with such items are differences of positions."""
+    try:
+        rope.check_items(items)
+    except ItemPositionsError:
+        return False
+    return True
 
 
 def _pieces(
@@ -424,7 +453,7 @@ def _pieces(
         found = [(low, high, False, hops) for low, high, hops in edges if low < high]
     usable = []
     for low, high, is_exact, hops in sorted(found):
-        start, end, delta = run.start + low, run.start + high, run.start - header.start
+        start, end, delta = run.start + low, run.start + high, run.position - header.position
         if not is_exact:
             was_moved = not header.is_at(run)
             if was_moved:

@@ -6,14 +6,17 @@ its start. Deleting a section, reordering messages or appending changes no other
 
 from __future__ import annotations
 
+import heapq
+from bisect import bisect_left
+from collections import Counter, deque
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Final
 
 from kvtrie.store.keys import items_of, space_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from kvtrie._core import Span, TokenSequence
     from kvtrie.store.keys import StoreKey, TenantKey
@@ -28,8 +31,10 @@ class SpanRun:
     """A run of a prompt's tokens. `SpanStore.runs` makes it.
 
     Attributes:
-        start: First token, a position of the prompt.
+        start: First token, its number in the prompt.
         end: One past the last.
+        position: Of the first token, by which K is rotated: ``start``, unless items before it say
+            how many positions they take.
         name: The run's key in the store.
         prefix: Digest of all tokens before ``start``.
         key: Of the tenant.
@@ -38,6 +43,7 @@ class SpanRun:
 
     start: int
     end: int
+    position: int
     name: str
     prefix: str
     key: TenantKey = field(repr=False, compare=False)
@@ -100,17 +106,34 @@ def name_runs(
     tenant = key.tenant(seq.namespace.salt)
     tokens, items = seq[:], seq.items
     prefixes = tenant.prefixes(space, tokens, items, [start for start, _ in ranges])
-    return [
-        SpanRun(
-            start,
-            end,
-            tenant.run_name(space, tokens[start:end], items_of(items, start, end)),
-            prefix,
-            tenant,
-            tuple(sorted({one.kind for one in spans if one.start < end and start < one.end})),
-        )
-        for (start, end), prefix in zip(ranges, prefixes, strict=True)
-    ]
+    kinds = _kinds(ranges, spans)
+    runs, first, shift = [], 0, 0
+    for (start, end), prefix, of_run in zip(ranges, prefixes, kinds, strict=True):
+        while first < len(items) and items[first].end <= start:
+            shift += (items[first].positions or 0) - (items[first].num_tokens or 0)
+            first += 1
+        last = first
+        while last < len(items) and items[last].start < end:
+            last += 1
+        said = items_of(items[first:last], start, end)
+        name = tenant.run_name(space, tokens[start:end], said)
+        runs.append(SpanRun(start, end, start + shift, name, prefix, tenant, of_run))
+    return runs
+
+
+def _kinds(ranges: Sequence[tuple[int, int]], spans: Sequence[Span]) -> Iterator[tuple[str, ...]]:
+    """The kinds of the spans that overlap each of ascending ranges."""
+    opening = deque(sorted((one.start, one.end, one.kind) for one in spans if one.start < one.end))
+    closing: list[tuple[int, str]] = []
+    active: Counter[str] = Counter()
+    for start, end in ranges:
+        while opening and opening[0][0] < end:
+            _, last, kind = opening.popleft()
+            heapq.heappush(closing, (last, kind))
+            active[kind] += 1
+        while closing and closing[0][0] <= start:
+            active[heapq.heappop(closing)[1]] -= 1
+        yield tuple(sorted(+active))
 
 
 def borders_of(stream: Stream) -> list[int]:
@@ -143,6 +166,12 @@ def worth_keeping(runs: Iterable[SpanRun], stream: Stream, policy: TurnPolicy) -
         gone += [one.dropped for one in stream.sections if one.kind == "reasoning"]
         if stream.open is not None and stream.open.kind == "reasoning":
             gone.append((stream.open.start, len(stream)))
-    return [
-        run for run in runs if not any(start < run.end and run.start < end for start, end in gone)
-    ]
+    # Where what is gone begins, and the furthest end of all that begins no later.
+    ranges = sorted(one for one in gone if one[0] < one[1])
+    starts, ends = [start for start, _ in ranges], list(accumulate((end for _, end in ranges), max))
+
+    def is_whole(run: SpanRun) -> bool:
+        before = bisect_left(starts, run.end)
+        return before == 0 or ends[before - 1] <= run.start
+
+    return [run for run in runs if is_whole(run)]

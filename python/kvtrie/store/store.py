@@ -258,6 +258,7 @@ class SpanStore:
             written = int(self._clock())
             header = SpanHeader(
                 start=run.start,
+                position=run.position,
                 num_tokens=num_tokens,
                 prefix=run.prefix,
                 exact_until=exact,

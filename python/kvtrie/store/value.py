@@ -31,7 +31,8 @@ class SpanHeader:
     """What a stored run is: where its KV was computed, and how exact it is.
 
     Attributes:
-        start: Position of its first token then.
+        start: Number of its first token then.
+        position: Position of its first token then, by which K was rotated (`SpanRun.position`).
         num_tokens: Its length.
         prefix: Digest of all tokens before it then.
         exact_until: How many of its tokens, from the first, are exact.
@@ -43,6 +44,7 @@ class SpanHeader:
     """
 
     start: int
+    position: int
     num_tokens: int
     prefix: str
     exact_until: int
