@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import subprocess
 import sys
 import textwrap
@@ -28,8 +30,10 @@ from kvtrie.store import (
     HostBackend,
     MooncakeBackend,
     ObjectBackend,
+    SpanShape,
     StoreRefused,
 )
+from kvtrie.store.runs import LONGEST
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -110,6 +114,46 @@ def test_a_restarted_store_counts_what_is_in_its_folder(tmp_path: Path) -> None:
         assert again.put(run_of(again, list(range(7, 47))), rows(40))
         assert again.num_bytes <= limit
         assert len(list(backend.sizes())) == 1 + 2
+
+
+@pytest.mark.parametrize("prefix", ["", "model-a", "model-a/", "/model-a/b/"])
+def test_a_folder_with_other_files_keeps_them(prefix: str, tmp_path: Path) -> None:
+    """What was in the folder before was counted as runs, and deleted to make room."""
+    pytest.importorskip("obstore", reason="obstore is not installed")
+    letter = tmp_path / prefix.strip("/") / "letter.txt"
+    letter.parent.mkdir(parents=True, exist_ok=True)
+    letter.write_text("x" * 5_000)
+    limit = SHAPE.num_bytes(40)
+    for at in range(3):
+        backend = ObjectBackend.from_url(f"file://{tmp_path}", prefix=prefix)
+        store = make_store(backend, max_bytes=limit)
+        assert store.num_bytes == (limit if at else 0)
+        assert store.put(run_of(store, list(range(at, at + 40))), rows(40))
+        assert store.num_bytes == limit
+    assert letter.exists()
+
+
+def test_runs_are_looked_up_where_an_event_loop_runs(tmp_path: Path) -> None:
+    pytest.importorskip("obstore", reason="obstore is not installed")
+    store = make_store(ObjectBackend.from_url(f"file://{tmp_path}"))
+    runs = [run_of(store, list(range(at, at + 40))) for at in range(600)]
+
+    async def within() -> list[bool]:
+        assert store.put(runs[500], rows(40))
+        return store.exists(runs)
+
+    found = asyncio.run(within())
+    assert [at for at, is_there in enumerate(found) if is_there] == [500]
+
+
+def test_a_buffer_of_mooncake_holds_a_run_of_a_model_of_8b() -> None:
+    """32 layers of 8 heads of 128 channels: 256 tokens take 32 MiB, and their seals."""
+    rows_of_8b = 8 * 128 * 2
+    shape = SpanShape(
+        num_layers=32, num_kv_heads=8, k_bytes=rows_of_8b, v_bytes=rows_of_8b, kv_dtype="bfloat16"
+    )
+    default = inspect.signature(MooncakeBackend).parameters["buffer_bytes"].default
+    assert shape.num_bytes(LONGEST) <= default
 
 
 def test_a_full_disk_stores_nothing_and_breaks_nothing(tmp_path: Path) -> None:

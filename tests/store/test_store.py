@@ -15,6 +15,7 @@ from tests.store.kit import SECRET, SHAPE, SPACE, make_store, read, rows, run_of
 import kvtrie
 from kvtrie import tags
 from kvtrie.store import (
+    BackendError,
     HostBackend,
     SpanRows,
     SpanRun,
@@ -23,9 +24,12 @@ from kvtrie.store import (
     StoreRefused,
     TenantLimits,
     borders_of,
+    keys,
     pieces,
     worth_keeping,
 )
+from kvtrie.store import runs as runs_module
+from kvtrie.store.budget import Budget
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -132,7 +136,7 @@ def test_whoever_lacks_the_key_can_neither_name_nor_forge_a_run() -> None:
     mine, theirs = run_of(store, ids), run_of(other, ids)
     assert mine.name != theirs.name
     # The operator knows the name, because it sees requests, and puts a value of its own there.
-    forged = SpanRun(0, 40, mine.name, mine.prefix, theirs.key)
+    forged = SpanRun(0, 40, 0, mine.name, mine.prefix, theirs.key)
     value = HostBackend(1 << 20)
     make_store(value, key=StoreKey(b"a key that somebody else made up")).put(forged, rows(40))
     found = value.read(mine.name, [(0, SHAPE.num_bytes(40))])
@@ -179,6 +183,178 @@ def test_a_name_depends_on_tokens_items_and_adapter_and_on_nothing_before() -> N
 
     assert name(list(range(20))) == name(list(range(50)))
     assert len({name([]), name([], b"other"), name([], adapter="lora")}) == 3
+
+
+def test_what_an_item_takes_is_part_of_names_and_prefixes() -> None:
+    store = make_store()
+
+    def names(item: kvtrie.Item | None, *cuts: int) -> tuple[str, str]:
+        seq = kvtrie.TokenSequence(range(40), SPACE, [] if item is None else [item])
+        runs = store.runs(seq, [20, *cuts])
+        return runs[0].name, next(run.prefix for run in runs if run.start == 20)
+
+    items = [
+        None,
+        kvtrie.Item(2, 8, b"i"),
+        kvtrie.Item(2, 8, b"i", positions=3),
+        kvtrie.Item(2, 8, b"i", positions=4),
+        kvtrie.Item(2, 9, b"i", positions=4),
+        kvtrie.Item(2, 30, b"i", positions=4),
+        kvtrie.Item(2, 31, b"i", positions=4),
+    ]
+    found = [names(item) for item in items]
+    assert len({name for name, _ in found}) == len({prefix for _, prefix in found}) == len(items)
+    # The prefix is the same wherever the prompt is cut.
+    assert [names(item, 1, 5, 15)[1] for item in items] == [prefix for _, prefix in found]
+
+
+def test_a_position_counts_what_whole_items_before_it_take() -> None:
+    store = make_store()
+    items = [kvtrie.Item(2, 8, b"i", positions=3), kvtrie.Item(12, 20, b"j", positions=30)]
+    items += [kvtrie.Item(22, 26, b"k")]
+    runs = store.runs(kvtrie.TokenSequence(range(40), SPACE, items), [5, 8, 16, 20, 30])
+    assert [(run.start, run.position) for run in runs] == [
+        (0, 0),
+        (5, 5),
+        (8, 5),
+        (16, 13),
+        (20, 39),
+        (30, 49),
+    ]
+
+
+def test_naming_looks_at_each_item_and_span_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt of many images was as slow as their square."""
+    seen = 0
+    whole = keys.items_of
+
+    def counting(items: Any, start: int, end: int) -> bytes:
+        nonlocal seen
+        seen += len(items)
+        return whole(items, start, end)
+
+    monkeypatch.setattr(keys, "items_of", counting)
+    monkeypatch.setattr(runs_module, "items_of", counting)
+    store = make_store()
+    borders = range(0, 10_000, 10)
+    items = [kvtrie.Item(at + 2, at + 8, b"i") for at in borders]
+    store.runs(kvtrie.TokenSequence(range(10_000), SPACE, items), borders)
+    assert seen <= 3 * len(items)
+
+
+def test_kinds_of_runs_are_those_of_the_spans_that_overlap_them() -> None:
+    draw = np.random.default_rng(5)
+    store = make_store()
+    for _ in range(50):
+        ends = np.sort(draw.integers(0, 101, (12, 2)), axis=1).tolist()
+        spans = [kvtrie.Span(low, high, f"k{draw.integers(5)}") for low, high in ends]
+        runs = store.runs(
+            kvtrie.TokenSequence(range(100), SPACE), draw.integers(0, 101, 9).tolist(), spans
+        )
+        for run in runs:
+            over = [one for one in spans if max(one.start, run.start) < min(one.end, run.end)]
+            assert run.kinds == tuple(sorted({one.kind for one in over}))
+
+
+def test_what_is_not_the_stores_is_neither_counted_nor_deleted() -> None:
+    backend = HostBackend(1 << 20)
+    backend.put("letters.txt", bytearray(5_000))
+    backend.put("0123456789abcdef/letters", bytearray(5_000))
+    store = make_store(backend, max_bytes=SHAPE.num_bytes(40))
+    assert (store.num_runs, store.num_bytes) == (0, 0)
+    for at in range(3):
+        assert store.put(run_of(store, list(range(at, at + 40))), rows(40))
+    assert backend.exists(["letters.txt", "0123456789abcdef/letters"]) == [True, True]
+
+
+def test_a_run_that_the_backend_has_evicted_is_stored_again() -> None:
+    backend = HostBackend(1 << 20)
+    store = make_store(backend)
+    run = run_of(store, list(range(40)))
+    assert store.put(run, rows(40))
+    backend.delete(run.name)
+    assert store.exists([run]) == [False]
+    assert store.num_bytes == 0
+    assert store.put(run, rows(40))
+    assert store.exists([run]) == [True]
+
+
+def test_what_was_stored_while_the_backend_was_asked_is_not_forgotten() -> None:
+    class Late(HostBackend):
+        then: Callable[[], object] | None = None
+
+        def exists(self, names: Any) -> list[bool]:
+            found = super().exists(names)
+            then, self.then = self.then, None
+            if then is not None:
+                then()
+            return found
+
+    backend = Late(1 << 20)
+    store = make_store(backend)
+    run = run_of(store, list(range(40)))
+    backend.then = lambda: store.put(run, rows(40))
+    assert store.exists([run]) == [False]
+    assert store.num_runs == 1
+
+
+def test_bytes_that_cannot_be_deleted_go_on_to_count() -> None:
+    class Stuck(HostBackend):
+        def delete(self, name: str) -> None:
+            raise BackendError(name, reason="unreachable")
+
+    store = make_store(Stuck(1 << 20), max_bytes=SHAPE.num_bytes(40))
+    first, second = (run_of(store, list(range(at, at + 40))) for at in (0, 50))
+    assert store.put(first, rows(40))
+    assert not store.put(second, rows(40))
+    assert store.num_bytes == SHAPE.num_bytes(40)
+    assert store.exists([first, second]) == [True, False]
+    counts = store.counts()
+    assert (counts["put_no_room"], counts["delete_unreachable"]) == (1, 1)
+    assert "evicted" not in counts
+
+
+def test_a_header_that_has_no_room_evicts_nothing() -> None:
+    store = make_store(max_bytes=SHAPE.num_bytes(40))
+    kept = run_of(store, list(range(40)))
+    assert store.put(kept, rows(40))
+    spans = [kvtrie.Span(0, 40, f"kind-{number:0100}") for number in range(10)]
+    (run,) = store.runs(kvtrie.TokenSequence(range(50, 90), SPACE), [], spans)
+    with pytest.raises(ValueError, match="the header has"):
+        store.put(run, rows(40))
+    assert store.exists([kept]) == [True]
+
+
+def test_a_replacement_that_fails_leaves_the_older_value_counted() -> None:
+    class Full(HostBackend):
+        is_full = False
+
+        def put(self, name: str, value: bytearray) -> None:
+            if self.is_full:
+                raise BackendError(name, reason="full")
+            super().put(name, value)
+
+    backend = Full(1 << 20)
+    store = make_store(backend)
+    run = run_of(store, list(range(40)))
+    assert store.put(run, rows(40), exact_until=3, hops=1)
+    backend.is_full = True
+    assert not store.put(run, rows(40))
+    assert store.num_bytes == SHAPE.num_bytes(40)
+    backend.is_full = False
+    assert store.put(run, rows(40))
+    assert store.num_bytes == SHAPE.num_bytes(40)
+
+
+def test_a_run_that_is_read_often_makes_no_list_long() -> None:
+    budget = Budget()
+    for tenant in range(100):
+        budget.add(f"{tenant}/a", num_bytes=1, num_tokens=1, start=0, written=0, exactness=(0, 0))
+    for _ in range(10_000):
+        budget.touch("7/a")
+    assert len(budget._order["7"]) < 100
+    budget.remove("7/a")
+    assert "7" not in budget._order
 
 
 @pytest.mark.parametrize(
@@ -245,6 +421,7 @@ def test_bad_arguments_change_nothing() -> None:
         (lambda: StoreKey(b"short"), "5 bytes"),
         (lambda: make_store(max_bytes=0), "max_bytes is 0"),
         (lambda: TenantLimits(lifetime=0), "lifetime is 0"),
+        (lambda: TenantLimits(lifetime=float("nan")), "lifetime is nan"),
         (lambda: HostBackend(0), "max_bytes is 0"),
     ]
     for call, message in calls:

@@ -36,7 +36,7 @@ class TenantLimits:
     def __post_init__(self) -> None:
         for name in ("max_bytes", "lifetime"):
             value = getattr(self, name)
-            if value is not None and value < 1:
+            if value is not None and not value >= 1:
                 msg = f"TenantLimits: {name} is {value}; it must be at least 1"
                 raise ValueError(msg)
 
@@ -61,6 +61,7 @@ class Budget:
         self._runs: dict[str, _Stored] = {}
         self._order: dict[str, list[tuple[float, str]]] = defaultdict(list)
         self._of_tenant: dict[str, int] = defaultdict(int)
+        self._runs_of_tenant: dict[str, int] = defaultdict(int)
         self._floor = 0.0
         self.num_bytes = 0
 
@@ -69,6 +70,10 @@ class Budget:
 
     def __contains__(self, name: str) -> bool:
         return name in self._runs
+
+    def entry(self, name: str) -> object | None:
+        """What stands for a run as it was stored last; None if it is not known."""
+        return self._runs.get(name)
 
     def exactness(self, name: str) -> tuple[int, int] | None:
         """Approximate tokens and hops of a run; None if they are not known."""
@@ -104,6 +109,7 @@ class Budget:
         self._runs[name] = run
         self.num_bytes += num_bytes
         self._of_tenant[tenant] += num_bytes
+        self._runs_of_tenant[tenant] += 1
         self._rank(name, run)
 
     def touch(self, name: str) -> None:
@@ -120,8 +126,10 @@ class Budget:
             return
         self.num_bytes -= run.num_bytes
         self._of_tenant[run.tenant] -= run.num_bytes
-        if not self._of_tenant[run.tenant]:
-            del self._of_tenant[run.tenant]
+        self._runs_of_tenant[run.tenant] -= 1
+        if not self._runs_of_tenant[run.tenant]:
+            del self._of_tenant[run.tenant], self._runs_of_tenant[run.tenant]
+            self._order.pop(run.tenant, None)
 
     def leaving(self, tenant: str | None) -> str | None:
         """The run that leaves next, of one tenant or of all; None if there is none."""
@@ -143,19 +151,20 @@ class Budget:
         run.worth = self._floor + (1 + run.uses) * run.cost / run.num_bytes
         order = self._order[run.tenant]
         heapq.heappush(order, (run.worth, name))
-        if len(order) > 4 * len(self._runs) + 64:
-            order[:] = [
-                (one.worth, key) for key, one in self._runs.items() if one.tenant == run.tenant
-            ]
+        if len(order) > 4 * self._runs_of_tenant[run.tenant] + 64:
+            order[:] = {one for one in order if self._is_current(*one)}
             heapq.heapify(order)
 
     def _head(self, tenant: str) -> tuple[float, str] | None:
         order = self._order.get(tenant, [])
         while order:
             worth, name = order[0]
-            run = self._runs.get(name)
-            if run is not None and run.worth == worth:
-                return order[0]
+            if self._is_current(worth, name):
+                return worth, name
             heapq.heappop(order)
         self._order.pop(tenant, None)
         return None
+
+    def _is_current(self, worth: float, name: str) -> bool:
+        run = self._runs.get(name)
+        return run is not None and run.worth == worth

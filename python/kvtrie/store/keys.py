@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import re
 import struct
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -169,6 +170,11 @@ class Sealer:
         )
         digest.update(unit)
         return digest.digest()
+
+
+def is_run_name(name: str) -> bool:
+    """Whether a name in a backend is one that `TenantKey.run_name` may have made."""
+    return re.fullmatch("[0-9a-f]{16}/[0-9a-f]{64}", name) is not None
 
 
 def space_of(namespace: Namespace, shape: SpanShape) -> bytes:

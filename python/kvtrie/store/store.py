@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvtrie.store.budget import Budget, TenantLimits
 from kvtrie.store.errors import BackendError, StoreRefused
-from kvtrie.store.keys import VERSION
+from kvtrie.store.keys import VERSION, is_run_name
 from kvtrie.store.runs import LONGEST, SpanRun, name_runs
 from kvtrie.store.shape import HEADER_BYTES, check_ranges
 from kvtrie.store.value import SpanHeader, read_header, read_range, write_value
@@ -136,11 +136,17 @@ class SpanStore:
         """Whether runs are stored, in one call of the backend. It promises nothing."""
         if not runs:
             return []
+        with self._lock:
+            before = [self._budget.entry(run.name) for run in runs]
         try:
-            return self._backend.exists([run.name for run in runs])
+            found = self._backend.exists([run.name for run in runs])
         except BackendError as error:
             self.count(f"exists_{error.reason}")
             return [False] * len(runs)
+        for run, entry, is_there in zip(runs, before, found, strict=True):
+            if entry is not None and not is_there:
+                self._forget(run, entry)
+        return found
 
     def get_ranges(
         self,
@@ -170,13 +176,16 @@ class SpanStore:
             self.shape.check("SpanStore.get_ranges", rows, end - start)
         blocks = [self.shape.blocks_at(start, end) for start, end in ranges]
         wanted = [self.shape.bytes_at(*one, run.num_tokens) for one in blocks]
+        with self._lock:
+            before = self._budget.entry(run.name)
         try:
             found = self._backend.read(run.name, [(0, HEADER_BYTES), *wanted])
         except BackendError as error:
             self._missed(f"read_{error.reason}", run)
             return None
         if found is None:
-            self._missed("absent", run)
+            self.count("absent")
+            self._forget(run, before)
             return None
         head = read_header(run.key, run.name, found[0])
         if isinstance(head, str):
@@ -269,14 +278,14 @@ class SpanStore:
                 written=written,
             )
             size = self.shape.num_bytes(num_tokens)
+            value = write_value(self.shape, run.key, run.name, header, slots)
             if not self._make_room(run, size):
                 return False
-            value = write_value(self.shape, run.key, run.name, header, slots)
             try:
                 self._backend.put(run.name, value)
             except BackendError as error:
-                with self._lock:
-                    self._budget.remove(run.name)
+                # An older value may be there or not: its bytes count, until it is missed.
+                self._doubt(run)
                 return self._left(f"put_{error.reason}")
             with self._lock:
                 self._budget.add(
@@ -305,10 +314,9 @@ class SpanStore:
         default = int(now - self._limits.lifetime) if self._limits.lifetime else 0
         with self._lock:
             old = list(self._budget.older_than(ends, default))
-        for name in old:
-            self._delete(name)
-            self.count("expired")
-        return len(old)
+        deleted = sum(self._delete(name) for name in old)
+        self.count("expired", deleted)
+        return deleted
 
     # --- counts --------------------------------------------------------------------------------
 
@@ -349,7 +357,8 @@ class SpanStore:
             if found is None or bytes(found[0]) != mine:
                 raise _refusal(b"" if found is None else bytes(found[0]), mine)
             for name, size in self._backend.sizes():
-                if name != _DESCRIPTOR:
+                # Whatever else is there is not the store's to count or to delete.
+                if is_run_name(name):
                     # Another process's: how exact it is, is read when it is asked for.
                     num_tokens = max(1, (size - HEADER_BYTES) // self.shape.token_bytes)
                     self._budget.add(
@@ -407,24 +416,34 @@ class SpanStore:
                     name = self._budget.leaving(None)
             if name is None:
                 return True
-            self._delete(name)
+            if not self._delete(name):
+                return self._left("put_no_room")
             self.count("evicted")
 
-    def _delete(self, name: str) -> None:
-        with self._lock:
-            self._budget.remove(name)
+    def _delete(self, name: str) -> bool:
+        """Whether a run is deleted now; if not, its bytes go on to count."""
         try:
             self._backend.delete(name)
         except BackendError as error:
             self.count(f"delete_{error.reason}")
+            return False
+        with self._lock:
+            self._budget.remove(name)
+        return True
 
     def _missed(self, why: str, run: SpanRun) -> None:
         self.count(why)
-        if why == "absent":
-            with self._lock:
-                self._budget.remove(run.name)
-        elif not why.startswith("read_"):
+        if not why.startswith("read_"):
             self._doubt(run)
+
+    def _forget(self, run: SpanRun, entry: object | None) -> None:
+        """Forget a run that is not there, such as one that the backend or another process deleted.
+
+        Unless it was stored since: then its entry is another one.
+        """
+        with self._lock:
+            if entry is not None and self._budget.entry(run.name) is entry:
+                self._budget.remove(run.name)
 
     def _doubt(self, run: SpanRun) -> None:
         """Let the next `put` of a run replace what cannot be verified."""

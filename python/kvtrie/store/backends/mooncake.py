@@ -35,7 +35,8 @@ class MooncakeBackend(Backend):
         master: Address and port of ``mooncake_master``.
         host: Address of this process, for other clients.
         segment_bytes: Memory that this process adds to the store; 0 for none.
-        buffer_bytes: The largest value, and the most that one read returns. There are four buffers.
+        buffer_bytes: The largest value, and the most that one read returns, header included. It has
+            to hold a run, which is ``shape.num_bytes(256)``. There are four buffers.
         protocol: ``"tcp"`` or ``"rdma"``.
 
     Raises:
@@ -49,7 +50,7 @@ class MooncakeBackend(Backend):
         *,
         host: str = "127.0.0.1",
         segment_bytes: int = 1 << 30,
-        buffer_bytes: int = 32 << 20,
+        buffer_bytes: int = 64 << 20,
         protocol: str = "tcp",
     ) -> None:
         try:

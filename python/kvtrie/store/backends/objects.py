@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from kvtrie.store.backends.protocol import Backend
 from kvtrie.store.errors import BackendError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Coroutine, Iterator, Sequence
 
     from obstore.store import ObjectStore
+
+# Objects that are looked up at the same time.
+_AT_ONCE: Final = 256
 
 
 class ObjectBackend(Backend):
@@ -21,7 +26,7 @@ class ObjectBackend(Backend):
 
     Args:
         store: One of obstore's stores. An S3 store should have a timeout, as `from_url` gives it.
-        prefix: What the names of all objects begin with.
+        prefix: The folder, or folders, of all objects within the store.
 
     Raises:
         ImportError: obstore is missing.
@@ -42,7 +47,9 @@ class ObjectBackend(Backend):
             ValueError,
         )
         self._store = store
-        self._prefix = prefix
+        # obstore lists whole folders, and its paths begin with no slash.
+        folder = prefix.strip("/")
+        self._prefix = f"{folder}/" if folder else ""
 
     @classmethod
     def from_url(cls, url: str, *, prefix: str = "", timeout: float = 5.0) -> ObjectBackend:
@@ -105,7 +112,7 @@ class ObjectBackend(Backend):
         return size < end
 
     def exists(self, names: Sequence[str]) -> list[bool]:
-        """Whether there are objects of these names; asked for all at once."""
+        """Whether there are objects of these names; asked for many at once."""
 
         async def one(name: str) -> bool:
             try:
@@ -115,10 +122,13 @@ class ObjectBackend(Backend):
             return True
 
         async def every() -> list[bool]:
-            return list(await asyncio.gather(*map(one, names)))
+            found: list[bool] = []
+            for start in range(0, len(names), _AT_ONCE):
+                found += await asyncio.gather(*map(one, names[start : start + _AT_ONCE]))
+            return found
 
         try:
-            return asyncio.run(every())
+            return _run(every())
         except self._errors as error:
             what = f"{len(names)} names"
             raise self._failure(what, "looked up", error) from error
@@ -152,6 +162,24 @@ class ObjectBackend(Backend):
         is_full = any(f"os error {number}" in words for number in (27, 28, 122))
         msg = f"ObjectBackend: {name} cannot be {what}: {words[:500]}"
         return BackendError(msg, reason="full" if is_full else "unreachable")
+
+
+def _run(lookups: Coroutine[Any, Any, list[bool]]) -> list[bool]:
+    """Run lookups, in a thread of their own if an event loop runs in this one."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(lookups)
+    ended: Future[list[bool]] = Future()
+
+    def run() -> None:
+        try:
+            ended.set_result(asyncio.run(lookups))
+        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+            ended.set_exception(error)
+
+    threading.Thread(target=run, name="ObjectBackend", daemon=True).start()
+    return ended.result()
 
 
 def _obstore() -> Any:  # noqa: ANN401 - a module
