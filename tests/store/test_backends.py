@@ -234,3 +234,25 @@ def test_a_master_that_is_not_there_is_refused() -> None:
         address = master.address
     with pytest.raises(BackendError, match="does not answer"):
         MooncakeBackend(address, segment_bytes=1 << 20, buffer_bytes=1 << 20)
+
+
+@needs_mooncake
+def test_a_store_that_was_closed_has_nothing_and_the_process_lives() -> None:
+    """Mooncake's client ends the process if it is called after its end."""
+    code = """
+    from tests.store.kit import MooncakeMaster, make_store, read, rows, run_of
+    from kvtrie.store import MooncakeBackend
+    with MooncakeMaster() as master:
+        client = MooncakeBackend(master.address, segment_bytes=16 << 20, buffer_bytes=4 << 20)
+        store = make_store(client)
+        run = run_of(store, list(range(40)))
+        assert store.put(run, rows(40))
+        store.close()
+        store.close()
+        assert store.exists([run]) == [False]
+        assert read(store, run, (0, 40)) is None
+        assert not store.put(run_of(store, list(range(9))), rows(9))
+        store.delete(run)
+        assert store.counts()["delete_unreachable"] == 1, store.counts()
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=120)

@@ -84,8 +84,24 @@ class MooncakeBackend(Backend):
                 msg = f"MooncakeBackend: a buffer of {buffer_bytes} bytes is refused (code {code})"
                 raise BackendError(msg, reason="unreachable")
             self._buffers.put(buffer)
-        self._closing = threading.Lock()
+        self._changed = threading.Condition()
+        self._calls = 0
         self._is_closed = False
+
+    @contextmanager
+    def _open(self) -> Iterator[Any]:
+        """The client, which ends the process if it is called after its end."""
+        with self._changed:
+            if self._is_closed:
+                msg = "MooncakeBackend: it was closed"
+                raise BackendError(msg, reason="unreachable")
+            self._calls += 1
+        try:
+            yield self._client
+        finally:
+            with self._changed:
+                self._calls -= 1
+                self._changed.notify_all()
 
     @contextmanager
     def _buffer(self, num_bytes: int) -> Iterator[NDArray[np.uint8]]:
@@ -104,7 +120,8 @@ class MooncakeBackend(Backend):
             buffer[: len(value)] = np.frombuffer(value, np.uint8)
             if self.exists([name])[0]:
                 self.delete(name)
-            (code,) = self._client.batch_put_from([name], [buffer.ctypes.data], [len(value)])
+            with self._open() as client:
+                (code,) = client.batch_put_from([name], [buffer.ctypes.data], [len(value)])
         if code:
             msg = f"MooncakeBackend: {name} cannot be stored (code {code})"
             raise BackendError(msg, reason="full" if code == _NO_ROOM else "unreachable")
@@ -113,9 +130,9 @@ class MooncakeBackend(Backend):
         """Read ranges of a value, in one call."""
         sizes = [end - start for start, end in ranges]
         offsets = [sum(sizes[:number]) for number in range(len(sizes))]
-        with self._buffer(sum(sizes)) as buffer:
+        with self._buffer(sum(sizes)) as buffer, self._open() as client:
             starts = [start for start, _ in ranges]
-            ((codes,),) = self._client.get_into_ranges(
+            ((codes,),) = client.get_into_ranges(
                 [buffer.ctypes.data], [[name]], [[offsets]], [[starts]], [[sizes]]
             )
             if list(codes) == sizes:
@@ -133,7 +150,8 @@ class MooncakeBackend(Backend):
         """Whether there are values of these names, in one call."""
         if not names:
             return []
-        codes = self._client.batch_is_exist(list(names))
+        with self._open() as client:
+            codes = client.batch_is_exist(list(names))
         if any(code < 0 for code in codes):
             msg = f"MooncakeBackend: the master does not answer (code {min(codes)})"
             raise BackendError(msg, reason="unreachable")
@@ -141,7 +159,8 @@ class MooncakeBackend(Backend):
 
     def delete(self, name: str) -> None:
         """Delete a value, if there is one, whoever reads it now."""
-        code = self._client.remove(name, True)
+        with self._open() as client:
+            code = client.remove(name, True)
         if code not in (0, _NOT_FOUND):
             msg = f"MooncakeBackend: {name} cannot be deleted (code {code})"
             raise BackendError(msg, reason="unreachable")
@@ -151,11 +170,13 @@ class MooncakeBackend(Backend):
         return []
 
     def close(self) -> None:
-        """End the client, within seconds."""
-        with self._closing:
+        """End the client, within seconds. It is left as it is if a call of it does not return."""
+        with self._changed:
             if self._is_closed:
                 return
             self._is_closed = True
+            if not self._changed.wait_for(lambda: not self._calls, _PATIENCE):
+                return
         ending = threading.Thread(target=self._client.close, daemon=True)
         ending.start()
         ending.join(_PATIENCE)
