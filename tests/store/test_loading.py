@@ -326,6 +326,10 @@ def test_bad_calls_write_nothing(model: PreTrainedModel) -> None:
             load.place(kvtrie.KVPool(other, num_blocks=4), table)
         with pytest.raises(ValueError, match="has 3 blocks, the prompt 23"):
             load.place(engine.pool, table[:3])
+        beyond = table.copy()
+        beyond[-1] = BLOCKS
+        with pytest.raises(ValueError, match=f"block {BLOCKS} is not in the pool of {BLOCKS}"):
+            load.place(engine.pool, beyond)
         assert load.wait(SECONDS)
         assert load.place(engine.pool, table).compute == ((91, 92),)
     assert loader.close(SECONDS)

@@ -289,8 +289,8 @@ class SpanLoad:
             table: The prompt's block table, from position 0.
 
         Raises:
-            ValueError: The pool has another geometry, the table is too short, or the load was
-                taken before. Nothing was written.
+            ValueError: The pool has another geometry, the table is too short or has a block that
+                is not in the pool, or the load was taken before. Nothing was written.
         """
         if SpanShape.of(pool.layout) != self._store.shape:
             msg = f"SpanLoad.place: the pool is not of the store's geometry {self._store.shape}"
@@ -298,6 +298,11 @@ class SpanLoad:
         num_blocks = -(-self._asked.num_tokens // pool.layout.block_size)
         if len(table) < num_blocks:
             msg = f"SpanLoad.place: the table has {len(table)} blocks, the prompt {num_blocks}"
+            raise ValueError(msg)
+        used = np.asarray(table)[:num_blocks]
+        wrong = used[(used < 0) | (used >= pool.num_blocks)]
+        if len(wrong):
+            msg = f"SpanLoad.place: block {wrong[0]} is not in the pool of {pool.num_blocks}"
             raise ValueError(msg)
         if self._is_taken:
             msg = "SpanLoad.place: the load was placed or cancelled before"
