@@ -6,6 +6,8 @@ layers), and Qwen2.5-VL, whose language model is the same.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from functools import cache
 from importlib import import_module
 from types import SimpleNamespace
@@ -331,6 +333,83 @@ def test_preempted_requests_resume_with_their_images(check_drained: Check) -> No
     check_drained(generator)
 
 
+def test_an_image_that_overflows_ends_its_request_alone_and_leaves_no_kv(
+    check_drained: Check,
+) -> None:
+    """Of tokens before it too, KV would be NaN, and other prompts share that."""
+    bright = Image(picture(1).pixel_values.sign() * 3e38, picture(1).grid)
+    generator = generator_of()
+    shared = text(40, 1)
+    asked = [tokens(text(9, 2)), tokens(shared, bright, text(5, 3)), tokens(shared, text(6, 4))]
+    requests = [generator.submit(**one, max_new_tokens=4, ignore_eos=True) for one in asked]
+    while generator.num_running or generator.num_waiting:
+        generator.step()
+    assert [request.finish_reason for request in requests] == ["length", "error", "length"]
+    assert isinstance(requests[1].error, ValueError)
+    assert str(requests[1].error).endswith("image of grid (1, 8, 12) is not finite")
+    assert requests[2].usage.exact == 0
+    done = generator.generate(**tokens(shared, text(6, 5)), **GREEDY)
+    assert_as_uncached("qwen2_vl", done, [*shared, *text(6, 5)], [])
+    check_drained(generator)
+
+
+def test_a_vision_part_that_fails_ends_its_request_alone(
+    monkeypatch: Any, check_drained: Check
+) -> None:
+    generator = generator_of()
+    seen = vision_model("qwen2_vl").model.get_image_features
+    bad = picture(7)
+
+    def failing(pixels: torch.Tensor, grid: torch.Tensor) -> Any:
+        if torch.equal(pixels, bad.pixel_values):
+            raise RuntimeError("out of memory")
+        return seen(pixels, grid)
+
+    monkeypatch.setattr(vision_model("qwen2_vl").model, "get_image_features", failing)
+    asked = [tokens(text(9, n), image, text(3, n)) for n, image in enumerate([picture(8), bad])]
+    requests = [generator.submit(**one, max_new_tokens=3, ignore_eos=True) for one in asked]
+    while generator.num_running or generator.num_waiting:
+        generator.step()
+    assert [request.finish_reason for request in requests] == ["length", "error"]
+    check_drained(generator)
+
+
+def test_a_generated_image_token_is_a_token_of_text(check_drained: Check) -> None:
+    """It has no pixels: its answer goes on, and a prompt with it needs another image."""
+    cat = picture(1)
+    asked = tokens(text(7, 1), cat, text(5, 2))
+    generator = generator_of()
+    request = generator.submit(**asked, max_new_tokens=6, ignore_eos=True, return_logits=True)
+    generator.step()
+    (job,) = generator._scheduler.running
+    assert job.lease is not None
+    job.lease.append([IMAGE])
+    (event,) = generator.step()
+    assert event.logits is not None
+    assert event.logits.isfinite().all()
+    prompt = [int(token) for token in job.seq[:]]
+    assert prompt[-2] == IMAGE
+    generator.cancel(request)
+    with pytest.raises(ValueError, match="2 runs of image tokens"):
+        generator.submit(prompt, images=[cat])
+    check_drained(generator)
+
+
+def test_nothing_refers_to_the_images_of_a_request_that_ended() -> None:
+    """Not a request that its caller keeps, nor the generator."""
+    generator = generator_of()
+    asked = tokens(text(7, 1), picture(1), text(5, 2))
+    requests = [generator.submit(**asked, max_new_tokens=3, ignore_eos=True) for _ in range(2)]
+    generator.step()
+    placed = [weakref.ref(job.images) for job in generator._scheduler.running]
+    assert len(placed) == 2
+    generator.cancel(requests[0])
+    while generator.num_running:
+        generator.step()
+    gc.collect()
+    assert [one() for one in placed] == [None, None]
+
+
 # --- messages -------------------------------------------------------------------------------------
 
 PAD = "<|image_pad|>"
@@ -424,6 +503,11 @@ def test_what_a_processor_returns_is_split_into_images() -> None:
             ValueError,
             "its time must be 1",
         ),
+        (
+            {"prompt": [5, IMAGE], "images": [Image(torch.zeros(4, 588), (1, 2, 2))]},
+            ValueError,
+            r"images\[0\] has 588 channels, the patches of this model have 1176",
+        ),
     ],
 )
 def test_other_images_than_tokens_are_refused(
@@ -446,6 +530,8 @@ def test_other_images_than_tokens_are_refused(
         (torch.zeros(4), (1, 2, 2), ValueError, r"shape \(4,\)"),
         (torch.zeros(4, 8).int(), (1, 2, 2), TypeError, "not torch.int32"),
         ([[0.0]], (1, 1, 1), TypeError, "not <class 'list'>"),
+        (torch.tensor([[0.0, float("nan")]]), (1, 1, 1), ValueError, r"values\[0, 1\] is nan"),
+        (torch.tensor([[-float("inf")]]), (1, 1, 1), ValueError, r"values\[0, 0\] is -inf"),
     ],
 )
 def test_what_is_no_image_is_refused(

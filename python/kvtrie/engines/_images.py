@@ -32,8 +32,8 @@ class Image:
     change afterwards.
 
     Args:
-        pixel_values: Patches, floating point ``[time * height * width, channels]``; the rows that
-            ``pixel_values`` of a processor has for this image.
+        pixel_values: Patches, finite, floating point ``[time * height * width, channels]``; the
+            rows that ``pixel_values`` of a processor has for this image.
         grid: Patches per axis: time, height, width; its row of ``image_grid_thw``.
 
     Attributes:
@@ -41,7 +41,8 @@ class Image:
 
     Raises:
         TypeError: ``pixel_values`` is not a tensor of floating point numbers.
-        ValueError: A size of the grid is below 1, or the patches are of another number or shape.
+        ValueError: A size of the grid is below 1, the patches are of another number or shape, or
+            a value is NaN or infinite.
 
     Example:
         >>> import torch
@@ -70,6 +71,11 @@ class Image:
                 f"Image: pixel_values have shape {tuple(pixels.shape)}; the grid {grid} needs "
                 f"({prod(grid)}, channels)"
             )
+            raise ValueError(msg)
+        is_finite = pixels.isfinite()
+        if not bool(is_finite.all()):
+            row, channel = (~is_finite).nonzero()[0].tolist()
+            msg = f"Image: pixel_values[{row}, {channel}] is {float(pixels[row, channel])}"
             raise ValueError(msg)
         object.__setattr__(self, "grid", grid)
         total = hashlib.blake2b(digest_size=32, person=_PERSON)
@@ -112,7 +118,9 @@ class Vision:
         self._model: Any = model
         self._image_id = int(config.image_token_id)
         self._video_id = int(config.video_token_id)
-        self._merge = int(config.vision_config.spatial_merge_size)
+        vision = config.vision_config
+        self._merge = int(vision.spatial_merge_size)
+        self._channels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
 
     def num_tokens(self, image: Image) -> int:
         """Tokens of an image."""
@@ -130,6 +138,13 @@ class Vision:
                 msg = (
                     f"Generator: images[{number}] has a grid of {image.grid}; its time must be 1, "
                     f"and its sides multiples of {self._merge}, the patches of a token"
+                )
+                raise ValueError(msg)
+            channels = image.pixel_values.shape[1]
+            if channels != self._channels:
+                msg = (
+                    f"Generator: images[{number}] has {channels} channels, the patches of this "
+                    f"model have {self._channels}"
                 )
                 raise ValueError(msg)
 
@@ -184,13 +199,21 @@ class Vision:
         return PlacedImages(self, list(images), spans, positions[:, 0])
 
     def features(self, image: Image) -> torch.Tensor:
-        """What the vision model makes of an image, ``[tokens, hidden]``."""
+        """What the vision model makes of an image, ``[tokens, hidden]``.
+
+        Raises:
+            ValueError: It is not finite. A model multiplies what its mask hides by 0, so the KV of
+                tokens before the image, which other prompts share, would not be finite either.
+        """
         device = self._model.device
         with torch.inference_mode():
             found = self._model.model.get_image_features(
                 image.pixel_values.to(device), torch.tensor([image.grid], device=device)
             )
         features: torch.Tensor = found.pooler_output[0]
+        if not bool(features.isfinite().all()):
+            msg = f"Generator: what the model makes of an image of grid {image.grid} is not finite"
+            raise ValueError(msg)
         return features
 
     def embeddings(self, tokens: torch.Tensor) -> torch.Tensor:
