@@ -315,6 +315,24 @@ fn a_cut_image_goes_on_where_the_whole_one_comes() {
 }
 
 #[test]
+fn an_appended_item_starts_after_the_shift_of_those_before() {
+    let text = [Text(0, 3), Image(1, 4, Some(2)), Text(3, 5)];
+    let (whole, _) = spelled(&[&text[..], &[Image(2, 4, Some(9)), Text(5, 8)]].concat());
+    let (mut grown, _) = spelled(&text);
+    let (tokens, items) = (whole.tokens(), whole.items());
+    let item = Item::new(9, 13, &[2]).unwrap().taking(9, 4).unwrap();
+    assert_eq!(items[1], item);
+    grown.extend(&tokens[9..], vec![item]).unwrap();
+    assert_eq!(
+        (grown.position(9).unwrap(), grown.position(16).unwrap()),
+        (7, 19)
+    );
+    for at in 0..=whole.len() {
+        assert_eq!(grown.position(at).unwrap(), whole.position(at).unwrap());
+    }
+}
+
+#[test]
 fn positions_beyond_their_limits_are_refused() {
     let item = || Item::new(2, 6, b"d").unwrap();
     for (positions, num_tokens) in [(0, 4), (1 << 31, 4), (3, 3), (3, 1 << 31)] {
