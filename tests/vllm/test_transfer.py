@@ -407,3 +407,32 @@ def test_the_namespace_is_that_of_the_request() -> None:
     # A name may be given to another adapter while the engine runs.
     assert len({space(None), space("/one"), space("/two")}) == 3
     assert space("/one") == space("/one")
+
+
+@pytest.mark.parametrize("side", ["sender", "receiver"])
+def test_a_request_with_images_is_computed(
+    start: Callable[..., Side], monkeypatch: pytest.MonkeyPatch, side: str
+) -> None:
+    """Placeholders of two images are the same tokens, which a manifest would call verified."""
+    sender, receiver = start(), start()
+    of_image = {"sender": "prefill", "receiver": "decode"}[side]
+    names = "request_finished_all_groups", "get_num_new_matched_tokens"
+    for name in names:
+        checked = getattr(transfer.CheckedTransfer, name)
+
+        def seen(self: Any, request: Any, *given: Any, checked: Any = checked) -> Any:
+            if request.request_id == of_image:
+                request.mm_features = [object()]
+            try:
+                return checked(self, request, *given)
+            finally:
+                request.mm_features = []
+
+        monkeypatch.setattr(transfer.CheckedTransfer, name, seen)
+    params = prefill(sender, PROMPT)
+    assert (transfer.MANIFEST in params) == (side == "receiver")
+    assert receive(receiver, sender, PROMPT, params) == len(PROMPT)
+    assert receiver.loaded == []
+    outcome = {"sender": "no manifest", "receiver": "not only token ids"}[side]
+    assert receiver.scheduler.connector.outcomes == {outcome: 1}
+    assert sender.scheduler.connector.outcomes == ({"not sent": 1} if side == "sender" else {})

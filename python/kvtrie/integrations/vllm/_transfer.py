@@ -70,6 +70,7 @@ class CheckedTransfer:
     Attributes:
         outcomes: Requests by outcome, each counted once, when it is admitted: ``"whole"``,
             ``"part"``, ``"nothing"`` (no block holds the tokens that follow), ``"no manifest"``,
+            ``"not only token ids"`` (it has images or embeddings, which a manifest does not have),
             ``"error"``, and the reasons of `kvtrie.TransferRefused`. At the sender: ``"not sent"``,
             if the manifest could not be made. In Prometheus ``vllm:kvtrie_transfers``.
 
@@ -113,7 +114,10 @@ class CheckedTransfer:
         result: tuple[bool, dict[str, Any] | None]
         result = super().request_finished_all_groups(request, block_ids)  # type: ignore[misc]  # a mixin
         delay, params = result
-        if params and params.get(_BLOCKS):
+        if params and params.get(_BLOCKS) and not _is_token_ids(request):
+            _LOG.warning("kvtrie: request %s is sent without manifest: images", request.request_id)
+            self._count("not sent")
+        elif params and params.get(_BLOCKS):
             try:
                 params[MANIFEST] = self._manifest(request, block_ids[0])
             except Exception:
@@ -165,6 +169,9 @@ class CheckedTransfer:
 
     def _loadable(self, request: Request, start: int, stop: int) -> tuple[list[int], int]:
         """The sender's blocks for the tokens from ``start`` on, and the end of their tokens."""
+        if not _is_token_ids(request):
+            self._tell(request, "not only token ids", "it has images or embeddings")
+            return [], start
         ids = (request.prompt_token_ids or [])[:stop]
         try:
             manifest = _read(request.kv_transfer_params.get(MANIFEST))
@@ -273,6 +280,13 @@ class KvtrieNixlConnector(CheckedTransfer, NixlConnector):
     @classmethod
     def _probe(cls) -> None:
         probe_transfer(_below(cls), (*TRANSFER, *TRANSFER_STATS), word=_BLOCKS)
+
+
+def _is_token_ids(request: Request) -> bool:
+    """Whether token ids are all that its KV depends on."""
+    return not (
+        request.mm_features or request.prompt_token_ids is None or request.prompt_is_token_ids
+    )
 
 
 def _below(one: type) -> list[type]:
