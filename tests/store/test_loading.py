@@ -192,6 +192,26 @@ def test_only_gaps_are_loaded_and_the_last_token_is_computed(model: PreTrainedMo
     assert placed.compute == ((91, 92),)
 
 
+@pytest.mark.parametrize(("hops", "end"), [(0, 92), (1, 40)])
+def test_what_was_computed_after_moved_runs_may_move_once(
+    model: PreTrainedModel, hops: int, end: int
+) -> None:
+    # As in the pool: it has no hops before it moves, and the policy allows one.
+    engine = Engine(model)
+    store = store_for(engine)
+    seq, borders = prompt_of(*CONVERSATION)
+    _, table = engine.compute(seq)
+    for run in store.runs(seq, borders):
+        rows = rows_of(engine.pool, table, run.start, run.end)
+        label = {} if not run.start else {"exact_until": 0, "hops": hops, "policy": NAMESPACE}
+        assert store.put(run, rows, **label)
+    seq, borders = prompt_of(*FOLLOWING)
+    _, placed = served(Engine(model), store, seq, borders, NAMESPACE)
+    assert placed.spans[-1].end == end
+    assert max(one.hops for one in placed.spans) == (0 if hops else 1)
+    assert store.counts().get("hops", 0) == hops
+
+
 @pytest.mark.parametrize(
     ("why", "policy", "options"),
     [

@@ -1,21 +1,18 @@
-"""Which stored runs leave when there is no room: those whose bytes save least.
+"""Which stored runs leave when there is no room: those least recently used.
 
-A run's worth per byte is what recomputing it costs, times how often it was asked for, plus the
-worth of what was evicted last (greedy dual size frequency), so that what nobody asks for ages.
+A prompt asks for all that its conversation has stored, again at each turn, and never again once
+the conversation is over. So when a run was used says more than how often, or what it costs to
+recompute. ``benches/python/tiers.py`` measures it.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-# Tokens before a token at which attention to them costs as much as all else of the token.
-_EVEN: Final = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +33,7 @@ class TenantLimits:
     def __post_init__(self) -> None:
         for name in ("max_bytes", "lifetime"):
             value = getattr(self, name)
-            if value is not None and not value >= 1:
+            if value is not None and value < 1:
                 msg = f"TenantLimits: {name} is {value}; it must be at least 1"
                 raise ValueError(msg)
 
@@ -47,11 +44,8 @@ class _Stored:
 
     tenant: str
     num_bytes: int
-    cost: float
     written: int
     exactness: tuple[int, int] | None
-    uses: int = 0
-    worth: float = 0.0
 
 
 class Budget:
@@ -59,10 +53,10 @@ class Budget:
 
     def __init__(self) -> None:
         self._runs: dict[str, _Stored] = {}
-        self._order: dict[str, list[tuple[float, str]]] = defaultdict(list)
+        # Runs with the number of their last use, in its order.
+        self._order: dict[str, OrderedDict[str, int]] = defaultdict(OrderedDict)
         self._of_tenant: dict[str, int] = defaultdict(int)
-        self._runs_of_tenant: dict[str, int] = defaultdict(int)
-        self._floor = 0.0
+        self._uses = 0
         self.num_bytes = 0
 
     def __len__(self) -> int:
@@ -70,10 +64,6 @@ class Budget:
 
     def __contains__(self, name: str) -> bool:
         return name in self._runs
-
-    def entry(self, name: str) -> object | None:
-        """What stands for a run as it was stored last; None if it is not known."""
-        return self._runs.get(name)
 
     def exactness(self, name: str) -> tuple[int, int] | None:
         """Approximate tokens and hops of a run; None if they are not known."""
@@ -95,29 +85,25 @@ class Budget:
         name: str,
         *,
         num_bytes: int,
-        num_tokens: int,
-        start: int,
         written: int,
         exactness: tuple[int, int] | None,
     ) -> None:
         """Count a run that was stored, in place of what had its name."""
-        uses = self._runs[name].uses if name in self._runs else 0
         self.remove(name)
-        cost = num_tokens * (1 + (start + num_tokens / 2) / _EVEN)
         tenant = name.partition("/")[0]
-        run = _Stored(tenant, num_bytes, cost, written, exactness, uses)
-        self._runs[name] = run
+        self._runs[name] = _Stored(tenant, num_bytes, written, exactness)
         self.num_bytes += num_bytes
         self._of_tenant[tenant] += num_bytes
-        self._runs_of_tenant[tenant] += 1
-        self._rank(name, run)
+        self.touch(name)
 
     def touch(self, name: str) -> None:
         """Count a use."""
         run = self._runs.get(name)
         if run is not None:
-            run.uses += 1
-            self._rank(name, run)
+            self._uses += 1
+            order = self._order[run.tenant]
+            order[name] = self._uses
+            order.move_to_end(name)
 
     def remove(self, name: str) -> None:
         """Forget a run, if it is known."""
@@ -126,45 +112,22 @@ class Budget:
             return
         self.num_bytes -= run.num_bytes
         self._of_tenant[run.tenant] -= run.num_bytes
-        self._runs_of_tenant[run.tenant] -= 1
-        if not self._runs_of_tenant[run.tenant]:
-            del self._of_tenant[run.tenant], self._runs_of_tenant[run.tenant]
-            self._order.pop(run.tenant, None)
+        order = self._order[run.tenant]
+        del order[name]
+        if not order:
+            del self._of_tenant[run.tenant], self._order[run.tenant]
 
     def leaving(self, tenant: str | None) -> str | None:
         """The run that leaves next, of one tenant or of all; None if there is none."""
-        tenants = [tenant] if tenant is not None else list(self._order)
-        heads = [head for one in tenants if (head := self._head(one)) is not None]
-        if not heads:
-            return None
-        worth, name = min(heads)
-        self._floor = max(self._floor, worth)
-        return name
+        heads = [
+            next(iter(order.items()))
+            for name, order in self._order.items()
+            if tenant is None or name == tenant
+        ]
+        return min(heads, key=lambda head: head[1], default=(None, 0))[0]
 
     def older_than(self, tenant_ends: dict[str, int], default: int) -> Iterator[str]:
         """Runs that were written before a moment, of a tenant's own or the default."""
         for name, run in self._runs.items():
             if run.written < tenant_ends.get(run.tenant, default):
                 yield name
-
-    def _rank(self, name: str, run: _Stored) -> None:
-        run.worth = self._floor + (1 + run.uses) * run.cost / run.num_bytes
-        order = self._order[run.tenant]
-        heapq.heappush(order, (run.worth, name))
-        if len(order) > 4 * self._runs_of_tenant[run.tenant] + 64:
-            order[:] = {one for one in order if self._is_current(*one)}
-            heapq.heapify(order)
-
-    def _head(self, tenant: str) -> tuple[float, str] | None:
-        order = self._order.get(tenant, [])
-        while order:
-            worth, name = order[0]
-            if self._is_current(worth, name):
-                return worth, name
-            heapq.heappop(order)
-        self._order.pop(tenant, None)
-        return None
-
-    def _is_current(self, worth: float, name: str) -> bool:
-        run = self._runs.get(name)
-        return run is not None and run.worth == worth

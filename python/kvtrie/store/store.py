@@ -39,7 +39,7 @@ class SpanStore:
         key: The owner's secret.
         namespace: Model, KV type and RoPE of the store. Adapter and salt may differ by sequence.
         shape: Geometry of the KV.
-        max_bytes: Bytes of all runs that this process knows of. What saves least leaves.
+        max_bytes: Bytes of all runs that this process knows of. The least recently used leaves.
         limits: What each tenant may keep.
         tenants: Other limits for some, by their salts.
         longest: Tokens of a run at most.
@@ -223,7 +223,7 @@ class SpanStore:
         slots: SpanRows,
         *,
         exact_until: int | None = None,
-        hops: int = 0,
+        hops: int | None = None,
         policy: ReusePolicy | None = None,
         session: str | None = None,
     ) -> bool:
@@ -233,7 +233,8 @@ class SpanStore:
             run: Which run.
             slots: Its rows, of the position and prefix that it says.
             exact_until: How many of its tokens, from the first, are exact; None for all.
-            hops: Hops of the others, 1 to 255.
+            hops: Most hops of the others, 0 to 255: 0 if they were not moved, but computed after
+                approximate KV.
             policy: The policy that the others were built under.
             session: The conversation, as `session_of` names it.
 
@@ -241,23 +242,23 @@ class SpanStore:
             Whether it is stored now by this call. Why not is counted.
 
         Raises:
-            ValueError: The rows do not fit the run, ``exact_until`` is outside it, or ``hops`` and
-                ``exact_until`` contradict each other.
+            ValueError: The rows do not fit the run, ``exact_until`` is outside it, or ``hops`` is
+                missing for others, or given where all are exact.
         """
         num_tokens = run.num_tokens
         self.shape.check("SpanStore.put", slots, num_tokens)
         exact = num_tokens if exact_until is None else exact_until
         if (
             not 0 <= exact <= num_tokens
-            or not 0 <= hops <= 255
-            or (hops > 0) != (exact < num_tokens)
+            or (hops is None) != (exact == num_tokens)
+            or not 0 <= (hops or 0) <= 255
         ):
             msg = (
                 f"SpanStore.put: exact_until is {exact} and hops {hops} for a run of {num_tokens}; "
-                "tokens that are not exact have 1 to 255 hops, and others 0"
+                "tokens that are not exact have 0 to 255 hops, and others None"
             )
             raise ValueError(msg)
-        exactness = num_tokens - exact, hops
+        exactness = num_tokens - exact, hops or 0
         with self._writing:
             known = self._budget.exactness(run.name)
             if known is not None and known <= exactness:
@@ -271,8 +272,8 @@ class SpanStore:
                 num_tokens=num_tokens,
                 prefix=run.prefix,
                 exact_until=exact,
-                hops=hops,
-                policy=policy if hops else None,
+                hops=hops or 0,
+                policy=policy if exact < num_tokens else None,
                 session=session,
                 kinds=run.kinds,
                 written=written,
@@ -291,8 +292,6 @@ class SpanStore:
                 self._budget.add(
                     run.name,
                     num_bytes=size,
-                    num_tokens=num_tokens,
-                    start=run.start,
                     written=written,
                     exactness=exactness,
                 )
@@ -360,12 +359,9 @@ class SpanStore:
                 # Whatever else is there is not the store's to count or to delete.
                 if is_run_name(name):
                     # Another process's: how exact it is, is read when it is asked for.
-                    num_tokens = max(1, (size - HEADER_BYTES) // self.shape.token_bytes)
                     self._budget.add(
                         name,
                         num_bytes=max(1, size),
-                        num_tokens=num_tokens,
-                        start=0,
                         written=int(self._clock()),
                         exactness=None,
                     )
