@@ -210,6 +210,12 @@ bench-cluster: .venv-peers/dynamo/.packages target/wheels/.built ## Dynamo's Rad
 	@$(UV) pip install --quiet --python .venv-peers/dynamo/bin/python --no-deps --reinstall target/wheels/kvtrie-*.whl
 	.venv-peers/dynamo/bin/python benches/peers/cluster.py $(PEER_FLAGS)
 
+BENCH_STORE_FLAGS ?=
+
+.PHONY: bench-store
+bench-store: setup ## what a store of runs finds of W11's prompts at four sizes, next to its ceilings and to chained hashes; printed only (three minutes)
+	OMP_NUM_THREADS=1 $(PY) benches/python/tiers.py $(BENCH_STORE_FLAGS)
+
 SIMULATE_FLAGS ?=
 
 .PHONY: simulate

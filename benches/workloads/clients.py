@@ -97,12 +97,27 @@ def inside_loop(writer: Writer, shape: AgentRun) -> Conversation:
 
 def close_run(name: str) -> Callable[[Writer, AgentRun], Conversation]:
     """The user speaks again, and the template drops the reasoning of the whole run."""
-    template = TEMPLATES[name]
+    closed = close_runs(name, turns=1)
 
     def client(writer: Writer, shape: AgentRun) -> Conversation:
-        run = _Run(writer, shape, template)
-        prompt = run.rounds(reasoning=[left for _, left in run.reasoning])
-        return conversation(run.cached(), [*prompt, *run.final_history, *run.asked])
+        return closed(writer, shape)[0]
+
+    return client
+
+
+def close_runs(name: str, *, turns: int) -> Callable[[Writer, AgentRun], list[Conversation]]:
+    """Runs of one agent, each of which begins with what the template left of those before."""
+    template = TEMPLATES[name]
+
+    def client(writer: Writer, shape: AgentRun) -> list[Conversation]:
+        made = []
+        head = None
+        for _ in range(turns):
+            run = _Run(writer, shape, template, head)
+            left = run.rounds(reasoning=[left for _, left in run.reasoning])
+            head = [*left, *run.final_history, *run.asked]
+            made.append(conversation(run.cached(), head))
+        return made
 
     return client
 

@@ -1,0 +1,395 @@
+"""What a store of runs finds of prompts after agent runs, next to a tier under chained hashes.
+
+    python benches/python/tiers.py [--conversations 24] [--turns 3] [--seed 1]
+
+Agents of W11 have three turns of 13 requests each: 12 that call a tool, and one that answers. When
+the user speaks again, the template has dropped the reasoning of the turn before. Conversations
+begin at random within 20 s times their number; pauses are random, 4 s for a tool and 40 s for a
+user on average. Within a turn the engine's pool has what was computed before. Between turns it has
+lost all, and a tier is asked. Shares are of the prompts of users that speak again.
+
+* `store`: `kvtrie.store.SpanStore` on host memory, under the default policy, with real bytes. A
+  prompt is loaded by `SpanLoader` and placed in a pool, rotated; V, which does not rotate, and K of
+  exact tokens are compared with what was computed. At the close of a turn its runs are stored, but
+  not reasoning. So many blocks are bytes of their KV, and headers and seals count.
+* `last use`: the ceiling of a store that does not know the future. It keeps single tokens by
+  content, all that the next prompt has again, and nothing besides KV. What was written or found
+  last stays.
+* `any order`: the ceiling of all stores. As `last use`, but it knows when each conversation goes
+  on, and which end: what is needed last leaves. While a turn runs, its tokens take no room.
+* `chained hashes`: a tier of blocks of 16 tokens, each named by all tokens up to its end. It stores
+  every full block of every request, reasoning too; the block least recently used leaves, and the
+  end of a prompt before its beginning. Its bytes are those of KV alone.
+
+MiB are the most that was kept at a time, and all that was written; a run or block that has left is
+written again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from workloads.clients import close_runs
+from workloads.registry import WORKLOADS
+from workloads.writer import Writer
+
+import kvtrie
+from kvtrie.pool.kv_pool import KVPool
+from kvtrie.store import HostBackend, SpanLoader, SpanShape, SpanStore, StoreKey, rows_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from workloads.history import Conversation, Span
+
+BLOCK_SIZE = 16
+# What a model of few layers takes per token: a header of a run is as large as one token.
+LAYOUT = kvtrie.KVLayout(
+    num_layers=1, num_kv_heads=1, head_dim=128, dtype="float32", block_size=BLOCK_SIZE
+)
+ROPE = kvtrie.RopeSpec(
+    layers=(kvtrie.rope.Rotary(tuple(10_000 ** (-at / 64) for at in range(64))),), head_dim=128
+)
+SHAPE = SpanShape.of(LAYOUT)
+NAMESPACE = kvtrie.Namespace(model="tiers", kv_dtype=LAYOUT.kv_dtype, salt="tenant")
+POLICY = kvtrie.ReusePolicy()
+BUDGETS = (8_000, 16_000, 32_000, None)
+# Seconds.
+APART, TOOL_PAUSE, USER_PAUSE = 20.0, 4.0, 40.0
+WAIT = 60.0
+
+
+class Request(NamedTuple):
+    """One request: `prompt` tokens of a turn's sequence, the first or the last of its turn."""
+
+    conversation: int
+    turn: int
+    prompt: int
+    is_first: bool
+    is_last: bool
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Conversations, each with its turns, and all requests in order of time."""
+
+    turns: list[list[Conversation]]
+    requests: list[Request]
+
+    @property
+    def asked(self) -> int:
+        """Prompt tokens of users that speak again."""
+        return sum(one.prompt for one in self.requests if one.is_first and one.turn)
+
+
+@dataclass
+class Found:
+    """Tokens of users' prompts that a tier has found, and bytes: written in all, kept at most."""
+
+    tokens: int = 0
+    stored_bytes: int = 0
+    most_bytes: int = 0
+    counts: dict[str, int] = field(default_factory=dict)
+
+
+def traffic(conversations: int, turns: int, seed: int, scale: float) -> Traffic:
+    shape = WORKLOADS["W11"].shape.scaled(scale)
+    build = close_runs("qwen3", turns=turns)
+    talks = [build(Writer(seed, number), shape) for number in range(conversations)]
+    rng = random.Random(seed)
+    timed = []
+    for number, talk in enumerate(talks):
+        now = rng.uniform(0, APART * conversations)
+        for turn, one in enumerate(talk):
+            # A reply begins with its reasoning.
+            prompts = [span.start for span in one.spans if span.kind == "reasoning"]
+            for at, prompt in enumerate(prompts):
+                is_last = at == len(prompts) - 1
+                timed.append((now, Request(number, turn, prompt, at == 0, is_last)))
+                now += rng.expovariate(1 / (USER_PAUSE if is_last else TOOL_PAUSE))
+    return Traffic(talks, [one for _, one in sorted(timed)])
+
+
+# --- the store -------------------------------------------------------------------------------
+
+
+def store_of_runs(asked: Traffic, budget: int | None) -> Found:
+    max_bytes = 1 << 40 if budget is None else budget * BLOCK_SIZE * SHAPE.token_bytes
+    # What the store says of itself is not of its budget.
+    backend = HostBackend(max_bytes + 1024)
+    store = SpanStore(backend, StoreKey(bytes(32)), NAMESPACE, SHAPE, max_bytes=max_bytes)
+    loader = SpanLoader(store)
+    longest = max(len(one.cached) for talk in asked.turns for one in talk)
+    num_blocks = longest // BLOCK_SIZE + 1
+    pool = KVPool(LAYOUT, ROPE, num_blocks=num_blocks)
+    table = np.arange(num_blocks)
+    found = Found()
+    running: dict[int, Engine] = {}
+    for request in asked.requests:
+        number, talk = request.conversation, asked.turns[request.conversation]
+        if request.is_first:
+            engine = Engine(store, loader, pool, table, f"conversation {number}")
+            spans = talk[request.turn - 1].prompt_spans if request.turn else ()
+            tokens = engine.ask(talk[request.turn].cached[: request.prompt], spans)
+            found.tokens += tokens if request.turn else 0
+            running[number] = engine
+        if request.is_last:
+            running.pop(number).close(talk[request.turn])
+            found.most_bytes = max(found.most_bytes, store.num_bytes)
+    loader.close()
+    found.counts = store.counts()
+    found.stored_bytes = found.counts.get("stored_bytes", 0)
+    return found
+
+
+class Engine:
+    """One turn of a conversation in an engine whose pool has nothing of it at the start."""
+
+    def __init__(
+        self,
+        store: SpanStore,
+        loader: SpanLoader,
+        pool: KVPool,
+        table: np.ndarray,
+        session: str,
+    ) -> None:
+        self._store, self._loader, self._pool, self._table = store, loader, pool, table
+        self._session = session
+        self._hops: list[tuple[int, int, int]] = []
+
+    def ask(self, ids: np.ndarray, spans: Sequence[Span]) -> int:
+        """Load a prompt, compute the rest, and return how many tokens were loaded."""
+        seq = kvtrie.TokenSequence(ids, NAMESPACE)
+        index = kvtrie.RadixIndex(num_blocks=len(self._table), block_size=BLOCK_SIZE)
+        with index.plan(seq, POLICY, keep_last=1) as plan:
+            runs = self._store.runs(seq, borders(spans, len(ids)))
+            load = self._loader.start(plan, seq, runs, POLICY, session=self._session)
+            if not load.wait(WAIT):
+                msg = f"tiers: a load had not ended after {WAIT:.0f} s"
+                raise RuntimeError(msg)
+            placed = load.place(self._pool, self._table)
+        for one in placed.spans:
+            k, v = self._pool.gather(self._table, one.start, one.end)
+            want_k, want_v = computed(ids, one.start, one.end)
+            if not torch.equal(v, want_v) or (one.is_exact and not torch.equal(k, want_k)):
+                msg = f"tiers: tokens [{one.start}, {one.end}) have other KV than was stored"
+                raise RuntimeError(msg)
+            if not one.is_exact:
+                self._hops.append((one.start, one.end, one.hops))
+        for start, end in placed.compute:
+            self._pool.scatter(*computed(ids, start, end), self._table, start)
+        self._prompt = len(ids)
+        # The pool is another conversation's until this turn ends.
+        self._kv = self._pool.gather(self._table, 0, len(ids))
+        return sum(one.end - one.start for one in placed.spans)
+
+    def close(self, turn: Conversation) -> None:
+        """Compute the rest of the turn, and store its runs."""
+        ids = turn.cached[: turn.num_computed]
+        self._pool.scatter(*self._kv, self._table, 0)
+        self._pool.scatter(*computed(ids, self._prompt, len(ids)), self._table, self._prompt)
+        seq = kvtrie.TokenSequence(ids, NAMESPACE)
+        tags = [kvtrie.Span(s.start, min(s.end, len(ids)), s.kind) for s in turn.spans]
+        session = self._store.session_of(NAMESPACE, self._session)
+        first = min((start for start, _, _ in self._hops), default=len(ids))
+        for run in self._store.runs(seq, borders(turn.spans, len(ids)), tags):
+            if "reasoning" in run.kinds:
+                continue
+            exact = min(max(first - run.start, 0), run.num_tokens)
+            hops = max((h for s, e, h in self._hops if s < run.end and run.start < e), default=0)
+            self._store.put(
+                run,
+                rows_of(self._pool, self._table, run.start, run.end),
+                exact_until=exact,
+                hops=hops if exact < run.num_tokens else None,
+                policy=POLICY,
+                session=session,
+            )
+
+
+def borders(spans: Sequence[Span], length: int) -> list[int]:
+    return [at for one in spans for at in (one.start, one.end) if at <= length]
+
+
+def computed(ids: np.ndarray, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """KV that is known by token and position; V by the token alone."""
+    token = torch.from_numpy(ids[start:end].astype(np.float32))[None, :, None, None]
+    position = torch.arange(start, end, dtype=torch.float32)[None, :, None, None]
+    channel = torch.arange(LAYOUT.head_dim, dtype=torch.float32)
+    return token + channel + position / 8, token - channel
+
+
+# --- what others could find ------------------------------------------------------------------
+
+
+class Group(NamedTuple):
+    """Tokens of a conversation that the same turns have."""
+
+    conversation: int
+    first: int
+    last: int
+
+
+def groups(asked: Traffic) -> dict[Group, int]:
+    """How many tokens each turn computes that the next prompt has again, by when they are gone."""
+    found: dict[Group, int] = {}
+    for number, talk in enumerate(asked.turns):
+        born = np.zeros(0, np.int64)
+        for turn, one in enumerate(talk):
+            cached = np.full(len(one.cached), turn)
+            cached[: len(born)] = born
+            stays = np.zeros(len(cached), bool)
+            born = np.full(len(one.prompt), turn + 1)
+            for kept in one.kept:
+                stays[kept.old_start : kept.old_end] = True
+                born[kept.start : kept.end] = cached[kept.old_start : kept.old_end]
+            is_last = turn == len(talk) - 1
+            for last, some in ((turn, cached[~stays]), (turn + 1, cached[stays & is_last])):
+                for first, count in zip(*np.unique(some, return_counts=True), strict=True):
+                    # What is dropped at once, as reasoning is, no store keeps.
+                    if first < last:
+                        found[Group(number, int(first), last)] = int(count)
+    return found
+
+
+def by_content(asked: Traffic, budget: int | None, *, knows: bool) -> Found:
+    """A store of single tokens, from the close of one turn to the next."""
+    room = sys.maxsize if budget is None else budget * BLOCK_SIZE
+    sizes = groups(asked)
+    starts = {(r.conversation, r.turn): at for at, r in enumerate(asked.requests) if r.is_first}
+    closed: dict[int, int] = {}
+    used: dict[Group, int] = {}
+    kept: dict[Group, int] = {}
+    found = Found()
+
+    def leaves(group: Group) -> int:
+        """The group with the most leaves first."""
+        number = group.conversation
+        if not knows:
+            return -used[group]
+        return starts.get((number, closed[number] + 1), sys.maxsize)
+
+    for at, request in enumerate(asked.requests):
+        mine = [group for group in sizes if group.conversation == request.conversation]
+        if request.is_first:
+            for group in mine:
+                if group.last >= request.turn and kept.get(group):
+                    found.tokens += kept[group]
+                    used[group] = at
+            if knows:
+                # Until the turn ends the engine has them.
+                for group in mine:
+                    kept.pop(group, None)
+        if request.is_last:
+            closed[request.conversation] = request.turn
+            for group in mine:
+                new = sizes[group] - kept.get(group, 0)
+                if group.first <= request.turn < group.last and new:
+                    found.stored_bytes += new * SHAPE.token_bytes
+                    kept[group], used[group] = sizes[group], at
+            over = sum(kept.values()) - room
+            for group in sorted(kept, key=leaves, reverse=True):
+                gone = max(0, min(over, kept[group]))
+                kept[group] -= gone
+                over -= gone
+            found.most_bytes = max(found.most_bytes, sum(kept.values()) * SHAPE.token_bytes)
+    return found
+
+
+def chained(asked: Traffic, budget: int | None) -> Found:
+    """Blocks under chained hashes; the least recently used leaves."""
+    kept: OrderedDict[int, None] = OrderedDict()
+    found = Found()
+    block_bytes = BLOCK_SIZE * SHAPE.token_bytes
+    for request in asked.requests:
+        ids = asked.turns[request.conversation][request.turn].cached
+        names = list(chain(ids))
+        prompt = names[: request.prompt // BLOCK_SIZE]
+        if request.is_first and request.turn:
+            hits = next((at for at, one in enumerate(prompt) if one not in kept), len(prompt))
+            found.tokens += hits * BLOCK_SIZE
+        blocks = names if request.is_last else prompt
+        found.stored_bytes += sum(one not in kept for one in blocks) * block_bytes
+        for one in reversed(blocks):
+            kept[one] = None
+            kept.move_to_end(one)
+        while budget is not None and len(kept) > budget:
+            kept.popitem(last=False)
+        found.most_bytes = max(found.most_bytes, len(kept) * block_bytes)
+    return found
+
+
+def chain(ids: np.ndarray) -> Iterator[int]:
+    """A name for each full block: of its tokens and all before."""
+    name = 0
+    whole = ids[: len(ids) // BLOCK_SIZE * BLOCK_SIZE].reshape(-1, BLOCK_SIZE)
+    for block in whole:
+        name = hash((name, block.tobytes()))
+        yield name
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--conversations", type=int, default=24)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--scale", type=float, default=1.0)
+    parser.add_argument("--budgets", nargs="+", type=_budget, default=BUDGETS, help="blocks")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    asked = traffic(options.conversations, options.turns, options.seed, options.scale)
+    print(f"{len(asked.requests)} requests; prompts of {asked.asked:,} tokens after agent runs\n")
+    print(HEAD)
+    for budget in options.budgets:
+        print(row(budget, asked.asked, measured(asked, budget)), flush=True)
+
+
+def measured(asked: Traffic, budget: int | None) -> dict[str, Found]:
+    """What each tier of so many blocks finds."""
+    return {
+        "store": store_of_runs(asked, budget),
+        "any order": by_content(asked, budget, knows=True),
+        "last use": by_content(asked, budget, knows=False),
+        "chained hashes": chained(asked, budget),
+    }
+
+
+HEAD = """\
+| blocks | store | of last use | last use | any order | chained hashes | MiB, store | MiB, chained |
+| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"""
+
+
+def row(budget: int | None, asked: int, found: dict[str, Found]) -> str:
+    """A row in Markdown."""
+    share = {name: f"{one.tokens / asked:.1%}" for name, one in found.items()}
+    part = found["store"].tokens / max(1, found["last use"].tokens)
+    sizes = [
+        f"{found[name].most_bytes / 2**20:,.0f}, {found[name].stored_bytes / 2**20:,.0f}"
+        for name in ("store", "chained hashes")
+    ]
+    cells = [
+        "unlimited" if budget is None else f"{budget:,}",
+        *(share["store"], f"{part:.1%}"),
+        *(share["last use"], share["any order"], share["chained hashes"]),
+        *sizes,
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _budget(text: str) -> int | None:
+    return None if text == "unlimited" else int(text)
+
+
+if __name__ == "__main__":
+    main()
