@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import tiers
 from tiers import BLOCK_SIZE, Found, Request, Traffic
 from workloads.history import Piece, conversation
+
+from kvtrie.store import SpanRows, rows_of
 
 
 def text(first: int, kind: str) -> Piece:
@@ -73,10 +77,8 @@ def test_the_store_is_next_to_its_ceiling_and_takes_fewer_bytes(budget: int | No
 
 
 def test_other_bytes_than_were_stored_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows_of = tiers.rows_of
-
-    def other(*where: object) -> object:
-        rows = rows_of(*where)  # type: ignore[arg-type]
+    def other(*where: Any) -> SpanRows:
+        rows = rows_of(*where)
         rows.v[0, -1, 0] ^= 1
         return rows
 

@@ -41,7 +41,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from workloads.clients import close_runs
-from workloads.registry import WORKLOADS
+from workloads.shapes import AgentRun
 from workloads.writer import Writer
 
 import kvtrie
@@ -104,7 +104,7 @@ class Found:
 
 
 def traffic(conversations: int, turns: int, seed: int, scale: float) -> Traffic:
-    shape = WORKLOADS["W11"].shape.scaled(scale)
+    shape = AgentRun().scaled(scale)
     build = close_runs("qwen3", turns=turns)
     talks = [build(Writer(seed, number), shape) for number in range(conversations)]
     rng = random.Random(seed)
@@ -182,7 +182,11 @@ class Engine:
         for one in placed.spans:
             k, v = self._pool.gather(self._table, one.start, one.end)
             want_k, want_v = computed(ids, one.start, one.end)
-            if not torch.equal(v, want_v) or (one.is_exact and not torch.equal(k, want_k)):
+            if (
+                v is None
+                or not torch.equal(v, want_v)
+                or (one.is_exact and not torch.equal(k, want_k))
+            ):
                 msg = f"tiers: tokens [{one.start}, {one.end}) have other KV than was stored"
                 raise RuntimeError(msg)
             if not one.is_exact:

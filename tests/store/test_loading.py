@@ -203,7 +203,9 @@ def test_what_was_computed_after_moved_runs_may_move_once(
     _, table = engine.compute(seq)
     for run in store.runs(seq, borders):
         rows = rows_of(engine.pool, table, run.start, run.end)
-        label = {} if not run.start else {"exact_until": 0, "hops": hops, "policy": NAMESPACE}
+        label: dict[str, Any] = (
+            {} if not run.start else {"exact_until": 0, "hops": hops, "policy": NAMESPACE}
+        )
         assert store.put(run, rows, **label)
     seq, borders = prompt_of(*FOLLOWING)
     _, placed = served(Engine(model), store, seq, borders, NAMESPACE)
