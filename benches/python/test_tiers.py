@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import tiers
 from tiers import BLOCK_SIZE, Found, Request, Traffic
 from workloads.history import Piece, conversation
 
+from kvtrie.pool.kv_pool import KVPool
 from kvtrie.store import SpanRows, rows_of
 
 
@@ -77,8 +76,8 @@ def test_the_store_is_next_to_its_ceiling_and_takes_fewer_bytes(budget: int | No
 
 
 def test_other_bytes_than_were_stored_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def other(*where: Any) -> SpanRows:
-        rows = rows_of(*where)
+    def other(pool: KVPool, table: np.ndarray, start: int, end: int) -> SpanRows:
+        rows = rows_of(pool, table, start, end)
         rows.v[0, -1, 0] ^= 1
         return rows
 
