@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import pytest
 import tiers
 from tiers import BLOCK_SIZE, Found, Request, Traffic
 from workloads.history import Piece, conversation
 
-from kvtrie.pool.kv_pool import KVPool
 from kvtrie.store import SpanRows, rows_of
+
+if TYPE_CHECKING:
+    from kvtrie.pool.kv_pool import KVPool
 
 
 def text(first: int, kind: str) -> Piece:
