@@ -349,7 +349,7 @@ def test_a_replacement_that_fails_leaves_the_older_value_counted() -> None:
 def test_a_run_that_is_read_often_makes_no_list_long() -> None:
     budget = Budget()
     for tenant in range(100):
-        budget.add(f"{tenant}/a", num_bytes=1, num_tokens=1, start=0, written=0, exactness=(0, 0))
+        budget.add(f"{tenant}/a", num_bytes=1, written=0, exactness=(0, 0))
     for _ in range(10_000):
         budget.touch("7/a")
     assert len(budget._order["7"]) < 100

@@ -75,7 +75,7 @@ class _Known:
     lacks: bool = False
 
 
-class _Event(NamedTuple):
+class _RouterEvent(NamedTuple):
     """An event that has been read."""
 
     worker: DynamoWorker
@@ -329,7 +329,7 @@ class DynamoIndexer:
         ]
         return np.array(hashes, dtype="<u8").view("<u4").astype(np.uint32)
 
-    def _read(self, event: bytes | str) -> _Event:
+    def _read(self, event: bytes | str) -> _RouterEvent:
         call = "DynamoIndexer"
         _check(call, "event", event, (bytes, str), "bytes or a str")
         if len(event) > self._max_event_bytes:
@@ -348,9 +348,9 @@ class DynamoIndexer:
         )
         number = _uint(inner.get("event_id"), "event_id")
         if fields.get("residency_domain", "worker") != "worker":
-            return _Event(worker, number, "refused_domain", [])
+            return _RouterEvent(worker, number, "refused_domain", [])
         medium = _medium(fields.get("storage_tier", "device"))
-        return _Event(worker, number, *_mutation(inner.get("data"), medium))
+        return _RouterEvent(worker, number, *_mutation(inner.get("data"), medium))
 
     def _of(self, worker: DynamoWorker) -> _Known:
         known = self._known.get(worker)
@@ -372,7 +372,7 @@ class DynamoIndexer:
         self._index.clear_worker(known.number)
         known.is_complete = known.lacks = False
 
-    def _apply(self, known: _Known, event: _Event) -> None:
+    def _apply(self, known: _Known, event: _RouterEvent) -> None:
         self.counts[event.kind] += event.num_blocks
         # What another owner holds is not the worker's.
         known.lacks |= event.kind in ("refused_position", "refused_type")

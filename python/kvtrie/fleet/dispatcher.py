@@ -34,7 +34,7 @@ class _Worker:
 
 
 @dataclass(eq=False)
-class _Job:
+class _Outstanding:
     """What is counted of a request until it has ended."""
 
     worker: str
@@ -145,8 +145,8 @@ class Dispatcher:
         self._max_tracked_tokens = max_tracked_tokens
         self._workers: dict[str, _Worker] = {}
         # Prompts that were sent and not computed, by worker.
-        self._tracked: dict[str, list[_Job]] = {}
-        self._jobs: set[_Job] = set()
+        self._tracked: dict[str, list[_Outstanding]] = {}
+        self._jobs: set[_Outstanding] = set()
         self._tracked_tokens = 0
         self._turn = 0
         self._lock = threading.Lock()
@@ -194,7 +194,7 @@ class Dispatcher:
                 order = (cost, -cached, -possible, known.outstanding, known.requests, known.last)
                 ranks.append((order, at, cached, possible, expected))
             _, at, cached, possible, expected = min(ranks)
-            job = _Job(names[at], expected, (space, tokens))
+            job = _Outstanding(names[at], expected, (space, tokens))
             self._note(job, len(tokens), names)
         return Sent(
             names[at],
@@ -215,7 +215,7 @@ class Dispatcher:
             known = self._workers.get(worker, _Worker())
             return known.outstanding, known.requests
 
-    def _note(self, job: _Job, num_tokens: int, names: Sequence[str]) -> None:
+    def _note(self, job: _Outstanding, num_tokens: int, names: Sequence[str]) -> None:
         self._turn += 1
         if job.worker not in self._workers:
             # Where workers come and go, those that are gone are not kept.
@@ -246,12 +246,12 @@ class Dispatcher:
                 most = max(most, _same(tokens, other, end) // size * size)
         return most
 
-    def _computed(self, job: _Job) -> None:
+    def _computed(self, job: _Outstanding) -> None:
         with self._lock:
             if job in self._jobs:
                 self._forget_prompt(job)
 
-    def _ended(self, job: _Job) -> None:
+    def _ended(self, job: _Outstanding) -> None:
         with self._lock:
             if job not in self._jobs:
                 return
@@ -259,7 +259,7 @@ class Dispatcher:
             self._forget_prompt(job)
             self._workers[job.worker].requests -= 1
 
-    def _forget_prompt(self, job: _Job) -> None:
+    def _forget_prompt(self, job: _Outstanding) -> None:
         self._workers[job.worker].outstanding -= job.expected
         job.expected = 0
         if job.prompt is not None:

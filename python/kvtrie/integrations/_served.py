@@ -43,7 +43,7 @@ _FIX: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class ServedModel:
+class EngineModel:
     """A model as an engine was told to serve it.
 
     Attributes:
@@ -89,7 +89,7 @@ def read(path: str | None, where: str) -> gates.Gate | None:
         raise gates.GateError(msg) from error
 
 
-def decide(path: str | None, wanted: ReusePolicy | None, served: ServedModel) -> gates.Decision:
+def decide(path: str | None, wanted: ReusePolicy | None, served: EngineModel) -> gates.Decision:
     """What requests may reuse; its ``of`` decides on each plan.
 
     Args:
@@ -135,7 +135,7 @@ def decide(path: str | None, wanted: ReusePolicy | None, served: ServedModel) ->
     return replace(decision, policy=policy)
 
 
-def _checkpoint(served: ServedModel) -> str:
+def _checkpoint(served: EngineModel) -> str:
     if served.load_format not in _PLAIN_FORMATS:
         msg = f"{served.engine} loads the weights by load_format={served.load_format!r}, "
         raise gates.GateMismatchError(msg + "not unchanged")
@@ -146,13 +146,13 @@ def _checkpoint(served: ServedModel) -> str:
     return checkpoint_digest(directory)
 
 
-def _template_id(served: ServedModel) -> str | None:
+def _template_id(served: EngineModel) -> str | None:
     if served.template is None:
         return directory_template_id(directory_of(served))
     return template_id(served.template)
 
 
-def directory_of(served: ServedModel) -> Path:
+def directory_of(served: EngineModel) -> Path:
     directory = Path(served.model)
     if directory.is_dir():
         return directory
@@ -186,7 +186,7 @@ def _is_quantised(directory: Path) -> bool:
     )
 
 
-def _check_rope(served: ServedModel) -> None:
+def _check_rope(served: EngineModel) -> None:
     if served.rope is None:
         return
     config = _config(directory_of(served))

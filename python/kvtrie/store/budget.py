@@ -33,7 +33,7 @@ class TenantLimits:
     def __post_init__(self) -> None:
         for name in ("max_bytes", "lifetime"):
             value = getattr(self, name)
-            if value is not None and value < 1:
+            if value is not None and not value >= 1:
                 msg = f"TenantLimits: {name} is {value}; it must be at least 1"
                 raise ValueError(msg)
 
@@ -64,6 +64,10 @@ class Budget:
 
     def __contains__(self, name: str) -> bool:
         return name in self._runs
+
+    def entry(self, name: str) -> object | None:
+        """What stands for a run as it was stored last; None if it is not known."""
+        return self._runs.get(name)
 
     def exactness(self, name: str) -> tuple[int, int] | None:
         """Approximate tokens and hops of a run; None if they are not known."""

@@ -212,13 +212,13 @@ def _max_in_gaps(context: TreeCacheBuildContext, settings: SGLangSettings) -> in
     return chunk if chunk is not None and chunk > 0 else int(args.max_prefill_tokens)
 
 
-def _model(context: TreeCacheBuildContext, kvcache: Any) -> _served.ServedModel:  # noqa: ANN401
+def _model(context: TreeCacheBuildContext, kvcache: Any) -> _served.EngineModel:  # noqa: ANN401
     args, template = context.server_args, None
     if args.chat_template is not None:
         # A file, or the name of one of SGLang's own templates, which no model directory has.
         path = Path(args.chat_template)
         template = path.read_text(encoding="utf-8") if path.is_file() else args.chat_template
-    return _served.ServedModel(
+    return _served.EngineModel(
         engine="SGLang",
         where=VARIABLE,
         model=args.model_path,

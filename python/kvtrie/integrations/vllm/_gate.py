@@ -45,12 +45,12 @@ def covers(settings: Settings, adapter: str | None) -> bool:
     return adapter is None or settings.gate in (None, _served.UNCHECKED)
 
 
-def _model(settings: Settings, vllm_config: VllmConfig) -> _served.ServedModel:
+def _model(settings: Settings, vllm_config: VllmConfig) -> _served.EngineModel:
     model, load = vllm_config.model_config, vllm_config.load_config
     kv_dtype = str(vllm_config.cache_config.cache_dtype)
     if kv_dtype == "auto":
         kv_dtype = str(model.dtype).removeprefix("torch.")
-    return _served.ServedModel(
+    return _served.EngineModel(
         engine="vLLM",
         where=_WHERE,
         model=model.model,

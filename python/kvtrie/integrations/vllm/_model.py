@@ -21,7 +21,7 @@ from kvtrie.models.fingerprint import CheckpointError
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kvtrie.integrations._served import ServedModel
+    from kvtrie.integrations._served import EngineModel
     from kvtrie.integrations.vllm._settings import Settings
 
 _CONNECTOR: Final = "KvtrieConnector"
@@ -151,10 +151,10 @@ def _of_command() -> ModelOptions | None:
     )
 
 
-def _served_model(settings: Settings, options: ModelOptions) -> ServedModel:
+def _served_model(settings: Settings, options: ModelOptions) -> EngineModel:
     from kvtrie.integrations import _served  # noqa: PLC0415 - the hub's client takes a while
 
-    return _served.ServedModel(
+    return _served.EngineModel(
         engine="vLLM",
         where=_CONNECTOR,
         model=options.model,
@@ -167,7 +167,7 @@ def _served_model(settings: Settings, options: ModelOptions) -> ServedModel:
     )
 
 
-def _directory(served: ServedModel) -> Path:
+def _directory(served: EngineModel) -> Path:
     from kvtrie.integrations import _served  # noqa: PLC0415 - likewise
 
     try:
@@ -205,7 +205,7 @@ def _found(config: dict[str, Any]) -> str | None:
     return "bfloat16" if dtype == "float32" else dtype
 
 
-def _gate(settings: Settings, served: ServedModel, kv_dtype: str | None) -> list[str]:
+def _gate(settings: Settings, served: EngineModel, kv_dtype: str | None) -> list[str]:
     """Compare gate and model; without a type of KV, all but that."""
     from kvtrie.integrations import _served  # noqa: PLC0415 - likewise
 
