@@ -367,7 +367,7 @@ def after_an_image(
 ) -> tuple[PlacedSpans, KVPool, torch.Tensor, dict[str, int]]:
     """8 tokens, an image and 40 of text are stored; the prompt has the text without the image.
 
-    Its own item is behind it.
+    Its own item is after it.
     """
     layout = kvtrie.KVLayout(
         num_layers=1, num_kv_heads=1, head_dim=4, dtype="float32", block_size=BLOCK
