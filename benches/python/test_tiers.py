@@ -24,7 +24,7 @@ def two_agents() -> Traffic:
     """Each has a turn of question, reasoning and answer, and asks again: the first one last."""
     talks, requests = [], []
     for at in range(2):
-        first, thought, answer, second, more, last, third = (
+        first, reasoning, answer, second, more, last, third = (
             text(1_000 * at + 100 * part, kind)
             for part, kind in enumerate(
                 ("user", "reasoning", "answer", "user", "reasoning", "answer", "user")
@@ -33,7 +33,7 @@ def two_agents() -> Traffic:
         prompt = [first, answer, second]
         talks.append(
             [
-                conversation([first, thought, answer], prompt, sampled=False),
+                conversation([first, reasoning, answer], prompt, sampled=False),
                 conversation([*prompt, more, last], [*prompt, last, third], sampled=False),
             ]
         )
