@@ -35,7 +35,7 @@ MESSAGES = [{"role": "user", "content": "where is it?"}]
 
 
 class Router:
-    """Answers with what it was asked, or as a test says."""
+    """Returns what it was asked, or what a test says."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, str, dict[str, str], bytes]] = []

@@ -1,4 +1,4 @@
-"""A replica that publishes what it is sent as cached, and answers with its name."""
+"""A replica that publishes what it is sent as cached, and returns its name."""
 
 from __future__ import annotations
 

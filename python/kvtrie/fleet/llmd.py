@@ -36,7 +36,7 @@ def _messages() -> tuple[Any, Any]:
         name="kvtrie/indexer.proto", package="indexer.v1", syntax="proto3"
     )
 
-    def message(name: str, *fields: tuple[str, int, int, int], **of: str) -> Any:  # noqa: ANN401
+    def message(name: str, *fields: tuple[str, int, int, int], **of: str) -> Any:  # noqa: ANN401 - of protobuf, which ships no types
         made = file.message_type.add(name=name)
         for each, number, kind, label in fields:
             made.field.add(name=each, number=number, type=kind, label=label, **of)

@@ -112,7 +112,7 @@ class Proxy:
             status; `gone` clients, and `broken` replies.
 
     Raises:
-        ValueError: The URL is none of http, or a number is outside its limits.
+        ValueError: The URL is not one of http, or a number is outside its limits.
     """
 
     def __init__(

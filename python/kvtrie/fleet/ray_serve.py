@@ -28,7 +28,7 @@ _MOST_OPEN: Final = 65_536
 _log = logging.getLogger(__name__)
 
 
-class KvRequestRouter(RequestRouter):  # type: ignore[misc]
+class KvRequestRouter(RequestRouter):  # type: ignore[misc] # Ray is not in the environment of mypy
     """Chooses the replica by a `KvIndexer`'s scores and by what was sent.
 
     `request_router_kwargs` are the arguments of `initialize_state`. A request whose tokens are not

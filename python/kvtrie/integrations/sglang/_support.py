@@ -212,7 +212,10 @@ def _max_in_gaps(context: TreeCacheBuildContext, settings: SGLangSettings) -> in
     return chunk if chunk is not None and chunk > 0 else int(args.max_prefill_tokens)
 
 
-def _model(context: TreeCacheBuildContext, kvcache: Any) -> _served.EngineModel:  # noqa: ANN401
+def _model(
+    context: TreeCacheBuildContext,
+    kvcache: Any,  # noqa: ANN401 - one of SGLang's pools
+) -> _served.EngineModel:
     args, template = context.server_args, None
     if args.chat_template is not None:
         # A file, or the name of one of SGLang's own templates, which no model directory has.
