@@ -108,8 +108,7 @@ def compiled(geometry: Geometry) -> Any:
     from kvtrie.kernels import triton as fused  # noqa: PLC0415 - imports triton
 
     angles = next(window.num_pairs for window in geometry.windows if window)
-    layers = torch.full((1, 6), 4096)
-    constants = fused._settings(geometry, torch.bfloat16, layers, angles)
+    constants = dict(fused._settings(geometry, torch.bfloat16, 16, angles))
     return built(fused._move_rows, geometry, constants, architecture=90, is_aligned=True)
 
 
@@ -161,7 +160,7 @@ def test_the_kernel_of_codes_compiles(quant: str, architecture: int) -> None:
     form = CodeForm.of(KV_TYPES[quant])
     assert form is not None
     angles = next(window.num_pairs for window in geometry.windows if window)
-    constants: dict[str, Any] = fused._settings(geometry, form, angles)
+    constants = dict(fused._settings(geometry, form, angles))
     kernel = fused._requantize_rows
     done = built(kernel, geometry, constants, architecture=architecture, is_aligned=False)
     ptx = done.asm["ptx"]

@@ -215,8 +215,8 @@ def test_bases_that_are_not_aligned() -> None:
     """A tensor may start anywhere: loads are only as wide as all addresses allow."""
     whole = torch.randn(1 + 2 * 6 * 4 * 3 * 16, device=DEVICE).to(torch.bfloat16)
     assert whole[1:].data_ptr() % 16 == 2
-    assert fused._alignment(torch.tensor([[whole.data_ptr(), 0]]), 2) == 16
-    assert fused._alignment(torch.tensor([[whole.data_ptr(), whole[1:].data_ptr()]]), 2) == 2
+    assert fused._alignment([whole.data_ptr(), 0]) == 16
+    assert fused._alignment([whole.data_ptr(), whole[1:].data_ptr()]) == 2
     k = whole[1:].view(2, 6, 4, 3, 16)
     layout = KVLayout.from_tensors(
         [k], axes="kv blocks tokens heads dim", block_size=4, num_kv_heads=3, head_dim=16

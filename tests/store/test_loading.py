@@ -78,7 +78,8 @@ class Engine:
 
     def __init__(self, model: PreTrainedModel) -> None:
         layout = kvtrie.KVLayout.from_config(model.config, block_size=BLOCK, dtype="float32")
-        self.pool = kvtrie.KVPool(layout, RopeSpec.from_config(model.config), num_blocks=BLOCKS)
+        rope = RopeSpec.from_config(model.config)
+        self.pool = kvtrie.KVPool(layout, rope, num_blocks=BLOCKS, device=model.device)
         self.index = kvtrie.RadixIndex(num_blocks=BLOCKS, block_size=BLOCK)
         self.runner = Runner(model, self.pool)
         self.free = list(range(BLOCKS))
@@ -130,7 +131,7 @@ def served(
     policy: kvtrie.ReusePolicy,
     **options: Any,
 ) -> tuple[torch.Tensor, PlacedSpans]:
-    loader = SpanLoader(store)
+    loader = SpanLoader(store, pinned=engine.pool.device.type == "cuda")
     with engine.plan(seq, policy) as plan:
         table = engine.table(plan)
         load = loader.start(plan, seq, store.runs(seq, borders), policy, **options)
@@ -180,6 +181,25 @@ def test_exact_kv_gives_the_logits_of_recomputation(model: PreTrainedModel) -> N
     alone, _ = Engine(model).compute(seq)
     assert torch.allclose(logits, alone, atol=1e-5, rtol=1e-5)
     assert engine.index.lookup(seq).num_tokens == 120
+
+
+@pytest.mark.cuda
+def test_a_pool_on_a_gpu_holds_what_the_store_holds(model: PreTrainedModel) -> None:
+    """Rows arrive in pinned memory and are placed on the pool's stream, moved ones rotated."""
+    seq, borders = prompt_of(*FOLLOWING)
+    on_gpu: Any = transformers.AutoModelForCausalLM.from_config(model.config)
+    on_gpu.load_state_dict(model.state_dict())
+    engines = [Engine(model), Engine(on_gpu.cuda().eval())]
+    store = filled(model, CONVERSATION)
+    (want, _), (logits, placed) = (
+        served(engine, store, seq, borders, NAMESPACE) for engine in engines
+    )
+    assert [(one.start, one.end, one.delta) for one in placed.spans] == [(0, 40, 0), (40, 92, -24)]
+    # Blocks are handed out in order.
+    rows = [rows_of(engine.pool, np.arange(BLOCKS), 0, 92) for engine in engines]
+    assert np.array_equal(rows[0].k, rows[1].k)
+    assert np.array_equal(rows[0].v, rows[1].v)
+    assert torch.allclose(logits.cpu(), want, atol=1e-3, rtol=1e-3)
 
 
 def test_only_gaps_are_loaded_and_the_last_token_is_computed(model: PreTrainedModel) -> None:

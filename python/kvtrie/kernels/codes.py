@@ -98,10 +98,12 @@ def encode(numbers: Tensor, code: int) -> tuple[Tensor, Tensor]:
 
 def scale_of(largest: Tensor, form: CodeForm) -> Tensor:
     """The scale of rows whose largest magnitude is given, float32."""
+    # A tensor: a GPU would multiply by the reciprocal of a number, which is one bit off at times.
+    most = largest.new_full((), LARGEST[form.code])
     if not form.is_power_of_two:
-        return (largest / LARGEST[form.code]).clamp_min(LEAST_SCALE)
+        return (largest / most).clamp_min(LEAST_SCALE)
     # The next power of two, from the bits: logarithms differ between machines.
-    scale = largest.clamp_min(LEAST_OF_POWER) / LARGEST[form.code]
+    scale = largest.clamp_min(LEAST_OF_POWER) / most
     return ((scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
 
 

@@ -9,13 +9,13 @@ and the count of saturated elements.
 * **A scale is read byte by byte**, since rows of codes may begin at any address.
 * **Each program adds to the count once**, if any of its elements saturated.
 
-This kernel has run under Triton's interpreter and was compiled for NVIDIA's sm_80 and sm_90; no GPU
-has run it.
+It ran on an H100 and under Triton's interpreter, and was compiled for sm_80.
 """
 
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -24,6 +24,7 @@ import triton.language as tl
 
 from kvtrie.kernels import codes
 from kvtrie.kernels.triton import (
+    KEPT,
     MAX_TILE_ROWS,
     NUM_WARPS,
     is_linear,
@@ -34,7 +35,7 @@ from kvtrie.kernels.triton import (
 from kvtrie.models.kv_types import SCALE_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
@@ -283,7 +284,7 @@ def requantize_rows(
     if num_tokens == 0:
         return
     device = tensors[0].device
-    layers = layers_of(tensors, geometry)
+    layers, _ = layers_of(geometry, tuple([tensor.data_ptr() for tensor in tensors]), 1)
     on_device = upload([layers, slots, cos, sin], device)
     settings = _settings(geometry, form, cos.shape[2])
     v = geometry.placement.v
@@ -306,7 +307,8 @@ def requantize_rows(
         )
 
 
-def _settings(geometry: Geometry, form: CodeForm, angles: int) -> dict[str, Any]:
+@lru_cache(maxsize=KEPT)
+def _settings(geometry: Geometry, form: CodeForm, angles: int) -> Mapping[str, Any]:
     """The compiled constants."""
     at, k, v = geometry.placement, geometry.placement.k, geometry.placement.v
     v_dim = v.dim if v is not None else 0
