@@ -155,6 +155,8 @@ def test_a_clients_own_header_is_not_passed_on() -> None:
         (chat(chat_template_kwargs={"chat_template": "x"}), CHAT, "an argument of the tokenizer"),
         (chat(chat_template_kwargs={"documents": []}), CHAT, "an argument of the tokenizer"),
         (chat(cache_salt=5), CHAT, "unrouted: cache_salt is no text"),
+        (chat(add_special_tokens=True), CHAT, "unrouted: a request with add_special_tokens"),
+        (chat(truncate_prompt_tokens=5), CHAT, "unrouted: a prompt that is cut"),
         ({"model": "tiny", "prompt": ["a", "b"]}, "/v1/completions", "unrouted: several prompts"),
         ({"model": "tiny", "prompt": [-1]}, "/v1/completions", "unrouted: a token id is out"),
         ({"model": "tiny", "input": "a"}, "/v1/embeddings", "passed"),
@@ -512,6 +514,17 @@ def test_bad_arguments_are_named(options: dict[str, Any]) -> None:
         ServedModel(NS, byte_tokenizer()).prompt(CHAT, {})
 
 
+def test_a_text_prompt_has_special_tokens_as_the_request_says() -> None:
+    def encode(text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [1] * add_special_tokens + [ord(one) for one in text]
+
+    tokenizer: Any = byte_tokenizer()
+    tokenizer.encode = encode
+    model = ServedModel(NS, tokenizer)
+    for more, ids in (({}, [1, 97, 98]), ({"add_special_tokens": False}, [97, 98])):
+        assert list(model.prompt("/v1/completions", {"prompt": "ab", **more})) == ids
+
+
 def test_the_command_reads_settings_and_prints_what_it_counted(tmp_path: Path) -> None:
     async def test(running: Running) -> None:
         byte_tokenizer().save_pretrained(tmp_path / "tokenizer")
@@ -558,6 +571,34 @@ def test_the_command_reads_settings_and_prints_what_it_counted(tmp_path: Path) -
     run(test)
 
 
-def test_settings_that_are_missing_or_unknown_are_named() -> None:
-    with pytest.raises(ValueError, match=r"missing \['block_size'.*unknown \['another'\]"):
-        asyncio.run(serve({"upstream": "http://127.0.0.1:1", "another": {}}))
+SETTINGS: dict[str, Any] = {
+    "upstream": "http://127.0.0.1:1",
+    "key_file": "absent",
+    "block_size": 16,
+    "model": {"name": "m", "tokenizer": "absent", "salt": "s"},
+    "workers": [{"url": "http://127.0.0.1:2", "events": "tcp://127.0.0.1:3"}],
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"upstream": None, "block_size": None, "another": {}},
+            r"settings: missing \['block_size', 'upstream'\], unknown \['another'\]",
+        ),
+        ({"model": "m"}, "model: a table is needed, not 'm'"),
+        ({"model": {"name": "m", "salt": "s"}}, r"model: missing \['tokenizer'\]"),
+        ({"model": {"name": "m", "tokenizer": "t"}}, "model: a salt is missing"),
+        ({"workers": {"url": "u"}}, "workers: a list of tables"),
+        ({"workers": ["u"]}, "workers: a table is needed, not 'u'"),
+        (
+            {"workers": [{"url": "u", "port": 1}]},
+            r"workers: missing \['events'\], unknown \['port'\]",
+        ),
+    ],
+)
+def test_settings_that_are_missing_or_unknown_are_named(changes: dict[str, Any], said: str) -> None:
+    given = {name: value for name, value in (SETTINGS | changes).items() if value is not None}
+    with pytest.raises(ValueError, match=said):
+        asyncio.run(serve(given))

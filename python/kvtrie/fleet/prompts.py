@@ -60,12 +60,15 @@ class ServedModel:
             PromptError: It has several prompts, pictures or fields that change what is rendered in
                 ways that are not known here, or the template refuses it.
         """
+        if body.get("truncate_prompt_tokens") is not None:
+            msg = "a prompt that is cut"
+            raise PromptError(msg)
         salt = body.get("cache_salt")
         if salt is not None and (not isinstance(salt, str) or not salt):
             msg = "cache_salt is no text"
             raise PromptError(msg)
         space = self.namespace if salt is None else self.namespace.replace(salt=salt)
-        ids = self._chat(body) if path == CHAT else self._text(body.get("prompt"))
+        ids = self._chat(body) if path == CHAT else self._text(body)
         try:
             return TokenSequence(np.array(ids, np.uint32), space)
         except (OverflowError, ValueError, TypeError) as error:
@@ -92,7 +95,7 @@ class ServedModel:
         if body.get("continue_final_message") or not body.get("add_generation_prompt", True):
             msg = "a prompt that goes on in the last message"
             raise PromptError(msg)
-        for name in ("documents", "chat_template"):
+        for name in ("add_special_tokens", "documents", "chat_template"):
             if body.get(name):
                 msg = f"a request with {name}"
                 raise PromptError(msg)
@@ -116,9 +119,11 @@ class ServedModel:
             msg = "messages in another form"
             raise PromptError(msg) from error
 
-    def _text(self, prompt: object) -> list[int]:
+    def _text(self, body: Mapping[str, Any]) -> list[int]:
+        prompt = body.get("prompt")
         if isinstance(prompt, str):
-            return list(self.tokenizer.encode(prompt))
+            special = {} if body.get("add_special_tokens", True) else {"add_special_tokens": False}
+            return list(self.tokenizer.encode(prompt, **special))
         if isinstance(prompt, list) and prompt and all(type(one) is int for one in prompt):
             return prompt
         msg = "several prompts, or none"

@@ -404,6 +404,38 @@ def _kept(headers: CIMultiDictProxy[str]) -> list[tuple[str, str]]:
     return [(name, text) for name, text in headers.items() if name.lower() not in own]
 
 
+# Of each table: what it must have, and what it may have.
+_TABLES: Final = {
+    "settings": ({"upstream", "key_file", "block_size", "model", "workers"}, {"host", "port"}),
+    "model": ({"name", "tokenizer"}, {"salt", "shared", "template_arguments"}),
+    "workers": ({"url", "events"}, {"replay", "snapshot"}),
+}
+
+
+def _check_settings(settings: dict[str, Any]) -> None:
+    _check_table("settings", settings)
+    _check_table("model", settings["model"])
+    if not settings["model"].get("shared") and "salt" not in settings["model"]:
+        msg = "model: a salt is missing, or shared = true"
+        raise ValueError(msg)
+    if not isinstance(settings["workers"], list):
+        msg = f"workers: a list of tables is needed, not {settings['workers']!r}"
+        raise ValueError(msg)  # noqa: TRY004 - as all that is wrong in the file
+    for worker in settings["workers"]:
+        _check_table("workers", worker)
+
+
+def _check_table(where: str, table: object) -> None:
+    if not isinstance(table, dict):
+        msg = f"{where}: a table is needed, not {table!r}"
+        raise ValueError(msg)  # noqa: TRY004 - as all that is wrong in the file
+    needed, possible = _TABLES[where]
+    missing, unknown = needed - table.keys(), table.keys() - needed - possible
+    if missing or unknown:
+        msg = f"{where}: missing {sorted(missing)}, unknown {sorted(unknown)}"
+        raise ValueError(msg)
+
+
 async def serve(settings: dict[str, Any]) -> None:
     """Run a proxy by the settings of a file, until it is cancelled.
 
@@ -411,15 +443,11 @@ async def serve(settings: dict[str, Any]) -> None:
         settings: As `docs/cluster.md` describes them.
 
     Raises:
-        ValueError: A setting is missing or unknown.
+        ValueError: A setting is missing, unknown or no table.
     """
     from transformers import AutoTokenizer  # noqa: PLC0415 - it is slow to import
 
-    known = {"upstream", "key_file", "block_size", "model", "workers", "host", "port"}
-    missing = {"upstream", "key_file", "block_size", "model", "workers"} - settings.keys()
-    if missing or settings.keys() - known:
-        msg = f"settings: missing {sorted(missing)}, unknown {sorted(settings.keys() - known)}"
-        raise ValueError(msg)
+    _check_settings(settings)
     model = settings["model"]
     space = Namespace(model=model["name"], salt=SHARED if model.get("shared") else model["salt"])
     key = await asyncio.to_thread(Path(settings["key_file"]).read_bytes)
