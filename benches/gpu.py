@@ -1,13 +1,14 @@
 """What it costs to apply a plan on a GPU, compared with a plain copy and with separate passes.
 
 `python benches/gpu.py` checks first and times only what is right; without a CUDA device it only
-checks, on the CPU. `--json FILE` writes the figures.
+checks, on the CPU. `--json benches/gpu.json` writes the figures of `docs/pool.md`, and
+`--table benches/gpu.json` prints them as there.
 
 * Moves are runs of up to 1,024 tokens, each with its own delta, between random offsets of block
   tables of 16 tokens per block in random order. Pieces end at the block edges of both.
-* *apply* is `KVPool.apply`, all layers, bfloat16. *select + copy* is `index_select`, then
-  `index_copy_`, per layer and side, without rotation. *three passes* gathers, rotates and scatters
-  one layer at a time, in plain torch.
+* *apply* is `KVPool.apply`, all layers, bfloat16 or the named codes. *select + copy* is
+  `index_select`, then `index_copy_`, per layer and side, without rotation. *three passes* gathers,
+  rotates and scatters one layer at a time, in plain torch; the check compares with it.
 * A copy of n bytes counts 2n: read and written. The *ceiling* is the best rate of a
   device-to-device copy of 2 GiB; *copy* is one of as many bytes as the case moves.
 * *device* is the time between two events around the work, with enough queued before it that the
@@ -32,7 +33,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from kvtrie.kernels import reference
+from kvtrie.kernels import codes
+from kvtrie.models.kv_types import KV_TYPES
 from kvtrie.pool import KVLayout, KVPool
 from kvtrie.rope import RopeSpec, Rotary
 
@@ -44,6 +46,8 @@ if TYPE_CHECKING:
 BLOCK_SIZE = 16
 LONGEST_RUN = 1_024
 TOKENS = (256, 1_024, 4_096, 16_384, 32_768)
+# Those in docs/pool.md.
+SHOWN_TOKENS = (256, 4_096, 32_768)
 ROUNDS = 21
 CEILING_BYTES = 2**31
 MOVE = np.dtype([(name, "i8") for name in ("source_slot", "dest_slot", "num_tokens", "delta")])
@@ -59,6 +63,12 @@ class Shape:
     head_dim: int
     v_head_dim: int
     rotary: Rotary
+    quant: str | None = None
+
+    @property
+    def form(self) -> codes.CodeForm | None:
+        """How K is coded; None for floats."""
+        return None if self.quant is None else codes.CodeForm.of(KV_TYPES[self.quant])
 
     def layout(self, layers: int | None = None) -> KVLayout:
         return KVLayout(
@@ -66,8 +76,9 @@ class Shape:
             num_kv_heads=self.heads,
             head_dim=self.head_dim,
             v_head_dim=self.v_head_dim,
-            dtype="bfloat16",
+            dtype="bfloat16" if self.quant is None else "uint8",
             block_size=BLOCK_SIZE,
+            quant=self.quant,
         )
 
     def pool(self, num_tokens: int, device: str, layers: int | None = None) -> KVPool:
@@ -82,8 +93,11 @@ def frequencies(theta: float, width: int) -> tuple[float, ...]:
     return tuple(float(value) for value in found.astype(np.float32))
 
 
+_LLAMA = (32, 8, 128, 128, Rotary(frequencies(500_000.0, 128)))
 SHAPES = (
-    Shape("Llama-3-8B", 32, 8, 128, 128, Rotary(frequencies(500_000.0, 128))),
+    Shape("Llama-3-8B", *_LLAMA),
+    Shape("Llama-3-8B, fp8_e4m3", *_LLAMA, quant="fp8_e4m3"),
+    Shape("Llama-3-8B, fp8_per_token_head", *_LLAMA, quant="fp8_per_token_head"),
     Shape("QwQ-32B", 64, 8, 128, 128, Rotary(frequencies(1_000_000.0, 128))),
     Shape(
         "DeepSeek-MLA",
@@ -141,6 +155,27 @@ def rows_of(pool: KVPool) -> list[torch.Tensor]:
     return [view.view(-1, *view.shape[2:]) for view in views]
 
 
+def fill(shape: Shape, pool: KVPool, seed: int = 0) -> None:
+    """Random rows; codes and scales as an engine writes them."""
+    generator = torch.Generator(pool.device).manual_seed(seed)
+    for number, row in enumerate(rows_of(pool)):
+        if shape.form is None:
+            row.normal_(generator=generator)
+        elif number >= len(pool.k):
+            row.random_(generator=generator)
+        else:
+            # One block after the other: floats take four times the room of codes.
+            for part in row.split(2**16):
+                numbers = torch.empty((*part.shape[:-1], shape.head_dim), device=pool.device)
+                numbers.normal_(generator=generator)
+                if shape.form.scales == codes.IN_LAYER:
+                    part.copy_(codes.encode(numbers * 32, shape.form.code)[0])
+                else:
+                    found, scales = codes.quantize(numbers, shape.form)
+                    part[..., : shape.head_dim] = found
+                    part[..., shape.head_dim :] = scales.unsqueeze(-1).view(torch.uint8)
+
+
 def select_and_copy(pool: KVPool, slots: Sequence[torch.Tensor]) -> Callable[[], None]:
     source, dest, _ = slots
     rows = rows_of(pool)
@@ -162,45 +197,56 @@ def three_passes(shape: Shape, pool: KVPool, slots: Sequence[torch.Tensor]) -> C
     cos, sin = angles.cos().float().unsqueeze(1), angles.sin().float().unsqueeze(1)
     num_layers = len(pool.k)
 
+    def rotate(window: torch.Tensor) -> None:
+        if rotary.interleaved:
+            one, two = window[..., 0::2], window[..., 1::2]
+        else:
+            one, two = window.chunk(2, dim=-1)
+        first, second = (half.to(torch.float32, copy=True) for half in (one, two))
+        one.copy_(first * cos - second * sin)
+        two.copy_(second * cos + first * sin)
+
+    def rotate_codes(rows: torch.Tensor, form: codes.CodeForm) -> None:
+        bytes_, scale_bytes = rows[..., : shape.head_dim], rows[..., shape.head_dim :]
+        numbers = codes.decode(bytes_.contiguous(), form.code)
+        rotate(numbers[..., start:end])
+        if form.scales == codes.IN_LAYER:
+            bytes_[..., start:end] = codes.encode(numbers, form.code)[0][..., start:end]
+            return
+        scale = scale_bytes.contiguous().view(torch.float32)
+        wanted = codes.scale_of(numbers.abs().amax(dim=-1, keepdim=True) * scale, form)
+        bytes_.copy_(codes.encode(numbers * (scale / wanted), form.code)[0])
+        scale_bytes.copy_(wanted.view(torch.uint8))
+
     def run() -> None:
         for number, row in enumerate(rows):
             gathered = row.index_select(0, source)
             if number < num_layers:
-                window = gathered[..., start:end]
-                if rotary.interleaved:
-                    one, two = window[..., 0::2], window[..., 1::2]
+                if shape.form is None:
+                    rotate(gathered[..., start:end])
                 else:
-                    one, two = window.chunk(2, dim=-1)
-                first, second = one.float(), two.float()
-                one.copy_(first * cos - second * sin)
-                two.copy_(second * cos + first * sin)
+                    rotate_codes(gathered, shape.form)
             row.index_copy_(0, dest, gathered)
 
     return run
 
 
 def check(device: str, num_tokens: int, num_layers: int) -> list[str]:
-    """Apply random plans on a device and compare every byte with the reference on the CPU."""
+    """Apply random plans on a device and compare every byte with three passes on the CPU."""
     wrong = []
     for shape in SHAPES:
-        pool = shape.pool(num_tokens, device, num_layers)
+        pool, right = (shape.pool(num_tokens, where, num_layers) for where in (device, "cpu"))
+        fill(shape, right, seed=num_tokens)
+        for row, other in zip(rows_of(pool), rows_of(right), strict=True):
+            row.copy_(other)
         moves = random_moves(num_tokens, pool.num_blocks, seed=num_tokens)
-        generator = torch.Generator().manual_seed(0)
-        for row in rows_of(pool):
-            row.copy_(torch.randn(row.shape, generator=generator))
-        want = [row.cpu().clone() for row in rows_of(pool)]
-        source, dest, delta = named_slots(moves, "cpu")
-        for number, row in enumerate(want):
-            rows = row[source]
-            if number < num_layers and pool.rope is not None:
-                keys = rows.transpose(0, 1)
-                rows = reference.rotate(keys, pool.rope, delta, number).transpose(0, 1)
-            row[dest] = rows
-        pool.apply(moves).synchronize()
-        for number, (row, right) in enumerate(zip(rows_of(pool), want, strict=True)):
-            bad = int((row.cpu().view(torch.int16) != right.view(torch.int16)).sum())
+        pool.apply(moves, hops=1).synchronize()
+        three_passes(shape, right, named_slots(moves, "cpu"))()
+        for number, rows in enumerate(zip(rows_of(pool), rows_of(right), strict=True)):
+            found, want = (one.cpu().contiguous().view(torch.uint8) for one in rows)
+            bad = int((found != want).sum())
             if bad:
-                wrong.append(f"{shape.name}: tensor {number} differs in {bad} elements")
+                wrong.append(f"{shape.name}: tensor {number} differs in {bad} bytes")
                 break
     return wrong
 
@@ -274,13 +320,12 @@ def measure(shape: Shape, num_tokens: int, clock: Clock, ceiling: float) -> dict
 
 def _work(shape: Shape, num_tokens: int, clock: Clock) -> dict[str, Any]:
     pool = shape.pool(num_tokens, "cuda")
-    for row in rows_of(pool):
-        row.normal_()
+    fill(shape, pool)
     moves = random_moves(num_tokens, pool.num_blocks)
     slots = named_slots(moves, "cuda")
-    call, host = clock.call(lambda: pool.apply(moves))
+    call, host = clock.call(lambda: pool.apply(moves, hops=1))
     seconds = {
-        "apply_us": clock.device(lambda: pool.apply(moves)),
+        "apply_us": clock.device(lambda: pool.apply(moves, hops=1)),
         "call_us": call,
         "host_us": host,
         "select_copy_us": clock.device(select_and_copy(pool, slots)),
@@ -310,6 +355,17 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         cells = (shown.format(row[name]) for name, (_, shown) in COLUMNS.items())
         lines.append(" | ".join(cells))
     return "\n".join(f"| {line} |" for line in lines)
+
+
+def shown(path: Path) -> str:
+    """The table of `docs/pool.md`, and what it was measured on."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    rows = [row for row in found["rows"] if row["tokens"] in SHOWN_TOKENS]
+    measured = (
+        f"{found['device']}, torch {found['torch']}, Triton {found['triton']}, {found['date']}; a "
+        f"copy on the device moves {found['ceiling_gb_s']:,.0f} GB/s, read and written."
+    )
+    return f"{table(rows)}\n\n{measured}"
 
 
 def timed(tokens: Sequence[int], rounds: int) -> dict[str, Any]:
@@ -345,7 +401,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="tokens to move")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="rounds a figure")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--table", type=Path, help="print those of this file; measure nothing")
     given = parser.parse_args(arguments)
+    if given.table is not None:
+        print(shown(given.table))
+        return 0
     if min(given.tokens) < 1 or given.rounds < 1:
         parser.error("--tokens and --rounds must be at least 1")
     device = "cuda" if torch.cuda.is_available() else "cpu"

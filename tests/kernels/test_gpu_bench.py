@@ -32,7 +32,8 @@ def test_script_checks_and_says_that_nothing_was_timed(tmp_path: Path) -> None:
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert "checked on cpu: Llama-3-8B, QwQ-32B, DeepSeek-MLA" in done.stdout
+    assert "checked on cpu: Llama-3-8B, Llama-3-8B, fp8_e4m3, " in done.stdout
+    assert "QwQ-32B, DeepSeek-MLA\n" in done.stdout
     assert "nothing was timed" in done.stdout
     assert not figures.exists()
 
@@ -42,10 +43,10 @@ def test_script_refuses_to_time_wrong_copies(
 ) -> None:
     right = KVPool.apply
 
-    def wrong(self: KVPool, moves: Any) -> Any:
+    def wrong(self: KVPool, moves: Any, hops: int) -> Any:
         changed = moves.copy()
         changed["delta"] += 1
-        return right(self, changed)
+        return right(self, changed, hops=hops)
 
     monkeypatch.setattr(bench.KVPool, "apply", wrong)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -66,16 +67,14 @@ def test_moves_are_random_pieces_that_end_at_block_edges(bench: Any, num_tokens:
     assert not set(source.tolist()) & set(dest.tolist())
 
 
-@pytest.mark.parametrize("shape", range(3))
+@pytest.mark.parametrize("shape", range(5))
 def test_other_ways_do_the_same_work(bench: Any, shape: int) -> None:
     model = bench.SHAPES[shape]
     pools = [model.pool(77, "cpu", 2) for _ in range(3)]
-    for rows in zip(*(bench.rows_of(pool) for pool in pools), strict=True):
-        rows[0].normal_()
-        for row in rows[1:]:
-            row.copy_(rows[0])
+    for pool in pools:
+        bench.fill(model, pool)
     moves = bench.random_moves(77, pools[0].num_blocks)
-    pools[0].apply(moves)
+    pools[0].apply(moves, hops=1)
     slots = bench.named_slots(moves, "cpu")
     bench.three_passes(model, pools[1], slots)()
     bench.select_and_copy(pools[2], slots)()
