@@ -138,6 +138,22 @@ def test_each_copied_segment_is_on_its_path(num_blocks: int) -> None:
     assert {one.name for one in sources} == {"cached path 1", "cached path 2"}
 
 
+def test_a_run_after_a_deleted_image_has_its_delta_in_positions() -> None:
+    index = kvtrie.RadixIndex(64, 4, min_run=8)
+    tokens = words(60, 1)
+    image = kvtrie.Item(4, 20, b"picture", positions=4)
+    cached = kvtrie.TokenSequence(tokens, SPACE, items=[image])
+    index.insert(cached, range(15), num_computed=60, source=kvtrie.COMPUTED, session="chat")
+    seq = kvtrie.TokenSequence([*tokens[:4], *tokens[20:60], 7], SPACE)
+    policy = kvtrie.ReusePolicy(scope="namespace")
+    with index.plan(seq, policy) as plan:
+        why = index.explain(seq, policy)
+        asked = ("prompt", list(seq))
+        document = plan_document(plan, why, asked, sources_in(index, plan), kinds=index.kinds)
+    moved = [one for one in document["segments"] if one["class"] == "approximate"]
+    assert {(one["delta"], one["positionDelta"]) for one in moved} == {(-16, -4)}
+
+
 def test_a_pool_without_room_for_the_prompt_names_no_paths() -> None:
     index = kvtrie.RadixIndex(4, 4, min_run=8)
     seq = kvtrie.TokenSequence(words(16, 1), SPACE)

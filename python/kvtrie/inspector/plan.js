@@ -8,6 +8,8 @@ const showPlan = async (place, doc, tree) => {
   const shown = doc.segments.map((one) => ({ ...one, length: one.end - one.start }));
   const bottom = ROOM + Math.max(paths.length, 1) * (BAR + ROOM) + BETWEEN;
   const titleOf = (one) => (one.class === "compute" ? "computed" : `${one.class}, ${one.inPlace ? "in place" : one.delta ? `moved by ${signed(one.delta)}` : "copied"}`);
+  // Under M-RoPE, K is rotated by positions, of which an image takes fewer than tokens.
+  const deltaOf = (one) => signed(one.delta) + (one.positionDelta === one.delta ? "" : ` (positions: ${signed(one.positionDelta)})`);
   const why = doc.why;
 
   const cells = (pen, view, ids, from, to, offset, y) => {
@@ -120,7 +122,7 @@ const showPlan = async (place, doc, tree) => {
       make("td", {}, make("button", { type: "button", onclick: () => { view.show([one.start, one.end], [0, 0], true); canvas.scrollIntoView({ block: "nearest" }); } }, `${number(one.start)}–${number(one.end)}`)),
       make("td", { class: "n" }, number(one.length)), make("td", {}, titleOf(one)),
       make("td", { class: "n" }, one.class === "compute" ? "" : number(one.oldStart)),
-      make("td", { class: "n" }, one.class === "compute" ? "" : signed(one.delta)),
+      make("td", { class: "n" }, one.class === "compute" ? "" : deltaOf(one)),
       make("td", { class: "n" }, one.hops ? number(one.hops) : ""),
       make("td", {}, run ? `${count(run.cuts, "cut")}, ${(100 * run.lostContext).toFixed(0)} % of its context lost, ${(100 * run.newContext).toFixed(0)} % new${run.sameConversation ? "" : ", another conversation"}` : ""),
       make("td", {}, one.kinds.join(" + ")),

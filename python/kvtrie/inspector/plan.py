@@ -136,6 +136,7 @@ def plan_document(
             "end": int(one["end"]),
             "oldStart": int(one["old_start"]),
             "delta": int(one["delta"]),
+            "positionDelta": int(one["position_delta"]),
             "class": CLASSES[int(one["class"])],
             "hops": int(one["hops"]),
             "inPlace": int(one["end"]) <= in_place,
