@@ -794,6 +794,7 @@ def test_wrong_arguments_name_the_value() -> None:
         ("stream is '>'", "w", {"stream": ">"}),
         ("epoch is ''", "w", {"epoch": ""}),
         ("beat_every is 0", "w", {"beat_every": 0}),
+        ("max_bytes is 1048575", "w", {"max_bytes": (1 << 20) - 1}),
         ("a store needs snapshot", "w", {"store": 5}),
         ("replay_timeout is -1", "w", {"replay_timeout": -1}),
         ("snapshot_timeout is -5", "w", {"snapshot_timeout": -5}),
@@ -819,6 +820,9 @@ def test_wrong_arguments_name_the_value() -> None:
         end(wrong, {}, servers="nats://127.0.0.1:1")
     with pytest.raises(TypeError, match="bridge: index is 3, not a KvIndexer"):
         api(wrong, worker, "w", at, servers="nats://127.0.0.1:1")
+    wrong = 2.5
+    with pytest.raises(TypeError, match=r"max_bytes must be an int, not 2\.5"):
+        api(index, worker, "w", at, servers="nats://127.0.0.1:1", max_bytes=wrong)
 
 
 def test_message_with_a_deep_header_harms_its_worker_alone(nats: NatsServer, raw: Raw) -> None:

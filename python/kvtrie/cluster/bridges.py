@@ -54,6 +54,8 @@ _HEADERS: Final = 2_048
 # Seconds until a snapshot that could not be stored is asked for again: doubled up to the most.
 _LEAST_PAUSE: Final = 10.0
 _MOST_PAUSE: Final = 300.0
+# Of a stream, in bytes: NATS takes messages of so many by default.
+_LEAST_STREAM: Final = 1 << 20
 # A replica may still read the one before the newest.
 _KEPT: Final = 2
 
@@ -106,8 +108,9 @@ def bridge(
 
     Raises:
         ImportError: pyzmq, nats-py or, with a store, obstore is missing.
-        TypeError: `index` is not a `KvIndexer`.
-        ValueError: A name, an address or a time is wrong, or there is a store and no `snapshot`.
+        TypeError: `index` is not a `KvIndexer`, or `max_bytes` no int.
+        ValueError: A name, an address, a time or `max_bytes` (at least 1 MiB) is wrong, or there is
+            a store and no `snapshot`.
         ReplicationError: With the reason `"key"`, the stream has another key or block size;
             `"version"`, it is of another version of kvtrie; `"malformed"`, it is not kvtrie's;
             `"unreachable"`, NATS or its JetStream does not answer; `"fenced"`, another bridge of
@@ -128,6 +131,12 @@ def bridge(
         check_name(call, "epoch", epoch)
     if store is not None and snapshot is None:
         msg = f"{call}: store is {store!r} and snapshot None; a store needs snapshot"
+        raise ValueError(msg)
+    if isinstance(max_bytes, bool) or not isinstance(max_bytes, int):
+        msg = f"{call}: max_bytes must be an int, not {max_bytes!r}"
+        raise TypeError(msg)
+    if not _LEAST_STREAM <= max_bytes < 1 << 63:
+        msg = f"{call}: max_bytes is {max_bytes}; it must be in [{_LEAST_STREAM}, 2**63)"
         raise ValueError(msg)
     if not 0 < beat_every < 1e9 or not 0 <= snapshot_every < 1e9:
         msg = (
