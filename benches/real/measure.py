@@ -187,7 +187,7 @@ def received(reader: Reader, kept: Kept, chunk: int = 512) -> torch.Tensor:
     for start in range(0, num, chunk):
         part = slice(start, start + chunk)
         q = reader.queries(kept.inputs[part], at[part])
-        total += reader.attention(q, at[part], kept.k[reader.probed], at).mean(0).sum(0)
+        total += reader.attention(q, at[part], kept.k[reader.probed], at).mean(0).sum(0).cpu()
     return total / (num - at)
 
 
@@ -220,11 +220,12 @@ def replies(
 def compared(case: Tokens, truth: Reference, logits: torch.Tensor) -> dict[str, Any]:
     """The figures of one policy in one case."""
     reference, own = (one.float().log_softmax(-1) for one in (truth.logits, logits))
-    kl = (reference.exp() * (reference - own)).sum(-1).clamp_min(0)
-    best, own_best = reference.argmax(-1), own.argmax(-1)
+    kl = (reference.exp() * (reference - own)).sum(-1).clamp_min(0).cpu()
+    best, own_best = (one.argmax(-1).cpu() for one in (reference, own))
     cut = len(truth.reply)
     gold = torch.tensor([*truth.reply, *case.quotes])
-    nll, own_nll = (-one.gather(1, gold[:, None])[:, 0] for one in (reference, own))
+    at = gold[:, None].to(reference.device)
+    nll, own_nll = (-one.gather(1, at)[:, 0].cpu() for one in (reference, own))
     facts = []
     for fact in case.facts:
         some = slice(cut + fact.start, cut + fact.end)

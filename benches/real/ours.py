@@ -49,15 +49,18 @@ def probe_fp8(view: View, share: float) -> Choice:
     moved = moved_by(view)
     num, (_, hidden) = len(moved.positions), view.plan.inputs.shape
     layer, dtype = view.reader.probed, view.plan.inputs.dtype
-    records = Records(-(-num // BLOCK), BLOCK, hidden, layer=layer, dtype=dtype, fp8=True)
-    at, slots = torch.from_numpy(moved.positions), torch.arange(num)
+    device = view.reader.device
+    num_blocks = -(-num // BLOCK)
+    records = Records(num_blocks, BLOCK, hidden, layer=layer, dtype=dtype, fp8=True, device=device)
+    at, slots = torch.from_numpy(moved.positions), torch.arange(num, device=device)
     records.write(slots, view.plan.inputs[at], view.plan.outputs[at])
     kept = records.read(slots)
     if kept is None:
         message = "records that were written are not known"
         raise RuntimeError(message)
-    scores = _probe(view.reader).scores(*kept, at, view.gaps.k[layer], view.gaps.v[layer])
-    return _chosen(view, share, Probed(scores.numpy()), _cost(view, int(at.max()) + 1))
+    rows = view.gaps.k[layer], view.gaps.v[layer]
+    scores = _probe(view.reader).scores(*kept, at.to(device), *rows)
+    return _chosen(view, share, Probed(scores.cpu().numpy()), _cost(view, int(at.max()) + 1))
 
 
 def question(view: View, share: float) -> Choice:
@@ -65,10 +68,13 @@ def question(view: View, share: float) -> Choice:
     asked = torch.arange(len(view.plan.source))[view.plan.is_computed][-_QUESTION:]
     layer = view.reader.probed
     paid = _probe(view.reader).attention(
-        view.gaps.inputs[asked], asked, view.gaps.k[layer], view.gaps.v[layer]
+        view.gaps.inputs[asked],
+        asked.to(view.reader.device),
+        view.gaps.k[layer],
+        view.gaps.v[layer],
     )
     moved = moved_by(view)
-    paid = paid[torch.from_numpy(moved.positions)]
+    paid = paid.cpu()[torch.from_numpy(moved.positions)]
     best = _Best(torch.maximum(_ranks(changes(view, moved)), _ranks(paid)).numpy())
     return _chosen(view, share, best, _cost(view, len(view.plan.source)))
 
@@ -102,22 +108,23 @@ def changes_and_drawn(view: View, moved: Moved) -> tuple[torch.Tensor, torch.Ten
     h, out = plan.inputs[at], plan.outputs[at]
     scores, sums = torch.zeros(len(at)), torch.zeros(len(plan.source))
     rows = view.gaps.k[layer], view.gaps.v[layer]
-    for some, new, weights in _probe(view.reader).attended(h, at, *rows, weighs=True):
+    there = at.to(view.reader.device)
+    for some, new, weights in _probe(view.reader).attended(h, there, *rows, weighs=True):
         if weights is None:
             message = f"layer {layer} does not return its attention weights"
             raise RuntimeError(message)
-        scores[some] = changed(new, h[some], out[some])
-        sums[: weights.shape[-1]] += weights.mean(0).sum(0)
+        scores[some] = changed(new, h[some], out[some]).cpu()
+        sums[: weights.shape[-1]] += weights.mean(0).sum(0).cpu()
     return scores, sums[at] / torch.arange(len(at), 0, -1)
 
 
 def changes(view: View, moved: Moved) -> torch.Tensor:
-    """The probe's scores of what is moved."""
+    """The probe's scores of what is moved, on the CPU."""
     at = torch.from_numpy(moved.positions)
     layer, plan = view.reader.probed, view.plan
-    return _probe(view.reader).scores(
-        plan.inputs[at], plan.outputs[at], at, view.gaps.k[layer], view.gaps.v[layer]
-    )
+    rows = view.gaps.k[layer], view.gaps.v[layer]
+    probe, there = _probe(view.reader), at.to(view.reader.device)
+    return probe.scores(plan.inputs[at], plan.outputs[at], there, *rows).cpu()
 
 
 def _moved_end(view: View) -> int:

@@ -57,6 +57,8 @@ def _rope(reader: Reader, layout: KVLayout) -> Any:  # noqa: ANN401 - kvtrie's o
 class Assembled:
     """A prompt's KV before anything is computed; arrays have an entry per token of the prompt.
 
+    `k`, `v`, `inputs` and `outputs` are on the model's device, the rest on the CPU.
+
     Attributes:
         ids: The prompt.
         source: The class of each token: exact, moved or to be computed.
@@ -104,10 +106,10 @@ class Shelf:
         if not records:
             return
         rope = _rope(reader, layout)
-        self.pool = KVPool(layout, rope, num_blocks=self.num_blocks, device="cpu")
+        self.pool = KVPool(layout, rope, num_blocks=self.num_blocks, device=reader.device)
         slots = self.num_blocks * BLOCK
         self.received = torch.zeros(slots)
-        self.inputs = torch.zeros(slots, config.hidden_size, dtype=dtype)
+        self.inputs = torch.zeros(slots, config.hidden_size, dtype=dtype, device=reader.device)
         self.outputs = torch.zeros_like(self.inputs)
 
     def add(
@@ -141,7 +143,7 @@ class Shelf:
         """Record what attention each token of a cached sequence drew."""
         with self.index.plan(self.sequence(ids), keep_last=0) as plan:
             end = len(plan.blocks) * BLOCK
-            self.received[self.pool.slots(plan.blocks, 0, end)] = received[:end]
+            self.received[self.pool.slots(plan.blocks, 0, end).cpu()] = received[:end]
 
     def park(self, ids: Sequence[int], kept: Kept) -> NDArray[np.int64]:
         """Store KV in slots that the index does not know; returns the slots."""

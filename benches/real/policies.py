@@ -43,12 +43,12 @@ def random(view: View, share: float) -> Choice:
 
 def deviation(view: View, layers: slice) -> torch.Tensor:
     """How far K and V are from full recomputation, relative, summed over layers."""
-    found = torch.zeros(len(view.plan.source))
+    found = torch.zeros(len(view.plan.source), device=view.reader.device)
     for own, true in ((view.plan.k, view.truth.k), (view.plan.v, view.truth.v)):
         for a, b in zip(own[layers], true[layers], strict=True):
             square = b.float().square().sum((-2, -1)).mean()
             found += (a.float() - b.float()).square().sum((-2, -1)) / square
-    return found
+    return found.cpu()
 
 
 def blend(view: View, share: float) -> Choice:
@@ -75,7 +75,7 @@ def asked(view: View) -> torch.Tensor:
     at = torch.arange(len(view.plan.source))
     tail = slice(view.moved_end, None)
     q = reader.queries(view.gaps.inputs[tail], at[tail])
-    return reader.attention(q, at[tail], view.gaps.k[layer], at).mean((0, 1))
+    return reader.attention(q, at[tail], view.gaps.k[layer], at).mean((0, 1)).cpu()
 
 
 def query(view: View, share: float) -> Choice:
@@ -95,7 +95,7 @@ def lost(view: View, share: float) -> Choice:
         weights = view.reader.attention(q, at, keys, torch.arange(len(keys))).mean(0)
         gone = ~view.kept(context, start)[: len(keys)]
         gone[old:] = False
-        scores[start:end] = weights[:, gone].sum(-1)
+        scores[start:end] = weights[:, gone].sum(-1).cpu()
     return Choice(top(scores, view.plan.is_moved, view.budget(share)), _probing(view))
 
 

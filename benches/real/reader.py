@@ -3,6 +3,9 @@
 `Reader.mixed` computes any set of tokens in one pass: queries of those tokens, keys and values of
 the given tokens and of their own, a mask by position. A pass of n tokens over a prompt of m has the
 attention of n * m pairs, with the mask in memory (a byte per pair).
+
+KV, records and logits are on the model's device. What is said of tokens (ids, positions, masks,
+scores) is on the CPU, and the reader takes it to the device.
 """
 
 from __future__ import annotations
@@ -43,6 +46,7 @@ class Reader:
     def __init__(self, model: Any) -> None:  # noqa: ANN401 - transformers has no types for them
         self.model = model
         self.core = model.model
+        self.device: torch.device = model.device
         self.num_layers = int(model.config.num_hidden_layers)
         self.probed = probed_layer(self.num_layers)
         self._seen: dict[str, torch.Tensor] = {}
@@ -55,7 +59,7 @@ class Reader:
         cache = DynamicCache()
         with torch.inference_mode():
             out = self.model(
-                input_ids=torch.tensor([list(ids)]),
+                input_ids=torch.tensor([list(ids)], device=self.device),
                 past_key_values=cache,
                 use_cache=True,
                 logits_to_keep=num_logits,
@@ -82,10 +86,11 @@ class Reader:
             num_logits: How many of the last tokens' logits are returned.
         """
         k, v, at = given
+        ids, positions, at = (one.to(self.device) for one in (ids, positions, at))
         cache = DynamicCache()
         for layer in range(self.num_layers):
             cache.update(_row(k[layer]), _row(v[layer]), layer)
-        own = torch.zeros_like(positions) if branches is None else branches
+        own = torch.zeros_like(positions) if branches is None else branches.to(self.device)
         kv_at = torch.cat([at, positions])
         kv_own = torch.cat([torch.zeros_like(at), own])
         mask = (kv_at <= positions[:, None]) & ((kv_own == 0) | (kv_own == own[:, None]))
@@ -109,9 +114,8 @@ class Reader:
         found = [int(last.argmax())]
         while len(found) < num_tokens and found[-1] != end:
             with torch.inference_mode():
-                out = self.model(
-                    input_ids=torch.tensor([found[-1:]]), past_key_values=cache, use_cache=True
-                )
+                ids = torch.tensor([found[-1:]], device=self.device)
+                out = self.model(input_ids=ids, past_key_values=cache, use_cache=True)
             found.append(int(out.logits[0, -1].argmax()))
         return found
 
@@ -123,14 +127,14 @@ class Reader:
         with torch.inference_mode():
             q = layer.self_attn.q_proj(layer.input_layernorm(inputs))
             q = q.view(len(inputs), -1, layer.self_attn.head_dim).transpose(0, 1)
-            cos, sin = self.core.rotary_emb(q, positions[None])
+            cos, sin = self.core.rotary_emb(q, positions[None].to(q.device))
             q, _ = apply_rotary_pos_emb(q[None], q[None], cos, sin)
         rows: torch.Tensor = q[0]
         return rows
 
     def rotated(self, k: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
         """K of all layers, rotated by so many positions: ``[layers, tokens, heads, dim]``."""
-        rows = k.float().transpose(1, 2)
+        rows, by = k.float().transpose(1, 2), by.to(k.device)
         cos, sin = self.core.rotary_emb(rows, by.abs()[None])
         sin = sin * by.sign()[None, :, None]
         rows, _ = apply_rotary_pos_emb(rows, rows, cos, sin)
@@ -141,6 +145,7 @@ class Reader:
         self, q: torch.Tensor, q_at: torch.Tensor, k: torch.Tensor, k_at: torch.Tensor
     ) -> torch.Tensor:
         """Weights of the probed layer: ``[heads, queries, keys]`` in float32."""
+        q_at, k_at = q_at.to(q.device), k_at.to(q.device)
         scale = self.core.layers[self.probed].self_attn.scaling
         grouped = k.transpose(0, 1).repeat_interleave(len(q) // k.shape[1], dim=0)
         scores = (q @ grouped.transpose(1, 2)).float() * scale

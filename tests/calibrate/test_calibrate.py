@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.pretended import pretended_gpu
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
@@ -214,6 +215,26 @@ def test_probe_is_measured_with_records() -> None:
     assert lax.computed < probe.computed
     assert abs(fronts.computed - probe.computed) < 0.1 * fronts.computed
     assert fronts.kl_mean != probe.kl_mean
+
+
+def test_on_a_gpu_it_measures_what_it_does_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = shipped.model_path("gqa")
+    options: dict[str, Any] = {
+        "policies": ["rotated", "rotated+probe30"],
+        "chosen_edits": ["prune"],
+        "most_cases": 1,
+    }
+    here = measure.calibrate(path, **options)
+    loaded, tokenizer = measure._load(path, "cpu", "auto")
+    monkeypatch.setattr(measure, "_load", lambda _, device, __: (loaded.to(device), tokenizer))
+    with pretended_gpu():
+        there = measure.calibrate(path, device="cuda", **options)
+    for a, b in zip(here.measured, there.measured, strict=True):
+        for one, other in zip(a.kinds, b.kinds, strict=True):
+            assert one.name == other.name
+            assert other.figures.moved == one.figures.moved > 0
+            assert other.figures.computed == one.figures.computed
+            assert other.figures.kl_mean == pytest.approx(one.figures.kl_mean, rel=0.01)
 
 
 def test_chain_begins_with_the_same_kv_for_every_policy() -> None:
