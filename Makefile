@@ -109,6 +109,12 @@ fidelity-quick: setup ## the same for four conversations and five policies, prin
 	@$(PY) -m tools.real_models smollm2
 	@$(REAL) --quick --rows target/fidelity/quick.jsonl $(REAL_FLAGS)
 
+.PHONY: fidelity-gpu
+fidelity-gpu: setup ## the same on a GPU, first tokens included, into its part of docs/fidelity.md (minutes; resumes; REAL_FLAGS)
+	@$(PY) -m tools.real_models smollm2
+	@$(REAL).gpu --first-token 4k,7k $(REAL_FLAGS)
+	@$(REAL).gpu $(REAL_FLAGS)
+
 .PHONY: fidelity-research
 fidelity-research: setup ## a research policy next to the probe, in float32, into its part of docs/fidelity.md (half an hour on a free core; resumes; REAL_FLAGS)
 	@$(PY) -m tools.real_models smollm2

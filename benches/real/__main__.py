@@ -57,9 +57,16 @@ and the model's context ends at 8,192."""
 
 
 class Suite:
-    """The model, the text and the rows of one run."""
+    """The model, the text and the rows of one run.
 
-    def __init__(self, folder: Path, dtype: str, rows: Path) -> None:
+    Args:
+        folder: Of the model.
+        dtype: A torch name.
+        rows: The file of the rows.
+        device: A torch name. Rows name it, and are of no other; without it they are of this CPU.
+    """
+
+    def __init__(self, folder: Path, dtype: str, rows: Path, device: str | None = None) -> None:
         import torch  # noqa: PLC0415 - slow
         from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415 - slow
         from transformers.utils import logging  # noqa: PLC0415 - slow
@@ -73,13 +80,18 @@ class Suite:
         logging.set_verbosity_error()
         self.passages = recorded.load(texts.fetch())
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        model = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=getattr(torch, dtype), local_files_only=True
         )
-        self.reader: Reader = Reader(model.eval())
+        self._where = device or "cpu"
+        self.reader: Reader = Reader(model.to(self._where).eval())
         self.renderer = Renderer(tokenizer)
         self.model = f"{folder.name}@{checkpoint_digest(folder)}"
         self.dtype = dtype
+        self._about = {"model": self.model, "dtype": dtype}
+        if device is not None:
+            is_gpu = self.reader.device.type == "cuda"
+            self._about["device"] = torch.cuda.get_device_name(device) if is_gpu else device
         self.folder = folder
         self.rows = Rows(rows)
         text = " ".join(one.text for one in self.passages)
@@ -98,7 +110,7 @@ class Suite:
 
     def key(self, *parts: str) -> str:
         """Of a row: whatever its figures depend on."""
-        return measure.key([self.model, self.dtype, measure.versions(), *parts])
+        return measure.key([*self._about.values(), measure.versions(), *parts])
 
     def measure(
         self,
@@ -122,9 +134,8 @@ class Suite:
             "size": size,
             "set": wording,
             "seed": seed,
-            "model": self.model,
-            "dtype": self.dtype,
             "plan": f"{case.digest}.{plan}",
+            **self._about,
         }
         for name, row in measure.rows(self.reader, case, missing, self.foreign()):
             self.rows.add({"key": keys[name], **about, "policy": name, **row})
@@ -141,7 +152,7 @@ class Suite:
         steps = [self.renderer.tokens(one) for one in conversations.ten_edits(writer)]
         digest = measure.key([one.digest for one in steps])
         about = {"size": "1k", "set": wording, "seed": seed, "plan": digest}
-        about |= {"model": self.model, "dtype": self.dtype}
+        about |= self._about
         truths: list[Any] = []
         began = time.monotonic()
 
@@ -191,8 +202,9 @@ class Suite:
         if not missing:
             return
         about = {"kind": "first token", "size": size, "set": wording, "seed": seed}
-        about |= {"plan": case.digest, "model": self.model, "dtype": self.dtype}
-        found = first_token.rows(self.folder, self.dtype, case, [name for name, _ in missing])
+        about |= {"plan": case.digest, **self._about}
+        wanted = [name for name, _ in missing]
+        found = first_token.rows(self.folder, self.dtype, case, wanted, self._where)
         for (name, repeat), row in zip(missing, found, strict=True):
             own = {"key": keys[name, repeat], "policy": name, "repeat": int(repeat)}
             self.rows.add({**own, **about, **row})
@@ -257,7 +269,7 @@ def main() -> int:
                 if size not in options.sizes.split(","):
                     continue
                 suite.first_tokens(size, options.set, first + 1, tuple(first_token.POLICIES))
-    return summary.main(options.rows, quick=options.quick, wording=options.set)
+    return summary.main(options.rows, quick=options.quick, wording=options.set, dtype=options.dtype)
 
 
 if __name__ == "__main__":

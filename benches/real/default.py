@@ -116,6 +116,7 @@ def main() -> int:
     by_case: dict[Case, dict[str, Any]] = {}
     for row in Rows(options.rows).by_key.values():
         wanted = (row["set"], row["size"]) == (options.set, options.size)
+        wanted &= row["dtype"] == gate.kv_dtype and "device" not in row
         if wanted and row["kind"] in conversations.KINDS:
             case: Case = (row["kind"], row["size"], row["seed"])
             by_case.setdefault(case, {})[row["policy"]] = row

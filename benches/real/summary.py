@@ -23,6 +23,9 @@ PAGE: Final = ROOT / "docs" / "fidelity.md"
 BEGIN: Final = "<!-- Written by `python -m real` from benches/real/figures.json. Edit neither. -->"
 END: Final = "<!-- End of the figures of real models. -->"
 
+DTYPE: Final = "bfloat16"
+"""Of the page's figures."""
+
 SURE: Final = 0.1
 """Nats: full recomputation is sure of an answer whose negative log-likelihood is below."""
 
@@ -170,11 +173,13 @@ def chained(rows: Sequence[Row]) -> Figures:
     return found
 
 
-def first_tokens(rows: Sequence[Row]) -> Figures:
+def first_tokens(
+    rows: Sequence[Row], names: Sequence[str] = tuple(first_token.POLICIES)
+) -> Figures:
     """Medians of the time to the first token, by size and policy."""
     found: Figures = {}
     for size in conversations.SIZES:
-        for name in first_token.POLICIES:
+        for name in names:
             some = [
                 row
                 for row in rows
@@ -521,12 +526,17 @@ def completed(found: Figures, before: Figures) -> Figures:
     return found | by_size | {"chains": chains, "undetected": undetected(by_size["sizes"])}
 
 
-def main(path: Path, *, quick: bool, wording: str) -> int:
-    """Write figures and page from the rows; a quick run only prints.
+def main(path: Path, *, quick: bool, wording: str, dtype: str = DTYPE) -> int:
+    """Write figures and page from the rows of a CPU; a quick run, or another dtype, only prints.
 
     What the rows have nothing of stays as it was measured before.
     """
-    rows = [row for row in Rows(path).by_key.values() if row["set"] == wording]
+    rows = [
+        row
+        for row in Rows(path).by_key.values()
+        if row["set"] == wording and row["dtype"] == dtype and "device" not in row
+    ]
+    quick = quick or dtype != DTYPE
     if not rows:
         print("fidelity: nothing has been measured")
         return 1

@@ -14,6 +14,7 @@ from real import (
     conversations,
     default,
     first_token,
+    gpu,
     measure,
     ours,
     policies,
@@ -22,6 +23,7 @@ from real import (
     summary,
     texts,
 )
+from real.__main__ import Suite
 from real.cases import Renderer
 from real.plans import BLOCK, REUSE, SESSION, Shelf
 from real.reader import Reader
@@ -29,6 +31,7 @@ from real.recorded import Passage
 from real.rows import Rows
 from real.views import Choice, View
 from tests.byte_tokenizer import byte_tokenizer
+from tests.pretended import THERE, pretended_gpu
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvtrie import EXACT_ONLY, ReusePolicy
@@ -50,14 +53,13 @@ PASSAGES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def reader() -> Reader:
+def tiny_model(num_layers: int = 4) -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=259,
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=4,
+        num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=8192,
@@ -68,7 +70,12 @@ def reader() -> Reader:
     with torch.no_grad():
         for weight in model.parameters():
             weight.mul_(4) if weight.dim() > 1 else None
-    return Reader(model)
+    return model
+
+
+@pytest.fixture(scope="module")
+def reader() -> Reader:
+    return Reader(tiny_model())
 
 
 @pytest.fixture(scope="module")
@@ -499,6 +506,157 @@ def test_caller_s_full_recomputation_is_used(reader: Reader, renderer: Renderer)
     assert given["seconds_full"] == round(truth.seconds, 3)
 
 
+# --- a GPU ----------------------------------------------------------------------------------------
+
+ON_DEVICE = (
+    *("exact", "foreign", "blend20", "sink20", "query20", "lost20", "corrected20"),
+    *("probe20", "probe20fp8", "question20", "lower", "drawn20"),
+)
+
+
+SMALL = conversations.Size("small", 2, 1, 5)
+
+
+def test_rows_of_a_gpu_are_those_of_the_cpu(
+    renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure, "REPLY_TOKENS", 3)
+    writer = conversations.Writer(PASSAGES, "reporting", 1, SMALL)
+    case = renderer.tokens(conversations.strip_all(writer))
+    known = policies.POLICIES | research.VARIANTS
+    ids = list(range(3, 67))
+
+    def found(reader: Reader) -> dict[str, dict[str, Any]]:
+        wanted = {name: known[name] for name in ON_DEVICE}
+        return dict(measure.rows(reader, case, wanted, (ids, reader.full(ids)[0])))
+
+    here = found(Reader(tiny_model(2)))
+    with pretended_gpu():
+        reader = Reader(tiny_model(2).to("cuda"))
+        assert reader.device == THERE
+        there = found(reader)
+    for name, row in here.items():
+        for field in ("tokens", "exact", "moved", "runs", "computed", "extra", "greedy", "top1"):
+            assert there[name][field] == row[field], (name, field)
+        for field in ("kl_reply", "kl_quotes"):
+            assert there[name][field] == pytest.approx(row[field], rel=0.02, abs=1e-5)
+
+
+def test_edits_in_a_row_are_measured_on_a_gpu(
+    renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure, "REPLY_TOKENS", 3)
+    writer = conversations.Writer(PASSAGES, "reporting", 3, SMALL)
+    steps = [renderer.tokens(one) for one in conversations.ten_edits(writer, 2)]
+
+    def found(reader: Reader) -> list[int]:
+        truths = [measure.reference(reader, one) for one in steps]
+        rows = chains.rows(reader, steps, truths, policies.POLICIES["probe28"])
+        return [row["computed"] for row in rows]
+
+    with pretended_gpu():
+        there = found(Reader(tiny_model(2).to("cuda")))
+    assert there == found(Reader(tiny_model(2)))
+
+
+def test_first_tokens_of_a_gpu_compute_what_those_of_the_cpu_do(
+    renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = conversations.Writer(PASSAGES, "reporting", 1, SMALL)
+    case = renderer.tokens(conversations.strip_all(writer))
+    names = (first_token.NOTHING, "exact", "rotated", "probe20")
+
+    def made(_: Path, *, device: str, dtype: str, **options: Any) -> Generator:
+        assert dtype == "float32"
+        return Generator(tiny_model(2).to(device), byte_tokenizer(TEMPLATE), **options)
+
+    monkeypatch.setattr(Generator, "from_pretrained", made)
+
+    def found(device: str) -> list[dict[str, Any]]:
+        rows = first_token.rows(ROOT, "float32", case, names, device)
+        return [{name: value for name, value in row.items() if name != "seconds"} for row in rows]
+
+    here = found("cpu")
+    with pretended_gpu():
+        assert found("cuda") == here
+    by_name = dict(zip(names, here, strict=True))
+    assert by_name[first_token.NOTHING]["computed"] == len(case.prompt)
+    assert not any(row["fell_back"] for row in here)
+
+
+def test_work_on_a_gpu_begins_with_what_was_not_measured_elsewhere() -> None:
+    some = list(gpu.work(gpu.ROUNDS))
+    assert len(set(some)) == len(some)
+    assert {case[0] for case in some[: 12 * gpu.EASY_FROM]} == set(conversations.HARD)
+    assert {case[0] for case in some} == set(conversations.KINDS)
+    assert min(number for _, size, number in some if size == "4k") == 4
+
+
+def test_suite_s_rows_of_a_device_are_of_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(texts, "fetch", list)
+    monkeypatch.setattr(recorded, "load", lambda _: PASSAGES)
+    folder = tmp_path / "model"
+    tiny_model().save_pretrained(folder)
+    byte_tokenizer(TEMPLATE).save_pretrained(folder)
+    monkeypatch.setitem(conversations.SIZES, "1k", SIZE)
+    path = tmp_path / "rows.jsonl"
+    for device in (None, "cpu", "cpu"):
+        suite = Suite(folder, "float32", path, device)
+        suite.measure("nonce", "1k", "reporting", 1, ("exact",))
+    rows = list(Rows(path).by_key.values())
+    assert [row.get("device") for row in rows] == [None, "cpu"]
+
+
+def test_rows_of_a_gpu_are_no_figures_of_the_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = Rows(tmp_path / "rows.jsonl")
+    rows.add(row("exact", device="A GPU"))
+    assert summary.main(rows.path, quick=True, wording="reporting", dtype="float32") == 1
+    rows.add(row("exact", seed=2, dtype="bfloat16"))
+    assert summary.main(rows.path, quick=True, wording="reporting", dtype="float32") == 1
+    assert "nothing has been measured" in capsys.readouterr().out
+
+
+def test_figures_of_a_gpu_are_of_one_device_and_of_whole_conversations() -> None:
+    def case(seed: int, **changes: Any) -> list[dict[str, Any]]:
+        where = {"device": "A GPU", **changes}
+        return [row(name, seed=seed, **where) for name in gpu.POLICIES]
+
+    rows = [*case(1, dtype="float16"), row("exact", seed=2), *case(3, device="Another")]
+    rows += [*case(4)[1:], *case(5, set="tuning"), *case(6), *case(7, kind="nonce")]
+    # Conversation 4 lacks a policy, 2 all but one; the others are of another dtype, device or set.
+    found = gpu.document(rows)
+    assert found is not None
+    assert (found["device"], found["dtype"]) == ("A GPU", "float32")
+    assert {
+        name: one["exact"]["cases"] for name, one in found["sizes"]["1k"]["groups"].items()
+    } == {"hard": 1, "easy": 1}
+    text = gpu.render(found)
+    assert "all in float32, on a device named A GPU." in text
+    assert "Prompts of 1k tokens, hard kinds (reorder): 1 conversation, 2 questions" in text
+    assert "answers 2 and is sure of 1." in text
+    assert "Goal of a KL of 0.016 at 32% computed or less: `probe28` misses it with 0.1000." in text
+
+
+@pytest.mark.parametrize("option", ["--sizes", "--first-token"])
+def test_unknown_size_is_named(
+    option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["real.gpu", option, "4k,9k"])
+    with pytest.raises(SystemExit):
+        gpu.main()
+    assert "unknown size 9k (known: 4k" in capsys.readouterr().err.replace("1k, 4k", "4k")
+
+
+def test_page_holds_what_the_figures_of_a_gpu_say() -> None:
+    found = json.loads(gpu.FIGURES.read_text(encoding="utf-8")) if gpu.FIGURES.exists() else None
+    page = summary.PAGE.read_text(encoding="utf-8")
+    assert summary.put(page, gpu.render(found), gpu.BEGIN, gpu.END) == page
+
+
 # --- first token ----------------------------------------------------------------------------------
 
 
@@ -672,7 +830,7 @@ def test_run_whose_control_is_not_bad_says_what_to_do(
     rows = Rows(tmp_path / "rows.jsonl")
     for one in (row("exact", **fine), row("rotated"), row("foreign", **fine)):
         rows.add(one)
-    assert summary.main(rows.path, quick=True, wording="reporting") == 1
+    assert summary.main(rows.path, quick=True, wording="reporting", dtype="float32") == 1
     said = capsys.readouterr().err
     assert "no control is detected in 1k reorder, over 0 answers of 1 conversation: " in said
     assert "--cases" in said
