@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib.metadata
 import json
 import os
@@ -31,14 +32,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "benches"), str(Path(__file__).parent)]
+sys.path[:0] = [str(ROOT), str(ROOT / "benches")]
 
-# ruff: noqa: E402, PLC0415 - after the path; vLLM and torch where they are used
-import real_model
+# ruff: noqa: E402, PLC0415, SLF001 - after the path; vLLM where it is used; of the tests' observer
 from real import texts
+from vllm_connector import real_model
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import torch
     from tests.vllm.engine import Engine
@@ -46,12 +47,16 @@ if TYPE_CHECKING:
 KINDS = {"strip": "W01", "prune": "W13", "slide": "W15", "nonce": "W17"}
 REPLY = 16
 NEXT_BEST = 5
+# Of the lines that are printed at the end; the file of rows has all.
+WIDTH = 500
+PLAIN: dict[str, Any] = {}
 BLOCK = 32
 # One machine without a network.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_USE_DEEP_GEMM": "0",
+    "VLLM_DEEP_GEMM_WARMUP": "skip",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "INFO",
     "VLLM_HOST_IP": "127.0.0.1",
@@ -61,11 +66,18 @@ ENVIRONMENT = {
     "CUDA_MODULE_LOADING": "LAZY",
     "TOKENIZERS_PARALLELISM": "false",
 }
+# Options of vLLM, and variables for its process.
 ATTEMPTS: list[dict[str, Any]] = [
     {"attention_backend": "FLASH_ATTN"},
     {"attention_backend": "TRITON_ATTN"},
-    {"attention_backend": "TRITON_ATTN", "plain": True},
+    {"attention_backend": "FLASH_ATTN", "environment": {"VLLM_USE_V2_MODEL_RUNNER": "0"}},
+    {"attention_backend": "TRITON_ATTN", "environment": {"VLLM_USE_V2_MODEL_RUNNER": "0"}},
 ]
+# Several engines share the device, and nothing of CuTe or FlashInfer is used.
+ON_GPU: dict[str, Any] = {
+    "gpu_memory_utilization": 0.2,
+    "kernel_config": {"enable_cutedsl_warmup": False, "enable_flashinfer_autotune": False},
+}
 GRAPHS: dict[str, Any] = {
     "enforce_eager": False,
     "compilation_config": {
@@ -83,6 +95,7 @@ class Run:
     settings: dict[str, Any] | None
     options: dict[str, Any] = field(default_factory=dict)
     group: str = ""
+    only_times: bool = False
 
     @property
     def gaps(self) -> bool:
@@ -95,6 +108,20 @@ SHARE = {"gate": "unchecked", "policy": {"recompute_share": 0.2}}
 # Tensor cores round float32 inputs, and only Triton's backend takes them.
 F32 = {"dtype": "float32", "attention_backend": "TRITON_ATTN"}
 
+# Shaped as a model of 8 billion parameters, with random weights: for times alone.
+LARGE: dict[str, Any] = {
+    "load_format": "dummy",
+    "gpu_memory_utilization": 0.6,
+    "hf_overrides": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
+}
+
 RUNS: dict[str, Run] = {
     "alone": Run(None),
     "exact": Run(EXACT),
@@ -104,9 +131,16 @@ RUNS: dict[str, Run] = {
     "rotated float32": Run(ROTATED, F32, "float32"),
     "alone graphs": Run(None, GRAPHS),
     "rotated graphs": Run(ROTATED, GRAPHS),
+    "alone large": Run(None, LARGE, only_times=True),
+    "rotated large": Run(ROTATED, LARGE, only_times=True),
     "share": Run(SHARE),
     "exact graphs": Run(EXACT, GRAPHS),
 }
+
+COLUMNS = (
+    *("run", "kind", "prompt", "computed", "moved", "exact", "ms", "all computed: ms"),
+    *("mean KL", "top-1", "replies as alone"),
+)
 
 
 class Rows:
@@ -115,7 +149,7 @@ class Rows:
     def __init__(self, path: Path, run: str) -> None:
         self._path, self._run = path, run
 
-    def add(self, part: str, **row: Any) -> None:
+    def add(self, part: str, **row: object) -> None:
         line = json.dumps({"run": self._run, "part": part, **row}) + "\n"
         with self._path.open("a") as file:
             file.write(line)
@@ -143,16 +177,12 @@ def start(options: argparse.Namespace, run: Run, more: dict[str, Any]) -> Engine
         "max_model_len": options.positions,
         "max_num_batched_tokens": options.positions,
         "max_logprobs": -1,
-        **({} if options.device == "cpu" else {"gpu_memory_utilization": 0.2}),
+        **({} if options.device == "cpu" else ON_GPU),
         **more,
         **run.options,
         **json.loads(options.options),
     }
-    if given.pop("plain", False):
-        given["compilation_config"] = {
-            **given.get("compilation_config", {}),
-            "custom_ops": ["none"],
-        }
+    given.pop("environment", None)
     if options.device == "cpu":
         given.pop("attention_backend", None)
         given |= {"dtype": "float32", "enforce_eager": True}
@@ -200,11 +230,13 @@ def corpus_of(options: argparse.Namespace, tokenizer: Any) -> np.ndarray:  # noq
     return np.array(ids)
 
 
-def first_token(engine: Engine, prompt: Sequence[int], **more: Any) -> dict[str, Any]:
+def first_token(
+    engine: Engine, prompt: Sequence[int], given: Mapping[str, Any] = PLAIN
+) -> dict[str, Any]:
     """Seconds to the first token; tokens computed and copied."""
     counts, computed = dict(engine.counts), engine.num_computed
     began = time.perf_counter()
-    name = engine.add(prompt, max_tokens=1, **more)
+    name = engine.add(prompt, max_tokens=1, **given)
     while not engine.answers[name].tokens:
         engine.step()
     seconds = time.perf_counter() - began
@@ -220,23 +252,25 @@ def first_token(engine: Engine, prompt: Sequence[int], **more: Any) -> dict[str,
     }
 
 
-def vector(engine: Engine, prompt: Sequence[int], **more: Any) -> np.ndarray:
+def vector(engine: Engine, prompt: Sequence[int], given: Mapping[str, Any] = PLAIN) -> np.ndarray:
     """Log-probabilities of all tokens after a prompt."""
-    (row,) = engine.ask(prompt, max_tokens=1, logprobs=-1, **more).logprobs
+    (row,) = engine.ask(prompt, max_tokens=1, logprobs=-1, **given).logprobs
     found = np.full(max(row) + 1, -np.inf, np.float32)
     found[list(row)] = list(row.values())
     return found
 
 
-def replied(engine: Engine, prompt: Sequence[int], **more: Any) -> dict[str, Any]:
+def replied(
+    engine: Engine, prompt: Sequence[int], given: Mapping[str, Any] = PLAIN
+) -> dict[str, Any]:
     """A greedy reply, and the likeliest tokens at each place."""
-    answer = engine.ask(prompt, max_tokens=REPLY, logprobs=NEXT_BEST, **more)
+    answer = engine.ask(prompt, max_tokens=REPLY, logprobs=NEXT_BEST, **given)
     best = [[[token, round(one, 5)] for token, one in row.items()] for row in answer.logprobs]
     return {"tokens": answer.tokens, "best": best}
 
 
 def ask_case(
-    engine: Engine, made: real_model.Case, session: str, *, alone: bool
+    engine: Engine, made: real_model.Case, session: str, run: Run
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     given = {"extra_args": {"kv_transfer_params": {"session": session}}}
     prompt = made.prompts[0]
@@ -251,16 +285,19 @@ def ask_case(
         "history": len(made.history),
         "new": made.num_new,
         "scale": made.scale,
-        "edited": first_token(engine, prompt, **given),
+        "edited": first_token(engine, prompt, given),
     }
-    begin()
-    row["reply"] = replied(engine, prompt, **given)
-    begin()
-    vectors = {"edited": vector(engine, prompt, **given)}
-    if alone:
+    vectors: dict[str, np.ndarray] = {}
+    if not run.only_times:
+        begin()
+        row["reply"] = replied(engine, prompt, given)
+        begin()
+        vectors["edited"] = vector(engine, prompt, given)
+    if run.settings is None:
         # The whole prompt is computed.
         engine.reset()
         row["full"] = first_token(engine, prompt)
+    if run.settings is None and not run.only_times:
         engine.reset()
         row["full reply"] = replied(engine, prompt)
         engine.reset()
@@ -358,22 +395,25 @@ def only(options: argparse.Namespace) -> None:
     tokenizer = AutoTokenizer.from_pretrained(options.model, local_files_only=True)
     corpus = corpus_of(options, tokenizer)
     real_model.POSITIONS = options.positions
+
+    @functools.cache
+    def cases(kind: str, number: int) -> real_model.Case:
+        return real_model.case(KINDS[kind], number, 1, corpus, tokenizer)
+
     engine = start(options, run, more)
     rows.add("started", seconds=time.perf_counter() - began, attempt=more, **described(engine))
-    alone = run.settings is None
-    warm = {kind: 0 if run.group else 1 for kind in options.kinds}
-    with rows.failing("first request"):
-        rows.add("first request", **first_token(engine, corpus[:200].tolist()))
-    for number in range(options.rounds + max(warm.values())):
+    warm_up = 0 if run.group else 1
+    # If this fails, the next attempt is made.
+    rows.add("first request", **first_token(engine, corpus[:200].tolist()))
+    for number in range(options.rounds + warm_up):
         for kind in options.kinds:
             with rows.failing(f"{kind} {number}"):
-                made = real_model.case(KINDS[kind], number, 1, corpus, tokenizer)
-                case, vectors = ask_case(engine, made, f"{kind}-{number}", alone=alone)
-                timed = number >= warm[kind]
-                rows.add("case", kind=kind, number=number, timed=timed, **case)
+                made = cases(kind, number)
+                case, vectors = ask_case(engine, made, f"{kind}-{number}", run)
+                rows.add("case", kind=kind, number=number, timed=number >= warm_up, **case)
                 name = f"{options.only}-{kind}-{number}.npz".replace(" ", "-")
-                np.savez(options.logs / name, **vectors)
-    if run.gaps:
+                np.savez(options.logs / name, allow_pickle=False, **vectors)
+    if run.gaps and not run.only_times:
         with rows.failing("kv"):
             from tests.vllm.embedded import Watched
 
@@ -382,15 +422,16 @@ def only(options: argparse.Namespace) -> None:
             config: Any = AutoConfig.from_pretrained(options.model, local_files_only=True)
             theta = float(config.rope_parameters["rope_theta"])
             for kind in options.kinds:
-                made = real_model.case(KINDS[kind], 0, 1, corpus, tokenizer)
-                rows.add("kv", kind=kind, **compare_kv(engine, made, watched, theta))
-    with rows.failing("talk"):
-        from tests.vllm.chat import Chat
-        from tests.vllm.test_real_model import facts, talk
+                found = compare_kv(engine, cases(kind, 0), watched, theta)
+                rows.add("kv", kind=kind, **found)
+    if not run.only_times:
+        with rows.failing("talk"):
+            from tests.vllm.chat import Chat
+            from tests.vllm.test_real_model import facts, talk
 
-        engine.reset()
-        answers = talk(engine, Chat(tokenizer))
-        rows.add("talk", answers=answers, facts=facts(answers), counts=dict(engine.counts))
+            engine.reset()
+            answers = talk(engine, Chat(tokenizer))
+            rows.add("talk", answers=answers, facts=facts(answers), counts=dict(engine.counts))
     with rows.failing("idle"):
         engine.drain()
         engine.check_idle()
@@ -406,18 +447,21 @@ class Runner:
         self.options = options
         self.deadline = time.monotonic() + options.seconds
         self.outcomes: dict[str, str] = {}
+        self.number = 0
+        self.logs: dict[str, Path] = {}
 
     @property
     def left(self) -> float:
-        return self.deadline - time.monotonic()
+        left: float = self.deadline - time.monotonic()
+        return left
 
     def begin(self, name: str, attempt: dict[str, Any]) -> subprocess.Popen[bytes]:
-        log = self.options.logs / f"{name.replace(' ', '-')}-{len(attempt)}.log"
+        self.number += 1
+        log = self.options.logs / f"{self.number:02}-{name.replace(' ', '-')}.log"
+        self.logs[name] = log
         command = [sys.executable, "-u", __file__, *sys.argv[1:]]
         command += ["--only", name, "--attempt", json.dumps(attempt)]
-        environment = {**ENVIRONMENT, **os.environ}
-        if attempt.get("plain"):
-            environment["VLLM_PLAIN_OPS"] = "1"
+        environment = {**ENVIRONMENT, **os.environ, **attempt.get("environment", {})}
         with log.open("ab") as file:
             return subprocess.Popen(  # noqa: S603 - this file
                 command,
@@ -438,6 +482,9 @@ class Runner:
         else:
             self.outcomes[name] = "ran" if code == 0 else f"failed with {code}"
         print(f"{name}: {self.outcomes[name]}; {self.left:.0f} s left", flush=True)
+        if self.outcomes[name] != "ran":
+            lines = self.logs[name].read_text(errors="replace").splitlines()
+            print("\n".join(one[:WIDTH] for one in lines[-20:]), flush=True)
         return self.outcomes[name] == "ran"
 
     def one(self, name: str, attempt: dict[str, Any]) -> bool:
@@ -544,7 +591,7 @@ def compared(
     divergences, same_first, same, gaps, from_full = [], 0, 0, [], 0
     for one in mine:
         other = cases.get((base, kind, one["number"]))
-        if other is None:
+        if other is None or RUNS[name].only_times:
             continue
         length, gap = same_tokens(one["reply"], other["reply"])
         same += length == len(one["reply"]["tokens"])
@@ -570,14 +617,12 @@ def compared(
 
 
 def told(found: dict[str, Any], rows: list[dict[str, Any]]) -> str:
-    lines = []
-    for one in rows:
-        if one["part"] in ("started", "kv", "talk", "idle", "failed"):
-            lines.append(json.dumps(one))
+    shown = ("started", "first request", "kv", "talk", "idle", "done", "failed")
+    lines = [json.dumps(one)[:WIDTH] for one in rows if one["part"] in shown]
     lines += [
         "",
-        "| run | kind | prompt | computed | moved | exact | ms | all: ms | mean KL | top-1 | replies as alone |",
-        "| --- " * 11 + "|",
+        f"| {' | '.join(COLUMNS)} |",
+        "| --- " * len(COLUMNS) + "|",
     ]
     for name, kinds in found["runs"].items():
         for kind, of in kinds.items():
@@ -620,8 +665,16 @@ def main() -> None:
     options.model = options.model.resolve()
     options.logs = (options.logs or options.out.parent).resolve()
     if options.only:
-        only(options)
-        return
+        code = 1
+        try:
+            only(options)
+            code = 0
+        except Exception:  # noqa: BLE001 - the process ends
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Without waiting for what an engine leaves running.
+        os._exit(code)
     options.logs.mkdir(parents=True, exist_ok=True)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     runner = Runner(options)
