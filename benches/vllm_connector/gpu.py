@@ -63,6 +63,8 @@ ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
     "HF_HUB_OFFLINE": "1",
+    # No compiler is waited for.
+    "TORCHDYNAMO_DISABLE": "1",
     "CUDA_MODULE_LOADING": "LAZY",
     "TOKENIZERS_PARALLELISM": "false",
 }
@@ -73,9 +75,11 @@ ATTEMPTS: list[dict[str, Any]] = [
     {"attention_backend": "FLASH_ATTN", "environment": {"VLLM_USE_V2_MODEL_RUNNER": "0"}},
     {"attention_backend": "TRITON_ATTN", "environment": {"VLLM_USE_V2_MODEL_RUNNER": "0"}},
 ]
-# Several engines share the device, and nothing of CuTe or FlashInfer is used.
+# Several engines share the device, so none looks at how much of it is free. Nothing of CuTe or
+# FlashInfer is used.
 ON_GPU: dict[str, Any] = {
     "gpu_memory_utilization": 0.2,
+    "kv_cache_memory_bytes": 8 << 30,
     "kernel_config": {"enable_cutedsl_warmup": False, "enable_flashinfer_autotune": False},
 }
 GRAPHS: dict[str, Any] = {
@@ -412,7 +416,7 @@ def only(options: argparse.Namespace) -> None:
                 case, vectors = ask_case(engine, made, f"{kind}-{number}", run)
                 rows.add("case", kind=kind, number=number, timed=number >= warm_up, **case)
                 name = f"{options.only}-{kind}-{number}.npz".replace(" ", "-")
-                np.savez(options.logs / name, allow_pickle=False, **vectors)
+                np.savez(options.arrays / name, allow_pickle=False, **vectors)
     if run.gaps and not run.only_times:
         with rows.failing("kv"):
             from tests.vllm.embedded import Watched
@@ -599,7 +603,7 @@ def compared(
         if length < REPLY:
             gaps.append({"at": length, "logprob": gap})
         vectors = [
-            np.load(options.logs / f"{run}-{kind}-{one['number']}.npz".replace(" ", "-"))
+            np.load(options.arrays / f"{run}-{kind}-{one['number']}.npz".replace(" ", "-"))
             for run in (base, name)
         ]
         wanted, got = vectors[0]["full"], vectors[1]["edited"]
@@ -647,6 +651,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=real_model.MODEL)
     parser.add_argument("--out", type=Path, default=ROOT / "target" / "vllm-gpu" / "rows.jsonl")
     parser.add_argument("--logs", type=Path, help="default: the folder of --out")
+    parser.add_argument("--arrays", type=Path, help="log-probabilities; default: that of --logs")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--seconds", type=float, default=240, help="of all together")
     parser.add_argument("--each-seconds", type=float, default=80, help="of one process")
@@ -664,6 +669,7 @@ def main() -> None:
     options.out = options.out.resolve()
     options.model = options.model.resolve()
     options.logs = (options.logs or options.out.parent).resolve()
+    options.arrays = (options.arrays or options.logs).resolve()
     if options.only:
         code = 1
         try:
@@ -676,6 +682,7 @@ def main() -> None:
         # Without waiting for what an engine leaves running.
         os._exit(code)
     options.logs.mkdir(parents=True, exist_ok=True)
+    options.arrays.mkdir(parents=True, exist_ok=True)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     runner = Runner(options)
     handle: Callable[..., None] = lambda *_: sys.exit("ended")  # noqa: E731 - a handler
