@@ -519,10 +519,10 @@ class Runner:
             if not group or self.options.device == "cpu":
                 self.one(name, chosen)
                 continue
-            beside = [name, *(one for one in names if RUNS[one].group == group)]
-            names = [one for one in names if one not in beside]
+            together = [name, *(one for one in names if RUNS[one].group == group)]
+            names = [one for one in names if one not in together]
             end = time.monotonic() + self.options.each_seconds
-            began = [(one, self.begin(one, chosen)) for one in beside]
+            began = [(one, self.begin(one, chosen)) for one in together]
             for one, process in began:
                 self.finish(one, process, end)
 
