@@ -90,3 +90,8 @@ def test_table_has_a_row_per_case(bench: Any) -> None:
     assert len(lines) == 3
     assert len({line.count("|") for line in lines}) == 1
     assert "50%" in lines[2]
+
+
+def test_the_page_has_the_figures_that_were_measured(bench: Any) -> None:
+    page = (SCRIPT.parents[1] / "docs" / "pool.md").read_text(encoding="utf-8")
+    assert bench.shown(SCRIPT.parent / "gpu.json") in page
