@@ -327,6 +327,56 @@ def index_panels() -> list[Panel]:
     ]
 
 
+def cluster_panels() -> tuple[Panel, ...]:
+    """A router's index, what feeds it, and the proxy."""
+    name = "kvtrie_cluster_"
+    return (
+        Panel(
+            "Workers by state",
+            "Workers whose events are all known (live), and others, whose scores are uncertain.",
+            "short",
+            (Query(f"sum by (state) ({name}subscription_state)", "{{state}}"),),
+            stacked=True,
+        ),
+        Panel(
+            "Blocks of workers",
+            "Blocks that each worker holds, as its events say.",
+            "short",
+            (Query(f"sum by (worker) ({name}worker_blocks)", "{{worker}}"),),
+        ),
+        Panel(
+            "Size of the cluster's index",
+            "Workers, different blocks, and blocks of all workers.",
+            "short",
+            tuple(Query(f"sum({name}{one})", one) for one in ("workers", "blocks", "entries")),
+        ),
+        Panel(
+            "Memory of the cluster's index",
+            "Bytes that it holds.",
+            "bytes",
+            (Query(f"sum({name}bytes)", "bytes"),),
+        ),
+        Panel(
+            "Events of workers",
+            "Blocks stored and removed, batches, and what was refused.",
+            "short",
+            (Query(rate(f"{name}worker_events_total", "event"), "{{event}}"),),
+        ),
+        Panel(
+            "What subscriptions met",
+            "Batches, and what was lost, replayed or replaced by a snapshot.",
+            "short",
+            (Query(rate(f"{name}subscription_events_total", "event"), "{{event}}"),),
+        ),
+        Panel(
+            "Requests of the proxy",
+            "What became of them: routed, passed without a worker and why, refused.",
+            "reqps",
+            (Query(rate("kvtrie_proxy_requests_total", "outcome"), "{{outcome}}"),),
+        ),
+    )
+
+
 def tracker_panels() -> list[Panel]:
     tokens, prompt = "kvtrie_tracker_tokens_total", "kvtrie_tracker_prompt_tokens_total"
     return [
@@ -391,6 +441,7 @@ ROWS = (
     ("Embedded engine, or your own", generator_panels()),
     ("Index", index_panels()),
     ("Router", tracker_panels()),
+    ("Index of many workers", cluster_panels()),
 )
 
 

@@ -16,6 +16,7 @@ from aiohttp import web
 from multidict import CIMultiDict
 from tests.byte_tokenizer import byte_tokenizer
 from tests.cluster.publisher import Publisher, packed, stored
+from tests.metrics.scraped import scrape, total
 
 import kvtrie
 from kvtrie.fleet import Dispatcher, PromptError, ServedModel
@@ -124,6 +125,25 @@ def test_a_request_goes_to_the_worker_that_has_most_of_it_byte_for_byte() -> Non
         assert running.router.target() == "at-b"
         assert running.dispatcher.outstanding("b") == (0, 0)
         assert running.proxy.counts == {"requests": 1, "routed": 1}
+
+    run(test)
+
+
+def test_a_scrape_has_what_became_of_requests() -> None:
+    pytest.importorskip("prometheus_client")
+    from kvtrie.metrics import Collector  # noqa: PLC0415 - needs prometheus_client
+
+    async def test(running: Running) -> None:
+        collector = Collector(proxy=running.proxy)
+        outcomes = "kvtrie_proxy_requests_total"
+        assert total(scrape(collector), outcomes) == 0
+        await running.post(chat())
+        await running.post(b"{")
+        await running.post({"model": "tiny", "input": "a"}, "/v1/embeddings")
+        series = scrape(collector)
+        want = {"requests": 3, "routed": 1, "unrouted: not JSON": 1, "passed": 1}
+        assert {name: total(series, outcomes, outcome=name) for name in want} == want
+        assert total(series, outcomes) == 6
 
     run(test)
 

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from prometheus_client import CollectorRegistry
+from tests.cluster.publisher import Publisher, stored
+from tests.cluster.test_subscription import Fed, until
 from tests.metrics.prometheus import DASHBOARD, queries, scraping
 from tools.dashboard import ROWS, dashboard
 
 import kvtrie
+from kvtrie.fleet import Dispatcher
+from kvtrie.fleet.proxy import Proxy
 from kvtrie.metrics import FAMILIES, Collector
 
 if TYPE_CHECKING:
@@ -28,7 +32,7 @@ if TYPE_CHECKING:
     Make = Callable[..., Generator]
     Ids = Callable[..., np.ndarray]
 
-OURS = {"Embedded engine, or your own", "Index", "Router"}
+OURS = {"Embedded engine, or your own", "Index", "Router", "Index of many workers"}
 
 
 def test_the_file_is_what_the_tool_writes() -> None:
@@ -66,7 +70,6 @@ def test_every_query_returns_series(make: Make, ids: Ids, tmp_path: Path) -> Non
     generator = make(gate="unchecked", policy=kvtrie.ReusePolicy(scope="namespace"))
     tracker = kvtrie.TurnTracker()
     registry = CollectorRegistry()
-    registry.register(Collector(generator=generator, tracker=tracker))
     usages = []
 
     def turn(number: int) -> None:
@@ -77,8 +80,27 @@ def test_every_query_returns_series(make: Make, ids: Ids, tmp_path: Path) -> Non
         tracker.compare(seq)
         tracker.keep(seq, num_computed=len(seq) - 1)
 
-    turn(0)
-    with scraping(registry, tmp_path) as server:
+    with Publisher() as publisher, Fed(publisher) as fed:
+        proxy = Proxy("http://127.0.0.1:1", Dispatcher(fed.index), {})
+        registry.register(
+            Collector(
+                generator=generator,
+                tracker=tracker,
+                indexer=fed.index,
+                subscriptions={"w": fed.subscription},
+                proxy=proxy,
+            )
+        )
+        turn(0)
+        publisher.send(stored([1], None, [0, 1]))
+        until(lambda: fed.subscription.counts["batches"] == 1, fed.__repr__)
+        ask(registry, tmp_path, turn, usages)
+
+
+def ask(
+    registry: CollectorRegistry, folder: Path, turn: Callable[[int], None], usages: list[Any]
+) -> None:
+    with scraping(registry, folder) as server:
         server.wait()
         for number in range(1, 9):
             turn(number)

@@ -1,10 +1,10 @@
 """What an engine reuses, as Prometheus metrics and OpenTelemetry spans.
 
-`Collector` exports a `RadixIndex`, a `TurnTracker` and a `Generator`. `Prompts` counts the prompts
-of an engine of your own: tokens by the source of their KV, and computed ones by the reason.
-``kvtrie.metrics.tracing`` makes spans of a generator's requests. ``docs/metrics.md`` lists every
-metric; what vLLM's connector exports too has the same name without ``vllm:``, the same labels and
-the same meaning.
+`Collector` exports a `RadixIndex`, a `TurnTracker`, a `Generator`, a `KvIndexer` with what feeds it
+and a proxy. `Prompts` counts the prompts of an engine of your own: tokens by the source of their
+KV, and computed ones by the reason. ``kvtrie.metrics.tracing`` makes spans of a generator's
+requests. ``docs/metrics.md`` lists every metric; what vLLM's connector exports too has the same
+name without ``vllm:``, the same labels and the same meaning.
 
 Promises: a counter never decreases while its source lives. Approximate tokens are never counted as
 exact. No label and no attribute has a prompt, a token id, a session or a salt, so their values are

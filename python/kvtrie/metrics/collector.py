@@ -18,7 +18,7 @@ except ImportError as error:
     _MISSING = "kvtrie.metrics.Collector needs prometheus_client: pip install 'kvtrie[metrics]'"
     raise ImportError(_MISSING) from error
 
-from kvtrie._core import RadixIndex
+from kvtrie._core import KvIndexer, RadixIndex, StaleHandleError
 from kvtrie.metrics.families import FAMILIES
 from kvtrie.metrics.generator import FIRST_TOKEN_BUCKETS, GeneratorCounter
 from kvtrie.metrics.prompts import OTHER, REUSES, Prompts
@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 
     from prometheus_client.metrics_core import Metric
 
+    from kvtrie.cluster import Subscription
     from kvtrie.engines.transformers import Generator
+    from kvtrie.fleet.proxy import Proxy
 
 _OWN: Final = frozenset(label for family in FAMILIES for label in family.labels) | {"le"}
 _LABEL: Final = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
@@ -59,6 +61,10 @@ class Collector:
         tracker: A tracker of a router.
         generator: A generator, with its index. Its requests are counted from here on.
         prompts: Counts of the prompts of an engine of your own. They need no `index`.
+        indexer: A router's index of many workers.
+        subscriptions: What feeds it, by the worker's name. A mapping that changes is read anew at
+            each scrape.
+        proxy: A proxy in front of a router.
         labels: Labels of every sample of these sources, by name: a replica, for example. Their
             values should be few.
 
@@ -84,11 +90,23 @@ class Collector:
         tracker: TurnTracker | None = None,
         generator: Generator | None = None,
         prompts: Prompts | None = None,
+        indexer: KvIndexer | None = None,
+        subscriptions: Mapping[str, Subscription] | None = None,
+        proxy: Proxy | None = None,
         labels: Mapping[str, str] | None = None,
     ) -> None:
         self._sources: list[_Exported] = []
         self._names: tuple[str, ...] = ()
-        self.add(index=index, tracker=tracker, generator=generator, prompts=prompts, labels=labels)
+        self.add(
+            index=index,
+            tracker=tracker,
+            generator=generator,
+            prompts=prompts,
+            indexer=indexer,
+            subscriptions=subscriptions,
+            proxy=proxy,
+            labels=labels,
+        )
 
     def add(
         self,
@@ -97,6 +115,9 @@ class Collector:
         tracker: TurnTracker | None = None,
         generator: Generator | None = None,
         prompts: Prompts | None = None,
+        indexer: KvIndexer | None = None,
+        subscriptions: Mapping[str, Subscription] | None = None,
+        proxy: Proxy | None = None,
         labels: Mapping[str, str] | None = None,
     ) -> None:
         """Export more sources, under labels of the same names with other values.
@@ -106,6 +127,9 @@ class Collector:
             tracker: As for the class.
             generator: As for the class.
             prompts: As for the class.
+            indexer: As for the class.
+            subscriptions: As for the class.
+            proxy: As for the class.
             labels: As for the class.
 
         Raises:
@@ -120,6 +144,11 @@ class Collector:
         _check("index", index, RadixIndex)
         _check("tracker", tracker, TurnTracker)
         _check("prompts", prompts, Prompts)
+        _check("indexer", indexer, KvIndexer)
+        _check("subscriptions", subscriptions, Mapping)
+        if subscriptions is not None and indexer is None:
+            msg = "Collector: subscriptions need their indexer"
+            raise ValueError(msg)
         if generator is not None and (index is not None or prompts is not None):
             msg = "Collector: a generator has its index and its prompts; give it without them"
             raise ValueError(msg)
@@ -138,7 +167,9 @@ class Collector:
         self._names = names
         self._sources = [
             *self._sources,
-            _Exported(values, index, tracker, generator, prompts, counter),
+            _Exported(
+                values, index, tracker, generator, prompts, counter, indexer, subscriptions, proxy
+            ),
         ]
 
     def close(self) -> None:
@@ -206,6 +237,9 @@ class _Exported:
     generator: Generator | None
     prompts: Prompts | None
     counter: GeneratorCounter | None
+    indexer: KvIndexer | None
+    subscriptions: Mapping[str, Subscription] | None
+    proxy: Proxy | None
 
     def samples(self) -> dict[str, Samples | _Histogram]:
         found: dict[str, Samples | _Histogram] = {}
@@ -217,6 +251,10 @@ class _Exported:
             found |= _of_index(self.index)
         if self.tracker is not None:
             found |= _of_tracker(self.tracker)
+        if self.indexer is not None:
+            found |= _of_indexer(self.indexer, self.subscriptions or {})
+        if self.proxy is not None:
+            found["kvtrie_proxy_requests"] = _by(self.proxy.counts.copy(), ("requests", "routed"))
         return found
 
 
@@ -320,3 +358,39 @@ def _of_tracker(tracker: TurnTracker) -> dict[str, Samples | _Histogram]:
         {"exact": now.exact_tokens, "approximate": now.approximate_tokens}
     )
     return found
+
+
+_STATES: Final = ("syncing", "live", "gapped", "stale")
+# What a worker has now, and flags; the rest of what is counted of it only grows.
+_OF_NOW: Final = ("blocks", "entries", "parked", "refused", "slower_tiers")
+
+
+def _of_indexer(
+    indexer: KvIndexer, subscriptions: Mapping[str, Subscription]
+) -> dict[str, Samples | _Histogram]:
+    now = indexer.stats()
+    found = _plain({f"cluster_{name}": now[name] for name in ("workers", "blocks", "entries")})
+    found["kvtrie_cluster_bytes"] = {(): float(now["bytes"])}
+    blocks: Samples = {}
+    events: Samples = {}
+    states: Samples = {}
+    met: Samples = {}
+    for worker, subscription in dict(subscriptions).items():
+        state = subscription.state
+        states |= {(worker, one): float(one == state) for one in _STATES}
+        met |= {(worker, what): float(n) for what, n in subscription.counts.copy().items()}
+        try:
+            of_worker = indexer.worker_stats(subscription.worker)
+        except StaleHandleError:
+            # The worker was removed; its subscription is stale.
+            continue
+        blocks[worker,] = float(of_worker["blocks"])
+        counts = {name: n for name, n in of_worker.items() if name not in _OF_NOW}
+        counts |= {f"refused_{name}": n for name, n in of_worker["refused"].items()}
+        events |= {(worker, name): float(n) for name, n in counts.items()}
+    return found | {
+        "kvtrie_cluster_worker_blocks": blocks,
+        "kvtrie_cluster_worker_events": events,
+        "kvtrie_cluster_subscription_state": states,
+        "kvtrie_cluster_subscription_events": met,
+    }

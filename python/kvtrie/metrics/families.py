@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
-Source = Literal["prompts", "generator", "index", "tracker"]
+Source = Literal["prompts", "generator", "index", "tracker", "indexer", "proxy"]
 Kind = Literal["counter", "gauge", "histogram"]
 
 
@@ -234,6 +234,47 @@ FAMILIES: Final = (
         "counter",
         "tracker",
         "Tokens of these prompts with ids of a history.",
+    ),
+    MetricFamily("kvtrie_cluster_workers", "gauge", "indexer", "Workers in the index."),
+    MetricFamily(
+        "kvtrie_cluster_blocks", "gauge", "indexer", "Different blocks in the index, with holes."
+    ),
+    MetricFamily("kvtrie_cluster_entries", "gauge", "indexer", "Blocks of all workers."),
+    MetricFamily("kvtrie_cluster_bytes", "gauge", "indexer", "Memory that the index holds."),
+    MetricFamily(
+        "kvtrie_cluster_worker_blocks",
+        "gauge",
+        "indexer",
+        "Blocks of a worker.",
+        ("worker",),
+    ),
+    MetricFamily(
+        "kvtrie_cluster_worker_events",
+        "counter",
+        "indexer",
+        "What became of a worker's events since it was added.",
+        ("worker", "event"),
+    ),
+    MetricFamily(
+        "kvtrie_cluster_subscription_state",
+        "gauge",
+        "indexer",
+        "1 for the state that a worker's subscription is in, else 0.",
+        ("worker", "state"),
+    ),
+    MetricFamily(
+        "kvtrie_cluster_subscription_events",
+        "counter",
+        "indexer",
+        "What a worker's subscription has met.",
+        ("worker", "event"),
+    ),
+    MetricFamily(
+        "kvtrie_proxy_requests",
+        "counter",
+        "proxy",
+        "What became of the proxy's requests; one may count more than once.",
+        ("outcome",),
     ),
 )
 """All metrics, in the order in which they are exported."""
