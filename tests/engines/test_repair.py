@@ -17,6 +17,7 @@ from kvtrie.engines import _repair, _runner
 from kvtrie.engines._runner import Runner
 from kvtrie.engines.transformers import Generator
 from kvtrie.kernels import reference as reference_kernels
+from kvtrie.repair import probe as probes
 from kvtrie.repair.probe import LayerProbe
 from kvtrie.repair.records import Records
 
@@ -290,6 +291,32 @@ def test_attention_weights_by_chunk_are_those_of_the_whole_matrix(models: Models
     paid = probe.attention(h, at, keys, values)
     assert torch.allclose(paid, naive.mean(dim=(0, 1)), atol=1e-6)
     assert all(weights is None for _, _, weights in probe.attended(h, at, keys, values))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_scores_do_not_depend_on_how_many_attend_at_once(
+    device: str, models: Models, ids: Ids, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = copy.deepcopy(models("llama-gqa"))
+    model = model.to(device)
+    probe = LayerProbe(model)
+    prompt = torch.from_numpy(np.asarray(ids(300), dtype=np.int64)).to(device)
+    cache: Any = DynamicCache(config=model.config)
+    with torch.inference_mode(), probe.seeing() as seen:
+        model(input_ids=prompt[None], past_key_values=cache, use_cache=True)
+    assert seen.h is not None
+    assert seen.out is not None
+    rows = cache.layers[probe.layer]
+    keys, values = rows.keys[0].transpose(0, 1), rows.values[0].transpose(0, 1)
+    at = torch.arange(9, 300, device=device)
+    given = seen.h[at - 9], seen.out[at - 9], at, keys, values
+    want = probe.scores(*given)
+    assert float(want.min()) > 0
+    for name in ("_CHUNK", "_CHUNK_ON_GPU"):
+        monkeypatch.setattr(probes, name, 7)
+    assert torch.allclose(probe.scores(*given), want, rtol=1e-3)
+    none = torch.arange(0, device=device)
+    assert probe.scores(seen.h[:0], seen.out[:0], none, keys, values).shape == (0,)
 
 
 def test_what_cannot_be_probed_is_refused(make: Make, models: Models) -> None:
