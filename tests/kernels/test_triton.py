@@ -160,7 +160,7 @@ def test_the_kernel_of_codes_compiles(quant: str, architecture: int) -> None:
     form = CodeForm.of(KV_TYPES[quant])
     assert form is not None
     angles = next(window.num_pairs for window in geometry.windows if window)
-    constants = dict(fused._settings(geometry, form, angles))
+    constants = dict(fused._settings(geometry, form, 16, angles))
     kernel = fused._requantize_rows
     done = built(kernel, geometry, constants, architecture=architecture, is_aligned=False)
     ptx = done.asm["ptx"]
@@ -168,3 +168,17 @@ def test_the_kernel_of_codes_compiles(quant: str, architecture: int) -> None:
     assert "fma" not in ptx
     assert "atom" in ptx
     assert "e4m3" not in ptx
+
+
+def test_codes_of_aligned_rows_move_16_bytes_at_a_time() -> None:
+    from kvtrie.kernels import triton_codes as fused  # noqa: PLC0415 - imports triton
+
+    form = CodeForm.of(KV_TYPES["fp8_e4m3"])
+    assert form is not None
+    geometry = CODED["fp8_e4m3"]
+    constants = dict(fused._settings(geometry, form, 16, 64))
+    ptx = built(fused._requantize_rows, geometry, constants, architecture=90, is_aligned=True).asm[
+        "ptx"
+    ]
+    assert set(re.findall(r"st\.global[\w.]*", ptx)) == {"st.global.v4.b32"}
+    assert "ld.global.b8" not in ptx

@@ -6,7 +6,9 @@ and the count of saturated elements.
 
 * **Codes are read and rounded by integer arithmetic.** Not every GPU converts e4m3, and
   Triton's interpreter rounds it differently.
-* **A scale is read byte by byte**, since rows of codes may begin at any address.
+* **Loads are 16 bytes wide** if ``dim`` is the innermost axis and base addresses and strides are
+  multiples of 16 bytes, and the window's pairs are halves. A scale is read byte by byte, since rows
+  of codes may begin at any address.
 * **Each program adds to the count once**, if any of its elements saturated.
 
 It ran on an H100 and under Triton's interpreter, and was compiled for sm_80.
@@ -154,6 +156,7 @@ def _requantize_rows(
     ROUNDS_DOWN: tl.constexpr,
     SCALES: tl.constexpr,
     IS_POWER: tl.constexpr,
+    ALIGNMENT: tl.constexpr,  # of every layer's address, in bytes
     ALIKE: tl.constexpr,  # the window below is that of every layer with RoPE
     START: tl.constexpr,
     PAIRS: tl.constexpr,
@@ -174,11 +177,11 @@ def _requantize_rows(
     source = tl.load(slots + token, mask=is_row, other=0).to(tl.int64)
     dest = tl.load(slots + tokens + token, mask=is_row, other=0).to(tl.int64)
 
-    k = tl.load(layer).to(tl.pointer_type(tl.int8))
+    k = tl.multiple_of(tl.load(layer).to(tl.pointer_type(tl.int8)), ALIGNMENT)
     k_source = row_offsets(source, head, k_block, k_token, k_head, BLOCK_SIZE, K_LINEAR)
     k_dest = row_offsets(dest, head, k_block, k_token, k_head, BLOCK_SIZE, K_LINEAR)
     if V_DIM > 0:
-        v = tl.load(layer + 1).to(tl.pointer_type(tl.int8))
+        v = tl.multiple_of(tl.load(layer + 1).to(tl.pointer_type(tl.int8)), ALIGNMENT)
         v_source = row_offsets(source, head, v_block, v_token, v_head, BLOCK_SIZE, V_LINEAR)
         v_dest = row_offsets(dest, head, v_block, v_token, v_head, BLOCK_SIZE, V_LINEAR)
         if SCALES != _IN_V:
@@ -284,9 +287,9 @@ def requantize_rows(
     if num_tokens == 0:
         return
     device = tensors[0].device
-    layers, _ = layers_of(geometry, tuple([tensor.data_ptr() for tensor in tensors]), 1)
+    layers, alignment = layers_of(geometry, tuple([tensor.data_ptr() for tensor in tensors]), 1)
     on_device = upload([layers, slots, cos, sin], device)
-    settings = _settings(geometry, form, cos.shape[2])
+    settings = _settings(geometry, form, alignment, cos.shape[2])
     v = geometry.placement.v
     grid = (
         -(-num_tokens * geometry.placement.num_kv_heads // settings["ROWS"]),
@@ -308,7 +311,7 @@ def requantize_rows(
 
 
 @lru_cache(maxsize=KEPT)
-def _settings(geometry: Geometry, form: CodeForm, angles: int) -> Mapping[str, Any]:
+def _settings(geometry: Geometry, form: CodeForm, alignment: int, angles: int) -> Mapping[str, Any]:
     """The compiled constants."""
     at, k, v = geometry.placement, geometry.placement.k, geometry.placement.v
     v_dim = v.dim if v is not None else 0
@@ -334,6 +337,7 @@ def _settings(geometry: Geometry, form: CodeForm, angles: int) -> Mapping[str, A
         "ROUNDS_DOWN": codes.ROUNDS_DOWN[form.code],
         "SCALES": form.scales,
         "IS_POWER": form.is_power_of_two,
+        "ALIGNMENT": alignment,
         "ALIKE": len(shapes) == 1,
         "START": start,
         "PAIRS": pairs,
