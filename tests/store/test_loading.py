@@ -26,6 +26,7 @@ from kvtrie.store import (
     PlacedSpans,
     SpanLoad,
     SpanLoader,
+    SpanRun,
     SpanShape,
     SpanStore,
     StoreKey,
@@ -337,6 +338,102 @@ def test_a_slow_store_makes_nobody_wait(model: PreTrainedModel) -> None:
         assert loader.close(SECONDS)
         assert all(torch.equal(*pair) for pair in zip(before, engine.pool.k, strict=True))
         plan.release()
+
+
+def test_what_was_sought_is_written_in_parts_and_is_what_place_writes(
+    model: PreTrainedModel,
+) -> None:
+    store = filled(model, CONVERSATION)
+    seq, borders = prompt_of(*FOLLOWING)
+    whole, parts = Engine(model), Engine(model)
+    served(whole, store, seq, borders, NAMESPACE)
+    table = np.arange(40)
+    loader = SpanLoader(store)
+    # No policy cuts it: its caller does.
+    policy = NAMESPACE.replace(recompute_first=9, min_run=80)
+    done = threading.Event()
+    runs = store.runs(seq, borders)
+    load = loader.seek(seq, [(0, 92)], lambda: runs, policy, done=done.set)
+    assert done.wait(SECONDS)
+    taken = load.take(parts.pool)
+    load.cancel()
+    assert [(one.start, one.end) for one in taken.spans] == [(0, 40), (40, 92)]
+    with pytest.raises(ValueError, match="placed or cancelled"):
+        load.take(parts.pool)
+    # Blocks from the one that holds the first token of each part.
+    for start, end in ((0, 30), (30, 55), (55, 92)):
+        first = start // BLOCK * BLOCK
+        used = table[start // BLOCK : -(-end // BLOCK)]
+        assert taken.write(parts.pool, used, start, end, first=first) == end - start
+    assert taken.write(parts.pool, table, 80, 120) == 12
+    for ours, theirs in zip(
+        parts.pool.gather(table, 0, 92), whole.pool.gather(table, 0, 92), strict=True
+    ):
+        assert torch.allclose(ours, theirs, atol=1e-5)
+    assert loader.close(SECONDS)
+
+
+def test_a_search_up_to_the_first_gap_ends_there(model: PreTrainedModel) -> None:
+    store = filled(model, ("question", "answer", "more"))
+    seq, borders = prompt_of("question", "reasoning", "answer", "more")
+    engine, loader = Engine(model), SpanLoader(store)
+    found = []
+    for to_first_gap in (False, True):
+        load = loader.seek(
+            seq,
+            [(0, len(seq))],
+            lambda: store.runs(seq, borders),
+            NAMESPACE,
+            to_first_gap=to_first_gap,
+        )
+        assert load.wait(SECONDS)
+        found.append([(one.start, one.end) for one in load.take(engine.pool).spans])
+    assert found == [[(0, 40), (64, 116), (116, 146)], [(0, 40)]]
+    assert loader.close(SECONDS)
+
+
+def test_loads_have_bounded_room_until_they_are_placed_or_cancelled(model: PreTrainedModel) -> None:
+    store = filled(model, ("question", "answer"))
+    seq, borders = prompt_of("question", "answer", "more")
+    runs = store.runs(seq, borders)
+    room = store.shape.token_bytes * 92
+    loader = SpanLoader(store, max_bytes=room)
+
+    def seek() -> SpanLoad:
+        load = loader.seek(seq, [(0, 92)], lambda: runs)
+        assert load.wait(SECONDS)
+        return load
+
+    first = seek()
+    assert first.num_arrived == 92
+    assert seek().num_arrived == 0
+    assert store.counts()["busy"] == 1
+    first.cancel()
+    first.cancel()
+    third = seek()
+    assert third.num_arrived == 92
+    # What was taken is held until it is cancelled.
+    third.take(Engine(model).pool)
+    assert seek().num_arrived == 0
+    third.cancel()
+    assert seek().num_arrived == 92
+    assert loader.close(SECONDS)
+    with pytest.raises(ValueError, match="max_bytes is 0"):
+        SpanLoader(store, max_bytes=0)
+
+
+def test_runs_that_cannot_be_named_end_the_search_alone(model: PreTrainedModel) -> None:
+    store = filled(model, ("question",))
+    seq, _ = prompt_of("question", "answer")
+    loader = SpanLoader(store)
+
+    def fails() -> list[SpanRun]:
+        raise RuntimeError("no names")
+
+    load = loader.seek(seq, [(0, 40)], fails)
+    assert load.wait(SECONDS)
+    assert loader.close(SECONDS)
+    assert store.counts()["load_failed"] == 1
 
 
 def test_on_a_slow_link_it_is_recomputed_and_the_counters_say_why(model: PreTrainedModel) -> None:

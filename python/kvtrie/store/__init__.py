@@ -22,7 +22,14 @@ if TYPE_CHECKING:
     from kvtrie.store.errors import BackendError, StoreRefused
     from kvtrie.store.estimate import Estimate, LoadChoice
     from kvtrie.store.keys import StoreKey
-    from kvtrie.store.loading import PlacedSpan, PlacedSpans, SpanLoad, SpanLoader, rows_of
+    from kvtrie.store.loading import (
+        PlacedSpan,
+        PlacedSpans,
+        SpanLoad,
+        SpanLoader,
+        TakenSpans,
+        rows_of,
+    )
     from kvtrie.store.runs import SpanRun, borders_of, pieces, worth_keeping
     from kvtrie.store.shape import SpanRows, SpanShape
     from kvtrie.store.store import SpanStore
@@ -49,6 +56,7 @@ __all__ = [
     "SpanWriter",
     "StoreKey",
     "StoreRefused",
+    "TakenSpans",
     "TenantLimits",
     "borders_of",
     "pieces",
@@ -76,6 +84,7 @@ _OWN = {
     "SpanWriter": "writing",
     "StoreKey": "keys",
     "StoreRefused": "errors",
+    "TakenSpans": "loading",
     "TenantLimits": "budget",
     "borders_of": "runs",
     "pieces": "runs",

@@ -23,7 +23,7 @@ from kvtrie.store.shape import SpanRows, SpanShape
 from kvtrie.store.threads import Crew
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
@@ -98,6 +98,8 @@ class SpanLoader:
         threads: Loads at once.
         max_waiting: Loads that may wait; more are recomputed, and counted as ``busy``.
         pinned: Whether rows arrive in pinned memory, for pools on a GPU.
+        max_bytes: Bytes of the rows of all loads that were neither placed nor cancelled. A load
+            that would need more is recomputed, and counted as ``busy``.
 
     Raises:
         ValueError: A number is below 1.
@@ -111,10 +113,15 @@ class SpanLoader:
         threads: int = 4,
         max_waiting: int = 64,
         pinned: bool = False,
+        max_bytes: int = 1 << 30,
     ) -> None:
+        if max_bytes < 1:
+            msg = f"SpanLoader: max_bytes is {max_bytes}; it must be at least 1"
+            raise ValueError(msg)
         self._store = store
         self._estimate = estimate
         self._pinned = pinned
+        self._room = _Room(max_bytes)
         self._crew = Crew(
             "SpanLoader", threads=threads, max_waiting=max_waiting, failed=self._failed
         )
@@ -154,41 +161,98 @@ class SpanLoader:
             items=seq.items,
         )
         load = SpanLoad(self._store, asked)
-        ends = [high for _, high in gaps]
-        pieces = [(run, part) for run in runs if (part := _within(run, gaps, ends))]
+        pieces = _pieces_within(runs, gaps)
         if not pieces:
             load.finish()
-        elif not self._crew.offer(lambda: self._fetch(load, asked, pieces)):
+        else:
+            self._offer(load, lambda: self._fetch(load, asked, pieces))
+        return load
+
+    def seek(
+        self,
+        seq: TokenSequence,
+        gaps: Sequence[tuple[int, int]],
+        runs: Callable[[], Sequence[SpanRun]],
+        policy: ReusePolicy = EXACT_ONLY,
+        *,
+        session: str | None = None,
+        moved_end: int | None = None,
+        to_first_gap: bool = False,
+        done: Callable[[], None] | None = None,
+    ) -> SpanLoad:
+        """Begin to load ranges of a prompt, for a caller that makes the plan itself.
+
+        What arrives is labelled, and cut by no policy: tokens that a policy computes again at the
+        ends of moved runs are in it, and runs of any length.
+
+        Args:
+            seq: The prompt.
+            gaps: Ranges that are wanted, ascending.
+            runs: Returns the runs of the prompt; called in a thread.
+            policy: What may be used approximately.
+            session: The prompt's conversation, for ``scope="conversation"``.
+            moved_end: As for `RadixIndex.plan`.
+            to_first_gap: Whether only what continues the beginning of the first range is wanted.
+            done: Called when nothing more will arrive, in any thread.
+        """
+        asked = _Asked(
+            gaps=tuple(gaps),
+            all_gaps=tuple(gaps),
+            num_tokens=len(seq),
+            policy=policy,
+            session=self._store.session_of(seq.namespace, session),
+            moved_end=len(seq) if moved_end is None else moved_end,
+            planned=(0, 0, 0),
+            items=seq.items,
+            is_whole=True,
+            to_first_gap=to_first_gap,
+        )
+        load = SpanLoad(self._store, asked, done)
+        self._offer(load, lambda: self._fetch(load, asked, _pieces_within(runs(), gaps)))
+        return load
+
+    def _offer(self, load: SpanLoad, work: Callable[[], None]) -> None:
+        def guarded() -> None:
+            try:
+                work()
+            finally:
+                load.finish()
+
+        if not self._crew.offer(guarded):
             self._store.count("busy")
             load.finish()
-        return load
 
     def close(self, timeout: float = 5.0) -> bool:
         """Take no more loads, and wait for those that run; whether all have ended."""
         return self._crew.close(timeout)
 
     def _fetch(self, load: SpanLoad, asked: _Asked, pieces: list[tuple[SpanRun, _Ranges]]) -> None:
-        try:
-            there = self._store.exists([run for run, _ in pieces])
-            found = [one for one, is_there in zip(pieces, there, strict=True) if is_there]
-            self._store.count("absent", len(pieces) - len(found))
-            num_tokens = sum(high - low for _, part in found for low, high in part)
-            num_bytes = num_tokens * self._store.shape.token_bytes
-            if not found or not self._is_worth(num_tokens, num_bytes):
-                return
-            began, num_read = time.monotonic(), 0
-            for run, part in found:
-                # Nobody waits for more: what was read so far still says how slow the link is.
-                if load.is_taken:
-                    break
-                num_read += self._one(load, asked, run, part)
-            if self._estimate is not None and num_read:
-                self._estimate.loaded(
-                    num_bytes=num_read * self._store.shape.token_bytes,
-                    seconds=max(time.monotonic() - began, 1e-9),
-                )
-        finally:
-            load.finish()
+        there = self._store.exists([run for run, _ in pieces])
+        found = [one for one, is_there in zip(pieces, there, strict=True) if is_there]
+        self._store.count("absent", len(pieces) - len(found))
+        if asked.to_first_gap:
+            found = found[: next((at for at, one in enumerate(there) if not one), len(there))]
+        num_tokens = sum(high - low for _, part in found for low, high in part)
+        num_bytes = num_tokens * self._store.shape.token_bytes
+        if not found or not self._is_worth(num_tokens, num_bytes):
+            return
+        if not load.takes_room(self._room, num_bytes):
+            self._store.count("busy")
+            return
+        began, num_read = time.monotonic(), 0
+        for run, part in found:
+            # Nobody waits for more: what was read so far still says how slow the link is.
+            if load.is_taken:
+                break
+            num_here = self._one(load, asked, run, part)
+            num_read += num_here
+            if asked.to_first_gap and num_here < sum(high - low for low, high in part):
+                break
+        if self._estimate is not None and num_read:
+            self._estimate.loaded(
+                num_bytes=num_read * self._store.shape.token_bytes,
+                seconds=max(time.monotonic() - began, 1e-9),
+            )
 
     def _is_worth(self, num_tokens: int, num_bytes: int) -> bool:
         if self._estimate is None:
@@ -236,13 +300,19 @@ class SpanLoader:
 class SpanLoad:
     """One load under way. `SpanLoader.start` makes it."""
 
-    def __init__(self, store: SpanStore, asked: _Asked) -> None:
+    def __init__(
+        self, store: SpanStore, asked: _Asked, done: Callable[[], None] | None = None
+    ) -> None:
         self._store = store
         self._asked = asked
+        self._say_done = done
         self._lock = threading.Lock()
         self._done = threading.Event()
         self._arrived: list[_Arrived] = []
-        self._is_taken = False
+        self._is_taken = self._is_over = False
+        # What its rows take of the loader's room.
+        self._room: _Room | None = None
+        self._num_bytes = 0
 
     @property
     def is_done(self) -> bool:
@@ -273,10 +343,35 @@ class SpanLoad:
     def finish(self) -> None:
         """Say that nothing more will arrive."""
         self._done.set()
+        if self._say_done is not None:
+            self._say_done()
+
+    def takes_room(self, room: _Room, num_bytes: int) -> bool:
+        """Whether there is room for the rows of this load, until it is placed or cancelled."""
+        with self._lock:
+            if self._is_over:
+                return False
+            if not room.take(num_bytes):
+                return False
+            self._room, self._num_bytes = room, num_bytes
+        return True
 
     def cancel(self) -> None:
         """Take nothing, and load no more."""
         self._take()
+        self._give_room()
+
+    def take(self, pool: KVPool) -> TakenSpans:
+        """Take what has arrived, once, to write it in parts. Cancel the load after that.
+
+        Args:
+            pool: That it will be written to, of the store's geometry.
+
+        Raises:
+            ValueError: The pool has another geometry, or the load was taken before.
+        """
+        self._check("take", pool)
+        return TakenSpans(tuple(self._rotatable(self._take(), pool)))
 
     def place(self, pool: KVPool, table: NDArray[np.integer[Any]]) -> PlacedSpans:
         """Write what has arrived into the blocks of a prompt; once.
@@ -292,9 +387,7 @@ class SpanLoad:
             ValueError: The pool has another geometry, the table is too short or has a block that
                 is not in the pool, or the load was taken before. Nothing was written.
         """
-        if SpanShape.of(pool.layout) != self._store.shape:
-            msg = f"SpanLoad.place: the pool is not of the store's geometry {self._store.shape}"
-            raise ValueError(msg)
+        self._check("place", pool)
         num_blocks = -(-self._asked.num_tokens // pool.layout.block_size)
         if len(table) < num_blocks:
             msg = f"SpanLoad.place: the table has {len(table)} blocks, the prompt {num_blocks}"
@@ -304,17 +397,11 @@ class SpanLoad:
         if len(wrong):
             msg = f"SpanLoad.place: block {wrong[0]} is not in the pool of {pool.num_blocks}"
             raise ValueError(msg)
-        if self._is_taken:
-            msg = "SpanLoad.place: the load was placed or cancelled before"
-            raise ValueError(msg)
         if not self.is_done:
             self._store.count("late")
         arrived = self._usable(self._take(), pool)
-        for one in arrived:
-            if not one.span.delta:
-                k, v = _tensors(one.rows, pool)
-                pool.scatter(k, v, table, one.span.start)
-        self._rotate([one for one in arrived if one.span.delta], pool, table)
+        _write(arrived, pool, table)
+        self._give_room()
         spans = tuple(one.span for one in arrived)
         self._store.count("placed_exact", sum(one.end - one.start for one in spans if one.is_exact))
         approximate = sum(one.end - one.start for one in spans if not one.is_exact)
@@ -323,13 +410,28 @@ class SpanLoad:
         self._store.count("recomputed", sum(high - low for low, high in left))
         return PlacedSpans(spans, left, self._source(spans))
 
+    def _check(self, call: str, pool: KVPool) -> None:
+        if SpanShape.of(pool.layout) != self._store.shape:
+            msg = f"SpanLoad.{call}: the pool is not of the store's geometry {self._store.shape}"
+            raise ValueError(msg)
+        if self._is_taken:
+            msg = f"SpanLoad.{call}: the load was placed or cancelled before"
+            raise ValueError(msg)
+
+    def _give_room(self) -> None:
+        with self._lock:
+            self._is_over = True
+            room, self._room = self._room, None
+        if room is not None:
+            room.give(self._num_bytes)
+
     def _take(self) -> list[_Arrived]:
         with self._lock:
             self._is_taken = True
             found, self._arrived = self._arrived, []
         return sorted(found, key=lambda one: one.span.start)
 
-    def _usable(self, arrived: list[_Arrived], pool: KVPool) -> list[_Arrived]:
+    def _rotatable(self, arrived: list[_Arrived], pool: KVPool) -> list[_Arrived]:
         kind = pool.layout.kv_type
         most = 1 if kind is not None and kind.requantizes else 255
         usable = []
@@ -340,6 +442,10 @@ class SpanLoad:
                 self._store.count("not_rotated")
                 continue
             usable.append(one)
+        return usable
+
+    def _usable(self, arrived: list[_Arrived], pool: KVPool) -> list[_Arrived]:
+        usable = self._rotatable(arrived, pool)
         asked = self._asked
         approximate = asked.planned[2] + sum(
             one.span.end - one.span.start for one in usable if not one.span.is_exact
@@ -348,27 +454,6 @@ class SpanLoad:
             self._store.count("share")
             usable = [one for one in usable if one.span.is_exact]
         return usable
-
-    def _rotate(self, moved: list[_Arrived], pool: KVPool, table: NDArray[np.integer[Any]]) -> None:
-        """Rotate rows in a small pool of their own, then write them where they belong."""
-        if not moved:
-            return
-        size = pool.layout.block_size
-        half = -(-_STAGED // size)
-        staging = KVPool(
-            replace(pool.layout, axes=None), pool.rope, num_blocks=2 * half, device=pool.device
-        )
-        from_blocks, to_blocks = np.arange(half), np.arange(half, 2 * half)
-        for one in moved:
-            for start in range(0, one.rows.num_tokens, half * size):
-                some = one.rows.part(start, start + half * size)
-                k, v = _tensors(some, pool)
-                staging.scatter(k, v, from_blocks, 0)
-                move = (0, half * size, some.num_tokens, one.span.delta)
-                # The delta is one of positions, and `_usable` has looked at the items.
-                staging.apply(np.array([move], dtype=_MOVE), hops=one.span.hops, items=())
-                k, v = staging.gather(to_blocks, 0, some.num_tokens)
-                pool.scatter(k, v, table, one.span.start + start)
 
     def _source(self, spans: tuple[PlacedSpan, ...]) -> Imported | None:
         approximate = [one for one in spans if not one.is_exact]
@@ -380,6 +465,68 @@ class SpanLoad:
             hops=max(hops, *(one.hops for one in approximate)),
             policy=self._asked.policy,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class TakenSpans:
+    """Verified rows for ranges of a prompt. `SpanLoad.take` makes it."""
+
+    _arrived: tuple[_Arrived, ...]
+
+    @property
+    def spans(self) -> tuple[PlacedSpan, ...]:
+        """What the rows are for, ascending."""
+        return tuple(one.span for one in self._arrived)
+
+    def write(
+        self,
+        pool: KVPool,
+        table: NDArray[np.integer[Any]],
+        start: int,
+        end: int,
+        *,
+        first: int = 0,
+    ) -> int:
+        """Write the rows of a range, rotated; any number of times.
+
+        Args:
+            pool: As for `SpanLoad.take`.
+            table: A block table.
+            start: First position of the prompt.
+            end: Position after the last.
+            first: The position that the table begins with.
+
+        Returns:
+            How many tokens were written: less than the range has, if rows are missing.
+        """
+        some = []
+        for one in self._arrived:
+            low, high = max(one.span.start, start), min(one.span.end, end)
+            if low < high:
+                span = replace(one.span, start=low - first, end=high - first)
+                at = one.span.start
+                some.append(_Arrived(span, one.rows.part(low - at, high - at)))
+        _write(some, pool, table)
+        return sum(one.rows.num_tokens for one in some)
+
+
+class _Room:
+    """Bytes that rows may take."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._left = num_bytes
+        self._lock = threading.Lock()
+
+    def take(self, num_bytes: int) -> bool:
+        with self._lock:
+            if num_bytes > self._left:
+                return False
+            self._left -= num_bytes
+        return True
+
+    def give(self, num_bytes: int) -> None:
+        with self._lock:
+            self._left += num_bytes
 
 
 _Ranges = tuple[tuple[int, int], ...]
@@ -398,6 +545,9 @@ class _Asked:
     # Of the plan: the first approximate token, the most hops, and approximate tokens.
     planned: tuple[int, int, int]
     items: Sequence[Item]
+    # Whether the caller cuts what arrives, and wants nothing after the first range that is missing.
+    is_whole: bool = False
+    to_first_gap: bool = False
 
 
 def _approximate(plan: ReusePlan) -> tuple[int, int, int]:
@@ -406,6 +556,13 @@ def _approximate(plan: ReusePlan) -> tuple[int, int, int]:
     first = int(some["start"].min()) if len(some) else int(segments["end"].max(initial=0))
     hops = int(some["hops"].max()) if len(some) else 0
     return first, hops, int((some["end"] - some["start"]).sum())
+
+
+def _pieces_within(
+    runs: Sequence[SpanRun], gaps: Sequence[tuple[int, int]]
+) -> list[tuple[SpanRun, _Ranges]]:
+    ends = [high for _, high in gaps]
+    return [(run, part) for run in runs if (part := _within(run, gaps, ends))]
 
 
 def _within(run: SpanRun, gaps: Sequence[tuple[int, int]], ends: Sequence[int]) -> _Ranges:
@@ -467,7 +624,7 @@ def _pieces(
             if why is not None:
                 store.count(why)
                 continue
-            if was_moved:
+            if was_moved and not asked.is_whole:
                 start += asked.policy.recompute_first
                 end -= asked.policy.recompute_last
         if start < end:
@@ -498,7 +655,7 @@ def _refusal(
             return "laxer_policy"
     if not was_moved:
         return None
-    if num_tokens < (policy.min_run or _MIN_RUN):
+    if not asked.is_whole and num_tokens < (policy.min_run or _MIN_RUN):
         return "short"
     if policy.scope == "conversation" and (
         asked.session is None or header.session != asked.session
@@ -507,7 +664,38 @@ def _refusal(
     if policy.max_cuts is not None or policy.max_lost_context < 1 or policy.max_new_context < 1:
         # The store does not know which tokens were before the run.
         return "context"
-    return "repair" if policy.recompute_share else None
+    return "repair" if policy.recompute_share and not asked.is_whole else None
+
+
+def _write(arrived: list[_Arrived], pool: KVPool, table: NDArray[np.integer[Any]]) -> None:
+    """Write rows where they belong, rotated to their positions."""
+    for one in arrived:
+        if not one.span.delta:
+            k, v = _tensors(one.rows, pool)
+            pool.scatter(k, v, table, one.span.start)
+    _rotate([one for one in arrived if one.span.delta], pool, table)
+
+
+def _rotate(moved: list[_Arrived], pool: KVPool, table: NDArray[np.integer[Any]]) -> None:
+    """Rotate rows in a small pool of their own, then write them where they belong."""
+    if not moved:
+        return
+    size = pool.layout.block_size
+    half = -(-min(_STAGED, max(one.rows.num_tokens for one in moved)) // size)
+    staging = KVPool(
+        replace(pool.layout, axes=None), pool.rope, num_blocks=2 * half, device=pool.device
+    )
+    from_blocks, to_blocks = np.arange(half), np.arange(half, 2 * half)
+    for one in moved:
+        for start in range(0, one.rows.num_tokens, half * size):
+            some = one.rows.part(start, start + half * size)
+            k, v = _tensors(some, pool)
+            staging.scatter(k, v, from_blocks, 0)
+            move = (0, half * size, some.num_tokens, one.span.delta)
+            # The delta is one of positions, and `_rotatable` has looked at the items.
+            staging.apply(np.array([move], dtype=_MOVE), hops=one.span.hops, items=())
+            k, v = staging.gather(to_blocks, 0, some.num_tokens)
+            pool.scatter(k, v, table, one.span.start + start)
 
 
 def _tensors(rows: SpanRows, pool: KVPool) -> tuple[torch.Tensor, torch.Tensor | None]:

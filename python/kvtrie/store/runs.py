@@ -160,18 +160,31 @@ def worth_keeping(runs: Iterable[SpanRun], stream: Stream, policy: TurnPolicy) -
         stream: The sections of the sequence.
         policy: What happens to the sections of a turn.
     """
+    gone = gone_of(stream, policy)
+    return [run for run in runs if not gone.has_some_of(run.start, run.end)]
+
+
+class Gone:
+    """Ranges of a sequence that later prompts do not have."""
+
+    def __init__(self, ranges: Iterable[tuple[int, int]]) -> None:
+        # Where each begins, and the furthest end of all that begin no later.
+        found = sorted(one for one in ranges if one[0] < one[1])
+        self._starts = [start for start, _ in found]
+        self._ends = list(accumulate((end for _, end in found), max))
+
+    def has_some_of(self, start: int, end: int) -> bool:
+        """Whether a token of a range is gone."""
+        before = bisect_left(self._starts, end)
+        return before > 0 and self._ends[before - 1] > start
+
+
+def gone_of(stream: Stream, policy: TurnPolicy) -> Gone:
+    """What `worth_keeping` leaves out."""
     what = policy.decide(stream, all_turns=True)
     gone = [*what.evict_first, *what.drop]
     if policy.thinking != "preserved" and stream.tagger.format.boundary != "never":
         gone += [one.dropped for one in stream.sections if one.kind == "reasoning"]
         if stream.open is not None and stream.open.kind == "reasoning":
             gone.append((stream.open.start, len(stream)))
-    # Where what is gone begins, and the furthest end of all that begins no later.
-    ranges = sorted(one for one in gone if one[0] < one[1])
-    starts, ends = [start for start, _ in ranges], list(accumulate((end for _, end in ranges), max))
-
-    def is_whole(run: SpanRun) -> bool:
-        before = bisect_left(starts, run.end)
-        return before == 0 or ends[before - 1] <= run.start
-
-    return [run for run in runs if is_whole(run)]
+    return Gone(gone)

@@ -299,6 +299,17 @@ class SpanStore:
         self.count("stored_bytes", size)
         return True
 
+    def is_known(
+        self, run: SpanRun, *, exact_until: int | None = None, hops: int | None = None
+    ) -> bool:
+        """Whether `put` with these labels would leave a run as it is, by what this process knows.
+
+        The backend is not asked.
+        """
+        exact = run.num_tokens if exact_until is None else exact_until
+        known = self._budget.exactness(run.name)
+        return known is not None and known <= (run.num_tokens - exact, hops or 0)
+
     def delete(self, run: SpanRun) -> None:
         """Delete a run, if it is stored."""
         self._delete(run.name)
