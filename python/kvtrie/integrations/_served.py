@@ -111,7 +111,7 @@ def decide(path: str | None, wanted: ReusePolicy | None, served: EngineModel) ->
     # A gate compares the shortest run, and the index finds none shorter than this.
     explicit = policy if policy.min_run is not None else policy.replace(min_run=LEAST_RUN)
     try:
-        checkpoint, template = _checkpoint(served), _template_id(served)
+        checkpoint, template = checkpoint_of(served), _template_id(served)
         if wanted is None:
             decision = gate.ladder(repairs=("fronts",), checkpoint=checkpoint, template=template)
         else:
@@ -135,7 +135,13 @@ def decide(path: str | None, wanted: ReusePolicy | None, served: EngineModel) ->
     return replace(decision, policy=policy)
 
 
-def _checkpoint(served: EngineModel) -> str:
+def checkpoint_of(served: EngineModel) -> str:
+    """The digest of a served checkpoint.
+
+    Raises:
+        GateMismatchError: The engine does not load it unchanged.
+        CheckpointError: It cannot be read.
+    """
     if served.load_format not in _PLAIN_FORMATS:
         msg = f"{served.engine} loads the weights by load_format={served.load_format!r}, "
         raise gates.GateMismatchError(msg + "not unchanged")

@@ -82,6 +82,7 @@ def check(
     how = "tested" if _version.is_tested() else "untested: --probe says whether it looks the same"
     said = [f"vLLM {_version.running()} is {how}", _reuse(settings)]
     settings.check_record()
+    settings.check_store()
     template = _template.served(settings)
     if template.text is not None:
         is_option = chat_template is not None and settings.chat_template == chat_template

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from kvtrie.integrations.vllm._metadata import Load
+    from kvtrie.integrations.vllm._store_worker import StoreWorker
 
 _LOG = logging.getLogger("vllm.kvtrie")
 
@@ -46,16 +47,23 @@ class Copies:
         views, layout = locate(mine, group.kv_cache_spec, backends)
         rope = rope_of(vllm_config) if rotates else None
         self.pool = KVPool.wrap(views, layout, rope)
+        # Of the same tensors: a pool keeps numbers between its calls, which are of one thread.
+        self.pool_for_reading = KVPool.wrap(views, layout, rope)
         self._failed: set[int] = set()
 
-    def apply(self, loads: Sequence[Load]) -> None:
-        """Copy on the current stream, before the forward pass. vLLM computes failed blocks."""
+    def apply(self, loads: Sequence[Load], store: StoreWorker | None = None) -> None:
+        """Copy on the current stream, before the forward pass. vLLM computes failed blocks.
+
+        ``store``: what has loaded the tokens that come from the store.
+        """
         for load in loads:
             if load.moves is None:
                 self._failed.update(load.blocks)
                 continue
             try:
                 self.pool.apply(load.moves)
+                if load.stored:
+                    _write_stored(load, store)
             except Exception:
                 _LOG.exception("kvtrie: a copy failed; vLLM computes %d blocks", len(load.blocks))
                 self._failed.update(load.blocks)
@@ -63,6 +71,13 @@ class Copies:
     def take_failed(self) -> set[int]:
         failed, self._failed = self._failed, set()
         return failed
+
+
+def _write_stored(load: Load, store: StoreWorker | None) -> None:
+    if store is None:
+        msg = f"request {load.request_id} expects tokens of a store, and there is none"
+        raise RuntimeError(msg)
+    store.write(load)
 
 
 def _in_order(names: Sequence[str]) -> list[str]:

@@ -19,6 +19,7 @@ from kvtrie.integrations.vllm import _ranges, _template
 from kvtrie.integrations.vllm._formats import form_of
 from kvtrie.integrations.vllm._half import Half
 from kvtrie.integrations.vllm._metadata import StepMetadata
+from kvtrie.integrations.vllm._overlay import Overlay
 from kvtrie.integrations.vllm._requests import LiveRequest, Pending
 from kvtrie.integrations.vllm._retention import Retention
 from kvtrie.integrations.vllm._settings import is_last, request_policy, session_of
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
+    from kvtrie._core import ReusePlan
     from kvtrie.gates import Decision
     from kvtrie.integrations.vllm._settings import Settings
     from kvtrie.integrations.vllm._stats import Counts
@@ -100,10 +102,11 @@ class ExactPlanner(Half):
 
     # --- admission ---------------------------------------------------------------------------
 
-    def match(self, request: Request, num_local: int) -> int:
+    def match(self, request: Request, num_local: int) -> int | None:
         """The number of tokens after vLLM's own hit (whole blocks) that are copied.
 
-        The sources are pinned. May be called again for the same request.
+        The sources are pinned. May be called again for the same request. None: it waits for the
+        store, and is to be asked about again.
         """
         if not self.copies:
             live = self._live.get(request.request_id)
@@ -113,11 +116,19 @@ class ExactPlanner(Half):
         live = self._looked_up(request, num_local)
         if live is None:
             return 0
-        plan = self.sources.plan(live.seq, EXACT_ONLY)
-        if plan is None:
+        if self._waits(request):
+            return None
+        made = self.sources.plan(live.seq, EXACT_ONLY)
+        if made is None:
             self._counts.add("plans_stale")
             live.why = None
             return 0
+        plan: ReusePlan | Overlay = made
+        if live.stored:
+            plan = Overlay(made, live.stored, EXACT_ONLY, is_judged=False)
+        if self._seeks(request, live, plan, num_local, resumes=False):
+            plan.release()
+            return None
         promised, _ = _ranges.usable(plan, num_local, resumes=False, may_begin=None)
         if self._reasons is not None:
             self.guarded(self._reasons.look, request, live, plan, num_local, [promised], False)
@@ -164,10 +175,11 @@ class ExactPlanner(Half):
             self._follow_hits(output)
         self._offers.step(output, self._live)
         loads = self._loads.take()
+        store = self._store_step(output, loads)
         if self.copies:
             self._failures.scheduled(output, loads)
         self.guarded(self._order, output)
-        return StepMetadata(loads)
+        return StepMetadata(loads, store)
 
     def _order(self, output: SchedulerOutput) -> None:
         hits = sum(new.num_computed_tokens for new in output.scheduled_new_reqs)
@@ -195,6 +207,7 @@ class ExactPlanner(Half):
         block_ids = tables[self._first]
         self._offers.offer(request, live, block_ids, has_ended=True)
         self._record(request, live)
+        self._store(request, live, block_ids)
         same = [tables[at] for at in self._same]
         num_shared = self._num_shared(live)
         loops = self._calls(request, live)

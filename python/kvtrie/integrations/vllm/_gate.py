@@ -28,7 +28,7 @@ def decision_of(settings: Settings, vllm_config: VllmConfig) -> gates.Decision:
     if settings.gate is None:
         return gates.Decision(EXACT_ONLY, is_cleared=True, reason="there is no gate")
     wanted = None if settings.policy is None else settings.wanted()
-    decision = _served.decide(settings.gate, wanted, _model(settings, vllm_config))
+    decision = _served.decide(settings.gate, wanted, engine_model(settings, vllm_config))
     if not decision.is_cleared:
         _LOG.warning("kvtrie: exact reuse only: %s", decision.reason)
     elif settings.gate != _served.UNCHECKED:
@@ -45,7 +45,8 @@ def covers(settings: Settings, adapter: str | None) -> bool:
     return adapter is None or settings.gate in (None, _served.UNCHECKED)
 
 
-def _model(settings: Settings, vllm_config: VllmConfig) -> _served.EngineModel:
+def engine_model(settings: Settings, vllm_config: VllmConfig) -> _served.EngineModel:
+    """The model as vLLM serves it."""
     model, load = vllm_config.model_config, vllm_config.load_config
     kv_dtype = str(vllm_config.cache_config.cache_dtype)
     if kv_dtype == "auto":

@@ -17,17 +17,22 @@ from kvtrie.integrations.vllm._recording import Recording
 from kvtrie.integrations.vllm._requests import LiveRequest, adapter_of
 from kvtrie.integrations.vllm._runners import MovedRequests
 from kvtrie.integrations.vllm._sources import Sources
+from kvtrie.integrations.vllm._stored import Stored
 from kvtrie.integrations.vllm._tags import tagger_of
 from kvtrie.integrations.vllm._vllm import RequestStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Sequence
 
     from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
+    from kvtrie._core import ReusePlan
     from kvtrie.gates import Decision
+    from kvtrie.integrations.vllm._metadata import Load, StoreReport, StoreStep
+    from kvtrie.integrations.vllm._overlay import Overlay
     from kvtrie.integrations.vllm._settings import Settings
     from kvtrie.integrations.vllm._stats import Counts
 
@@ -101,6 +106,10 @@ class Half:
         self._failures = Failures(manager, block_size)
         self._loads = Loads(manager, block_size, counts, self._failures, self._note_surprise)
         self._moved = MovedRequests(vllm_config, manager)
+        stored = settings.stored()
+        self.stored: Stored | None = None
+        if stored is not None:
+            self.stored = Stored(stored, block_size, counts)
         options = settings.recorded()
         self._recording: Recording | None = None
         if options is not None:
@@ -228,8 +237,40 @@ class Half:
             live.account.fail(position)
             self.guarded(live.account.tell, request)
 
+    # --- the store -----------------------------------------------------------------------------
+
+    def reported(self, report: StoreReport) -> None:
+        """Take what the worker's half has loaded from the store and written to it."""
+        if self.stored is not None:
+            self.guarded(self.stored.arrived, report, self._live)
+
+    def _waits(self, request: Request) -> bool:
+        """Whether a request waits for the store, and is to be asked about again."""
+        return self.stored is not None and self.stored.waits(request)
+
+    def _seeks(
+        self,
+        request: Request,
+        live: LiveRequest,
+        plan: ReusePlan | Overlay,
+        num_local: int,
+        *,
+        resumes: bool,
+    ) -> bool:
+        """Look up in the store what a plan computes; whether the request waits for it now."""
+        return self.stored is not None and self.stored.seeks(
+            request, live, plan, num_local, resumes=resumes
+        )
+
+    def _store_step(self, output: SchedulerOutput, loads: Sequence[Load]) -> StoreStep | None:
+        if self.stored is None:
+            return None
+        return self.stored.step(output, loads, self._requests, self._live)
+
     def step_is_done(self) -> None:
         """Take note that a step's output is handled, with its failures."""
+        if self.stored is not None:
+            self.stored.step_is_done()
         self._held.end_step()
         self._failures.done()
         if self._recording is not None:
@@ -261,9 +302,16 @@ class Half:
         self._moved.forget(request.request_id)
         live = self._live.pop(request.request_id, None)
         self._offers.forget(request.request_id)
+        if self.stored is not None:
+            self.stored.forget(request.request_id)
         if live is not None:
             self._drop_pending(request.request_id, live)
         return live
+
+    def _store(self, request: Request, live: LiveRequest, block_ids: Sequence[int]) -> None:
+        """Have a finished request written to the store, whose blocks are indexed."""
+        if self.stored is not None:
+            self.guarded(self.stored.ended, request, live, block_ids)
 
     def _record(self, request: Request, live: LiveRequest) -> None:
         """Record a finished request, whose blocks are indexed."""
@@ -274,6 +322,8 @@ class Half:
         """Forget the request; vLLM continues with it alone."""
         live = self._live.pop(request_id, None)
         self._offers.forget(request_id)
+        if self.stored is not None:
+            self.stored.forget(request_id)
         if self._recording is not None:
             self._recording.forget(request_id)
         if live is not None:

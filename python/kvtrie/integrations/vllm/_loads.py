@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvtrie.integrations.vllm import _ranges
 from kvtrie.integrations.vllm._metadata import Load
+from kvtrie.integrations.vllm._overlay import Overlay
 from kvtrie.integrations.vllm._ranges import APPROXIMATE
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
     from kvtrie._core import ReusePlan
     from kvtrie.integrations.vllm._failures import Failures
-    from kvtrie.integrations.vllm._requests import LiveRequest
+    from kvtrie.integrations.vllm._requests import LiveRequest, Range
     from kvtrie.integrations.vllm._stats import Counts
 
 
@@ -49,7 +50,7 @@ class Loads:
         self,
         request: Request,
         live: LiveRequest,
-        plan: ReusePlan,
+        plan: ReusePlan | Overlay,
         start: int,
         end: int,
         *,
@@ -72,7 +73,11 @@ class Loads:
             self._surprise("the copies of request %s failed", request.request_id)
             self._loads.append(Load(None, blocks))
             return False
-        self._loads.append(Load(moves, blocks))
+        stored: list[Range] = []
+        if isinstance(plan, Overlay):
+            stored = _ranges.inside(plan.stored, (start, end))
+        first = start // self._block_size * self._block_size
+        self._loads.append(Load(moves, blocks, tuple(stored), request.request_id, first))
         if live.pending is not None:
             live.pending.is_read = True
         segments = plan.segments
@@ -80,6 +85,10 @@ class Loads:
             first, last = max(segment[0], start), min(segment[1], end)
             is_moved = segment[4] == APPROXIMATE
             self._counts.add("tokens_moved" if is_moved else "tokens_exact", last - first)
+            from_store = sum(e - s for s, e in _ranges.inside(stored, (first, last)))
+            if from_store:
+                name = "store_tokens_moved" if is_moved else "store_tokens_exact"
+                self._counts.add(name, from_store)
             live.account.copy(first, last, is_approximate=is_moved)
             if is_moved:
                 live.moved.append((first, last, segment[5]))

@@ -1,14 +1,18 @@
-"""What the scheduler's half sends to the workers."""
+"""What the halves of the connector send each other."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kvtrie.integrations.vllm._vllm import KVConnectorMetadata
+from kvtrie.integrations.vllm._vllm import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from kvtrie._core import ReusePolicy
+    from kvtrie.integrations.vllm._requests import Range
+    from kvtrie.store import PlacedSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,10 +20,75 @@ class Load:
     """The copies into one request, and the blocks that they write.
 
     ``moves`` is None if they could not be made: the workers then report the blocks as failed.
+    ``stored`` are ranges of its tokens whose KV the worker's half has loaded for ``request_id``;
+    ``first`` is the position of the first block.
     """
 
     moves: NDArray[Any] | None
     blocks: tuple[int, ...]
+    stored: tuple[Range, ...] = ()
+    request_id: str = ""
+    first: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Tokens of one request as the store cuts and names them.
+
+    ``spans`` are start, end and kind.
+    """
+
+    tokens: NDArray[Any]
+    salt: str | None
+    borders: tuple[int, ...]
+    spans: tuple[tuple[int, int, str], ...]
+    session: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Seek:
+    """What is looked for in the store for a request that waits."""
+
+    request_id: str
+    prompt: Prompt
+    gaps: tuple[Range, ...]
+    policy: ReusePolicy
+    moved_end: int | None
+    to_first_gap: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TurnToWrite:
+    """Runs of a request that has ended, and the blocks that hold them from position 0.
+
+    ``pieces`` are start, end, exact tokens and hops of each.
+    """
+
+    prompt: Prompt
+    blocks: tuple[int, ...]
+    pieces: tuple[tuple[int, int, int, int | None], ...]
+    policy: ReusePolicy
+
+
+@dataclass(slots=True)
+class StoreStep:
+    """What a step does with the store.
+
+    Attributes:
+        seeks: Loads that begin.
+        turns: What is to be written.
+        overwritten: Blocks that this step writes.
+        drops: Requests whose loaded rows are not needed, after the copies of this step.
+        prefills: Tokens and seconds of steps.
+        waits: Whether the step computes nothing, while requests wait for the store.
+    """
+
+    seeks: list[Seek] = field(default_factory=list)
+    turns: list[TurnToWrite] = field(default_factory=list)
+    overwritten: list[int] = field(default_factory=list)
+    drops: list[str] = field(default_factory=list)
+    prefills: list[tuple[int, float]] = field(default_factory=list)
+    waits: bool = False
 
 
 @dataclass(slots=True)
@@ -27,3 +96,24 @@ class StepMetadata(KVConnectorMetadata):
     """All copies of one step."""
 
     loads: list[Load] = field(default_factory=list)
+    store: StoreStep | None = None
+
+
+@dataclass(slots=True)
+class StoreReport(KVConnectorWorkerMetadata):
+    """What has happened with the store since the last report.
+
+    Attributes:
+        found: What has been loaded, by request.
+        num_written: Turns that were written, or given up.
+    """
+
+    found: dict[str, tuple[PlacedSpan, ...]] = field(default_factory=dict)
+    num_written: int = 0
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """Add what another worker says: there is one, or each has the same."""
+        if isinstance(other, StoreReport):
+            self.found |= other.found
+            self.num_written += other.num_written
+        return self

@@ -6,12 +6,14 @@ import logging
 from typing import TYPE_CHECKING
 
 from kvtrie._core import EXACT_ONLY, TokenSequence
+from kvtrie.gates import Ladder
 from kvtrie.integrations.vllm import _gate, _lineage, _ranges, _shadow, _template
 from kvtrie.integrations.vllm._events import MOVED, Events
 from kvtrie.integrations.vllm._formats import form_of
 from kvtrie.integrations.vllm._gaps import Gaps
 from kvtrie.integrations.vllm._half import Half
 from kvtrie.integrations.vllm._metadata import StepMetadata
+from kvtrie.integrations.vllm._overlay import Overlay
 from kvtrie.integrations.vllm._ranges import APPROXIMATE
 from kvtrie.integrations.vllm._requests import LiveRequest, Pending, Range, adapter_of
 from kvtrie.integrations.vllm._settings import request_policy, session_of
@@ -125,7 +127,7 @@ class Planner(Half):
             live.becomes_approximate(first * self._block_size)
         plan.release()
 
-    def _plan(self, live: LiveRequest) -> ReusePlan | None:
+    def _plan(self, live: LiveRequest) -> ReusePlan | Overlay | None:
         """A plan for a request, exact if the gate does not clear the kind of edit."""
         plan, decision = self._judged(live, live.policy)
         if not live.policy.approximate:
@@ -138,17 +140,27 @@ class Planner(Half):
         live.granted, live.verdict = decision.policy, decision.reason
         return plan
 
-    def _judged(self, live: LiveRequest, policy: ReusePolicy) -> tuple[ReusePlan | None, Decision]:
+    def _judged(
+        self, live: LiveRequest, policy: ReusePolicy
+    ) -> tuple[ReusePlan | Overlay | None, Decision]:
         """A plan under a policy, and the decision that it is the plan of."""
         decision = self._decision
-        plan = self.sources.plan(live.seq, policy, live.session, live.moved_end)
+        plan = self._made(live, policy)
         if not policy.approximate:
             return plan, decision
         while plan is not None and (judged := decision.of(plan)) is not decision:
             plan.release()
             decision = judged
-            plan = self.sources.plan(live.seq, judged.policy, live.session, live.moved_end)
+            plan = self._made(live, judged.policy)
         return plan, decision
+
+    def _made(self, live: LiveRequest, policy: ReusePolicy) -> ReusePlan | Overlay | None:
+        """A plan of the pool, with what the store has loaded."""
+        plan = self.sources.plan(live.seq, policy, live.session, live.moved_end)
+        if plan is None or not live.stored:
+            return plan
+        is_judged = isinstance(self._decision, Ladder) or self._decision.kinds is not None
+        return Overlay(plan, live.stored, policy, is_judged=is_judged)
 
     def _look_in_shadow(self, request: Request, live: LiveRequest, num_local: int) -> None:
         """Plan as if KV were moved, at the first admission, and keep the counts."""
@@ -171,14 +183,17 @@ class Planner(Half):
 
     # --- admission ---------------------------------------------------------------------------
 
-    def match(self, request: Request, num_local: int) -> int:
+    def match(self, request: Request, num_local: int) -> int | None:
         """The number of tokens after vLLM's own hit (whole blocks) that need no computing.
 
-        The sources are pinned. May be called again for the same request.
+        The sources are pinned. May be called again for the same request. None: it waits for the
+        store, and is to be asked about again.
         """
         live = self._looked_up(request, num_local)
         if live is None:
             return 0
+        if self._waits(request):
+            return None
         if live.shadow_policy is not None:
             self.guarded(self._look_in_shadow, request, live, num_local)
         plan = self._plan(live)
@@ -186,6 +201,9 @@ class Planner(Half):
             self._counts.add("plans_stale")
             live.why = None
             return 0
+        if self._seeks(request, live, plan, num_local, resumes=self.gaps.resumes):
+            plan.release()
+            return None
         promised, after_gaps = _ranges.usable(
             plan,
             num_local,
@@ -212,7 +230,11 @@ class Planner(Half):
         return end - start
 
     def _label(
-        self, request: Request, live: LiveRequest, plan: ReusePlan, ranges: Sequence[Range]
+        self,
+        request: Request,
+        live: LiveRequest,
+        plan: ReusePlan | Overlay,
+        ranges: Sequence[Range],
     ) -> None:
         """Start a separate lineage at the first approximate KV.
 
@@ -267,6 +289,7 @@ class Planner(Half):
         self._moved.tell(output)
         self._offers.step(output, self._live)
         loads = self._loads.take()
+        store = self._store_step(output, loads)
         self._failures.scheduled(output, loads)
         if loads:
             # vLLM sets this only for what `match` promised. Otherwise it copies after the forward
@@ -274,7 +297,7 @@ class Planner(Half):
             output.has_sync_kv_loads = True
         # Until here, vLLM has cached what this step writes.
         self.sort_events()
-        return StepMetadata(loads)
+        return StepMetadata(loads, store)
 
     def sort_events(self) -> None:
         """Keep approximate blocks out of vLLM's events."""
@@ -329,6 +352,7 @@ class Planner(Half):
             return
         self._offers.offer(request, live, block_ids, has_ended=True)
         self._record(request, live)
+        self._store(request, live, block_ids)
         if (
             self._settings.dead_thinking
             and live.reading is not None

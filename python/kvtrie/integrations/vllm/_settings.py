@@ -17,6 +17,7 @@ from kvtrie.integrations._asked import (
     policy_of,
     session_id,
 )
+from kvtrie.integrations.vllm._store_settings import StoreSettings
 from kvtrie.tags import PRESETS, Tagger
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class Settings:
     shadow: bool = False
     events: Mapping[str, Any] | None = None
     snapshot: Mapping[str, Any] | None = None
+    store: Mapping[str, Any] | None = None
     # A secret.
     seed: int | None = field(default=None, repr=False)
 
@@ -100,6 +102,24 @@ class Settings:
         """
         return _asked.recorded(self.record, WHERE)
 
+    def stored(self) -> StoreSettings | None:
+        """The store of KV outside the pool; None without one.
+
+        Raises:
+            SettingsError: The setting is invalid.
+        """
+        return StoreSettings.read(self.store, WHERE)
+
+    def check_store(self) -> None:
+        """Check that the store's key can be read, and that its backend is installed.
+
+        Raises:
+            SettingsError: It is not so.
+        """
+        found = self.stored()
+        if found is not None:
+            found.check_files(WHERE)
+
     def check_record(self) -> None:
         """Check that the log can be written.
 
@@ -131,6 +151,7 @@ class Settings:
         self.recorded()
         _check_events(given["events"])
         check_snapshot(given["snapshot"], WHERE)
+        self.stored()
         seed = given["seed"]
         if isinstance(seed, bool) or not isinstance(seed, int | None):
             _refuse("seed", seed, "an integer from 0 to 2**64-1, or null")

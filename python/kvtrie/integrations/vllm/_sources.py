@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         Span,
         TokenSequence,
     )
+    from kvtrie.integrations.vllm._overlay import Overlay
     from kvtrie.integrations.vllm._requests import Stretch
 
 # Each round forgets all stale blocks that it met; another round finds more only after these.
@@ -205,7 +206,7 @@ class Sources:
             self._hashes.pop(number, None)
 
 
-def used_by(plan: ReusePlan) -> list[int]:
+def used_by(plan: ReusePlan | Overlay) -> list[int]:
     """The blocks that a plan uses in place or copies from, each once."""
     return sorted({*plan.blocks.tolist(), *plan.source_blocks.tolist()})
 

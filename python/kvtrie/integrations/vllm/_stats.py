@@ -36,13 +36,21 @@ NAMES: Final = {
     "plans_would_not_clear": "Shadow mode: plans of kinds that the gate does not clear.",
     "records_written": "Requests written to the log of the setting record.",
     "records_dropped": "Requests that were to be written to it, and were not.",
+    "store_requests": "Requests looked up in the store.",
+    "store_found": "Requests of which the store had something.",
+    "store_tokens_exact": "Prompt tokens copied from the store that are exact KV.",
+    "store_tokens_moved": "Prompt tokens copied from the store that are approximate KV.",
+    "store_late": "Requests for which the store took too long.",
+    "store_busy": "Requests not looked up in the store, because too many waited for it.",
     "errors": "Errors after which a request continued without kvtrie.",
 }
 _PROMPT: Final = "prompt_tokens"
 _COMPUTED: Final = "computed_tokens"
+_STORE: Final = "store"
 LABELLED: Final = {
     _PROMPT: ("Prompt tokens by source of their KV and by kind.", ("reuse", "kind")),
     _COMPUTED: ("Prompt tokens computed, by the reason and by kind.", ("reason", "kind")),
+    _STORE: ("Runs, ranges, bytes and tokens of the store, by what happened.", ("event",)),
 }
 """Counters with labels of their own: text, and labels."""
 

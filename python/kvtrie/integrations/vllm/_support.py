@@ -123,6 +123,28 @@ def check_others(vllm_config: VllmConfig, *, moves: bool, is_exact: bool, snapsh
     )
 
 
+def check_store(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, is_among_others: bool
+) -> None:
+    """Refuse where a store would keep a part of the KV, or KV of other weights.
+
+    Raises:
+        UnsupportedError: It would.
+    """
+    if len(kv_cache_config.kv_cache_groups) > 1:
+        refuse('a store keeps one group of KV blocks, and the model has several: remove "store"')
+    if is_among_others:
+        refuse('a store was not run next to other connectors: remove "store", or the others')
+    size = vllm_config.parallel_config.tensor_parallel_size
+    if size != 1:
+        refuse(
+            f"with tensor parallelism each of {size} ranks would store its heads, which was not "
+            'run: remove "store"'
+        )
+    if vllm_config.weight_transfer_config is not None:
+        refuse('weights that change while vLLM runs have other KV: remove "store"')
+
+
 def check_pool(pool: BlockPool, block_size: int) -> None:
     if pool.hash_block_size != block_size:
         refuse(

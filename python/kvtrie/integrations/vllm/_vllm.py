@@ -46,6 +46,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
@@ -97,6 +98,7 @@ __all__ = [
     "KVConnectorPromMetrics",
     "KVConnectorRole",
     "KVConnectorStats",
+    "KVConnectorWorkerMetadata",
     "KVEventsConfig",
     "MultiConnector",
     "NewRequestData",
@@ -142,7 +144,7 @@ FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "NewRequestData": (
         *("req_id", "prompt_token_ids", "prefill_token_ids", "sampling_params"),
-        "num_computed_tokens",
+        *("num_computed_tokens", "block_ids"),
     ),
     "SamplingParams": ("prompt_logprobs", "max_tokens", "temperature"),
     "KVCacheManager": ("block_pool",),
@@ -165,7 +167,7 @@ FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
     "MultiConnector": ("sub_connectors",),
     "KVConnectorStats": ("data",),
     "KVConnectorPromMetrics": ("_counter_cls", "per_engine_labelvalues"),
-    "KVConnectorOutput": ("invalid_block_ids",),
+    "KVConnectorOutput": ("invalid_block_ids", "kv_connector_worker_meta"),
     "LoRARequest": ("lora_name", "lora_path"),
     "KvHintsEnvelope": ("actions",),
     "KvHintAction": ("action_type",),
@@ -179,6 +181,7 @@ FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
         *("model_config", "cache_config", "parallel_config", "scheduler_config"),
         *("speculative_config", "load_config", "structured_outputs_config"),
         *("kv_transfer_config", "kv_events_config", "use_v2_model_runner", "aux_output_config"),
+        "weight_transfer_config",
     ),
     "ModelConfig": (
         *("model", "revision", "dtype", "quantization", "hf_overrides", "hf_text_config"),
@@ -188,6 +191,7 @@ FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
     "ParallelConfig": (
         *("decode_context_parallel_size", "prefill_context_parallel_size"),
         *("pipeline_parallel_size", "data_parallel_index", "use_ubatching"),
+        "tensor_parallel_size",
     ),
     "SchedulerConfig": (
         *("async_scheduling", "scheduler_cls", "max_num_batched_tokens", "max_num_seqs"),
@@ -255,6 +259,7 @@ OVERRIDDEN: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         "save_kv_layer": ("layer_name", "kv_layer", "attn_metadata"),
         "wait_for_save": (),
         "get_block_ids_with_load_errors": (),
+        "build_connector_worker_meta": (),
         "requires_piecewise_for_cudagraph": ("extra_config",),
         "get_kv_connector_stats": (),
         "take_events": (),
@@ -265,6 +270,7 @@ OVERRIDDEN: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         ),
     },
     "SupportsHMA": {"request_finished_all_groups": ("request", "block_ids")},
+    "KVConnectorWorkerMetadata": {"aggregate": ("other",)},
     "KVConnectorStats": {"reset": (), "aggregate": ("other",), "reduce": (), "is_empty": ()},
     "KVConnectorPromMetrics": {"observe": ("transfer_stats_data", "engine_idx")},
     "AsyncScheduler": {
@@ -317,7 +323,7 @@ _DECLARED: Final = (
     *(BlockStored, BlockRemoved, KVConnectorOutput, LoRARequest, MultiConnector),
     *(KvHintsEnvelope, KvHintAction, KVCacheManager, KVCacheBlocks, EventBatch),
     *(EventPublisher, EventPublisherFactory, ZmqEventPublisher),
-    *(KVConnectorStats, KVConnectorPromMetrics),
+    *(KVConnectorStats, KVConnectorPromMetrics, KVConnectorWorkerMetadata),
     *(AttentionLayerBase, AttentionBackend, ReasoningParser, ReasoningParserManager),
     *(KVCacheConfig, KVCacheGroupSpec, FullAttentionSpec),
     *(VllmConfig, ModelConfig, CacheConfig, ParallelConfig, SchedulerConfig, SpeculativeConfig),

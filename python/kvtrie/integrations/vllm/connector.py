@@ -10,7 +10,7 @@ from kvtrie.integrations._asked import SettingsError
 from kvtrie.integrations.vllm import _events, _gate, _support, _template, _version
 from kvtrie.integrations.vllm._copies import Copies, rope_of
 from kvtrie.integrations.vllm._exact import ExactPlanner
-from kvtrie.integrations.vllm._metadata import StepMetadata
+from kvtrie.integrations.vllm._metadata import StepMetadata, StoreReport
 from kvtrie.integrations.vllm._planner import Planner
 from kvtrie.integrations.vllm._settings import Settings
 from kvtrie.integrations.vllm._snapshots import Snapshots, snapshots
@@ -29,7 +29,10 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorMetadata,
+        KVConnectorWorkerMetadata,
+    )
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
         KVConnectorStats,
         PromMetric,
@@ -41,6 +44,9 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+    from kvtrie.integrations.vllm._store_worker import StoreWorker
+    from kvtrie.pool.kv_pool import KVPool
 
 _LOG = logging.getLogger("vllm.kvtrie")
 
@@ -59,6 +65,20 @@ def check_early(extra_config: Mapping[str, Any]) -> None:
     _gate.read(settings)
     _template.served(settings)
     settings.check_record()
+    settings.check_store()
+
+
+def _store_of(
+    settings: Settings, vllm_config: VllmConfig, pool: KVPool, counts: Counts
+) -> StoreWorker:
+    """Open the store, in a worker's half.
+
+    Raises:
+        StoreRefused: It is of another model, KV, geometry, key or version, or does not answer.
+    """
+    from kvtrie.integrations.vllm import _store_worker  # noqa: PLC0415 - needs the extra
+
+    return _store_worker.make(settings, vllm_config, pool, counts)
 
 
 class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
@@ -111,6 +131,11 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
                 "use KvtrieConnector alone"
             )
         self._counts = Counts()
+        self._store: StoreWorker | None = None
+        if self._settings.stored() is not None:
+            _support.check_store(
+                vllm_config, kv_cache_config, is_among_others=self._is_among_others
+            )
         self._planner: Planner | ExactPlanner | None = None
         self._snapshots: Snapshots | None = None
         self._kv_caches: dict[str, torch.Tensor] = {}
@@ -192,7 +217,7 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """The number of tokens after vLLM's own hit that are copied."""
+        """The number of tokens after vLLM's own hit that are copied; None: ask again."""
         try:
             return self.planner.match(request, num_computed_tokens), False
         except Exception:
@@ -220,9 +245,12 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
         return self.planner.step(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Handle copies that failed."""
+        """Handle copies that failed, and what was loaded from the store."""
         if connector_output.invalid_block_ids:
             self.planner.failed(connector_output.invalid_block_ids)
+        report: object = connector_output.kv_connector_worker_meta
+        if isinstance(report, StoreReport):
+            self.planner.reported(report)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -255,11 +283,13 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
         return True
 
     def shutdown(self) -> None:
-        """Publish no more events, and give no more snapshots."""
+        """Publish no more events, give no more snapshots, and end the store's threads."""
         if self._planner is not None:
             self._planner.shutdown()
         if self._snapshots is not None:
             self._snapshots.shutdown()
+        if self._store is not None:
+            self._store.close()
 
     def _surprise(self, request: Request) -> None:
         _LOG.exception("kvtrie: request %s continues without kvtrie", request.request_id)
@@ -283,6 +313,8 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
         vLLM resets its prefix cache with it, and with that all blocks that the scheduler's half
         knows.
         """
+        if self._store is not None:
+            self._store.unmap()
         self._copies = None
 
     def restore_kv_caches(self) -> None:
@@ -294,6 +326,12 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
                 self._kv_cache_config,
                 rotates=self._cleared.approximate,
             )
+            if self._settings.stored() is not None:
+                if self._store is None:
+                    self._store = _store_of(
+                        self._settings, self._vllm_config, self._copies.pool, self._counts
+                    )
+                self._store.map(self._copies.pool, self._copies.pool_for_reading)
 
     def start_load_kv(
         self,
@@ -302,12 +340,17 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         """Copy, before the forward pass."""
         metadata = self._get_connector_metadata()
-        if not isinstance(metadata, StepMetadata) or not metadata.loads:
+        if not isinstance(metadata, StepMetadata):
             return
+        store = None if self._store is None else metadata.store
+        if store is not None and self._store is not None:
+            self._store.begin(store)
         if self._copies is None:
             self._not_copied.update(block for load in metadata.loads for block in load.blocks)
-        else:
-            self._copies.apply(metadata.loads)
+        elif metadata.loads:
+            self._copies.apply(metadata.loads, self._store)
+        if store is not None and self._store is not None:
+            self._store.end(store)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: copies and forward pass share a stream."""
@@ -336,6 +379,10 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
         if failed:
             self._counts.add("copies_failed", len(failed))
         return failed
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """What was loaded from the store, and written to it."""
+        return None if self._store is None else self._store.report()
 
     # --- before anything is loaded -----------------------------------------------------------
 

@@ -1,0 +1,367 @@
+"""The worker's half of the store: threads load runs for requests that wait, and write turns.
+
+Nothing here waits for the store on the step's path. A turn is read from vLLM's blocks after vLLM
+has freed them, run by run, as long as no step writes to them: the scheduler's half names the blocks
+that a step is going to write, and what was not read of them by then is given up.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from kvtrie._core import SHARED, Namespace, Span, TokenSequence
+from kvtrie.gates import GateMismatchError
+from kvtrie.integrations import _served
+from kvtrie.integrations._asked import SettingsError
+from kvtrie.integrations.vllm import _gate
+from kvtrie.integrations.vllm._metadata import StoreReport
+from kvtrie.integrations.vllm._settings import WHERE
+from kvtrie.models.fingerprint import CheckpointError
+from kvtrie.store import (
+    BackendError,
+    Estimate,
+    SpanLoader,
+    SpanShape,
+    SpanStore,
+    StoreRefused,
+    TenantLimits,
+    rows_of,
+)
+from kvtrie.store.threads import Crew
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm.config import VllmConfig
+
+    from kvtrie.integrations._served import EngineModel
+    from kvtrie.integrations.vllm._metadata import Load, Prompt, Seek, StoreStep, TurnToWrite
+    from kvtrie.integrations.vllm._settings import Settings
+    from kvtrie.integrations.vllm._stats import Counts
+    from kvtrie.integrations.vllm._store_settings import StoreSettings
+    from kvtrie.pool.kv_pool import KVPool
+    from kvtrie.store import SpanLoad, SpanRun, TakenSpans
+
+_LOG: Final = logging.getLogger("vllm.kvtrie")
+# Runs of one prompt that are looked up.
+_MAX_RUNS: Final = 1024
+# Loads that wait for a thread, and seconds that a step without tokens waits for one to end.
+_MAX_WAITING: Final = 64
+_PAUSE: Final = 0.005
+# Turns between two visits to runs that have outlived their time.
+_SWEEP_EVERY: Final = 64
+_COUNTED: Final = "store"
+
+
+def make(settings: Settings, vllm_config: VllmConfig, pool: KVPool, counts: Counts) -> StoreWorker:
+    """Open the store of the served model.
+
+    Raises:
+        StoreRefused: It is of another model, KV, geometry, key or version, or does not answer.
+        SettingsError: The key cannot be read, or the model has no name of its own.
+    """
+    given = settings.stored()
+    if given is None:
+        msg = f"{WHERE}: there is no store"
+        raise SettingsError(msg)
+    served = _gate.engine_model(settings, vllm_config)
+    space = Namespace(
+        model=given.model or _identity(served, vllm_config), kv_dtype=served.kv_dtype, salt=SHARED
+    )
+    try:
+        backend = given.open_backend()
+    except BackendError as error:
+        msg = f"{WHERE}: store: {error}"
+        raise StoreRefused(msg, reason=error.reason) from error
+    store = SpanStore(
+        backend,
+        given.key(WHERE),
+        space,
+        SpanShape.of(pool.layout),
+        max_bytes=given.max_bytes,
+        limits=TenantLimits(max_bytes=given.tenant_bytes, lifetime=given.lifetime),
+        longest=given.run_tokens,
+    )
+    _LOG.info("kvtrie: store %s: %d runs of this model", given.backend, store.num_runs)
+    return StoreWorker(store, given, space, counts)
+
+
+def _identity(served: EngineModel, vllm_config: VllmConfig) -> str:
+    """What the KV of a model depends on: its checkpoint, and what is changed of it."""
+    try:
+        digest = _served.checkpoint_of(served)
+    except (GateMismatchError, CheckpointError) as error:
+        msg = (
+            f"{WHERE}: store: the model cannot be told from others: {error}; give it a name that "
+            'changes with its weights: "model"'
+        )
+        raise SettingsError(msg) from error
+    config = vllm_config.model_config
+    dtype = str(config.dtype).removeprefix("torch.")
+    changed = config.hf_overrides
+    said = [digest, dtype, *([json.dumps(changed, default=repr)] if changed else [])]
+    return " ".join(said)
+
+
+class StoreWorker:
+    """Loads and writes runs.
+
+    Args:
+        store: Where.
+        settings: How.
+        space: The store's namespace.
+        counts: Where everything is counted.
+    """
+
+    def __init__(
+        self, store: SpanStore, settings: StoreSettings, space: Namespace, counts: Counts
+    ) -> None:
+        self.store = store
+        self._space = space
+        self._counts = counts
+        self._told: Counter[str] = Counter()
+        self._estimate = Estimate(prefill_tokens_per_s=settings.prefill_tokens_per_s)
+        self._pool: KVPool | None = None
+        self._arrival = threading.Event()
+        self._loads: dict[str, SpanLoad] = {}
+        self._taken: dict[str, TakenSpans] = {}
+        self._loader = SpanLoader(
+            store,
+            estimate=self._estimate,
+            threads=settings.threads,
+            max_waiting=_MAX_WAITING,
+            max_bytes=settings.load_bytes,
+        )
+        self._turns = _Turns(store, self._sequence, max(1, settings.turns))
+
+    def map(self, pool: KVPool, for_reading: KVPool) -> None:
+        """Use these pools of the same tensors, the second one in other threads."""
+        self._pool = pool
+        self._turns.pool = for_reading
+
+    def unmap(self) -> None:
+        """Read and write no block until `map`."""
+        self._turns.give_up()
+        self._pool = self._turns.pool = None
+
+    # --- the step ------------------------------------------------------------------------------
+
+    def begin(self, step: StoreStep) -> None:
+        """Before anything is written to blocks."""
+        for turn in step.turns:
+            self._turns.offer(turn)
+        self._turns.overwritten(step.overwritten)
+
+    def write(self, load: Load) -> None:
+        """Write what was loaded for a request into its blocks.
+
+        Raises:
+            RuntimeError: Rows are missing.
+        """
+        taken = self._taken.get(load.request_id)
+        table = np.array(load.blocks, np.int64)
+        for start, end in load.stored:
+            written = 0
+            if taken is not None and self._pool is not None:
+                written = taken.write(self._pool, table, start, end, first=load.first)
+            if written != end - start:
+                msg = f"{written} of the tokens [{start}, {end}) are loaded"
+                raise RuntimeError(msg)
+
+    def end(self, step: StoreStep) -> None:
+        """After the copies of the step."""
+        for tokens, seconds in step.prefills:
+            self._estimate.computed(num_tokens=tokens, seconds=seconds)
+        for request_id in step.drops:
+            self._taken.pop(request_id, None)
+            load = self._loads.pop(request_id, None)
+            if load is not None:
+                load.cancel()
+        for seek in step.seeks:
+            self._loads[seek.request_id] = self._seek(seek)
+        if step.waits and not self._has_news():
+            # Else the engine would run without pause, and keep the threads from running.
+            self._arrival.wait(_PAUSE)
+        self._arrival.clear()
+
+    def report(self) -> StoreReport | None:
+        """What has happened since the last report; None for nothing."""
+        self._tell()
+        report = StoreReport(num_written=self._turns.take_done())
+        for request_id, load in self._loads.items():
+            if load.is_done and request_id not in self._taken and self._pool is not None:
+                taken = self._taken[request_id] = load.take(self._pool)
+                report.found[request_id] = taken.spans
+        return report if report.found or report.num_written else None
+
+    def wait(self, timeout: float) -> bool:
+        """Wait until no turn waits to be written, at most so many seconds; whether that is so."""
+        return self._turns.wait(timeout)
+
+    def close(self) -> None:
+        """End the threads; turns that wait for them are written, if that takes no more than 5 s."""
+        self._turns.close()
+        self._loader.close(timeout=1.0)
+        self._tell()
+        self.store.close()
+
+    # --- inside --------------------------------------------------------------------------------
+
+    def _has_news(self) -> bool:
+        return any(
+            load.is_done
+            for request_id, load in self._loads.items()
+            if request_id not in self._taken
+        )
+
+    def _seek(self, seek: Seek) -> SpanLoad:
+        seq = self._sequence(seek.prompt)
+
+        def runs() -> list[SpanRun]:
+            found = self._runs(seq, seek.prompt)
+            low, high = seek.gaps[0][0], seek.gaps[-1][1]
+            wanted = [run for run in found if run.end > low and run.start < high]
+            self.store.count("too_many", max(0, len(wanted) - _MAX_RUNS))
+            return wanted[:_MAX_RUNS]
+
+        return self._loader.seek(
+            seq,
+            seek.gaps,
+            runs,
+            seek.policy,
+            session=seek.prompt.session,
+            moved_end=seek.moved_end,
+            to_first_gap=seek.to_first_gap,
+            done=self._arrival.set,
+        )
+
+    def _sequence(self, prompt: Prompt) -> TokenSequence:
+        return TokenSequence(prompt.tokens, self._space.replace(salt=prompt.salt or SHARED))
+
+    def _runs(self, seq: TokenSequence, prompt: Prompt) -> list[SpanRun]:
+        return runs_of(self.store, seq, prompt)
+
+    def _tell(self) -> None:
+        """Count what the store has counted since."""
+        now = self.store.counts()
+        for name, number in now.items():
+            if number != self._told[name]:
+                self._counts.add(f"{_COUNTED}/{name}", number - self._told[name])
+                self._told[name] = number
+
+
+def runs_of(store: SpanStore, seq: TokenSequence, prompt: Prompt) -> list[SpanRun]:
+    """The runs of a prompt."""
+    spans = [Span(start, end, kind) for start, end, kind in prompt.spans]
+    return store.runs(seq, prompt.borders, spans)
+
+
+class _Job:
+    """A turn that is to be written."""
+
+    def __init__(self, turn: TurnToWrite) -> None:
+        self.turn = turn
+        self.blocks = set(turn.blocks)
+        self.lost: set[int] = set()
+
+
+class _Turns:
+    """Writes turns in a thread."""
+
+    def __init__(self, store: SpanStore, sequence: Any, max_waiting: int) -> None:  # noqa: ANN401 - a method
+        self.pool: KVPool | None = None
+        self._store = store
+        self._sequence = sequence
+        # Held while a run is copied from its blocks.
+        self._lock = threading.Lock()
+        self._jobs: list[_Job] = []
+        self._num_done = self._num_written = 0
+        self._crew = Crew("kvtrie-turns", threads=1, max_waiting=max_waiting, failed=self._failed)
+
+    def offer(self, turn: TurnToWrite) -> None:
+        job = _Job(turn)
+        with self._lock:
+            self._jobs.append(job)
+        if not self._crew.offer(lambda: self._write(job)):
+            self._store.count("dropped", len(turn.pieces))
+            self._end(job)
+
+    def overwritten(self, blocks: Sequence[int]) -> None:
+        """Give up what was not copied of these blocks. It waits for the copy of one run."""
+        if not blocks or not self._jobs:
+            return
+        with self._lock:
+            for job in self._jobs:
+                job.lost |= job.blocks.intersection(blocks)
+
+    def give_up(self) -> None:
+        """Read no block of any turn."""
+        with self._lock:
+            for job in self._jobs:
+                job.lost |= job.blocks
+
+    def take_done(self) -> int:
+        if not self._num_done:
+            return 0
+        with self._lock:
+            done, self._num_done = self._num_done, 0
+        return done
+
+    def wait(self, timeout: float) -> bool:
+        return self._crew.wait(timeout)
+
+    def close(self) -> None:
+        self._crew.close(timeout=5.0)
+
+    def _write(self, job: _Job) -> None:
+        try:
+            turn = job.turn
+            labels = {(start, end): (exact, hops) for start, end, exact, hops in turn.pieces}
+            seq = self._sequence(turn.prompt)
+            session = self._store.session_of(seq.namespace, turn.prompt.session)
+            for run in runs_of(self._store, seq, turn.prompt):
+                found = labels.get((run.start, run.end))
+                if found is None:
+                    continue
+                exact, hops = found
+                if self._store.is_known(run, exact_until=exact, hops=hops):
+                    self._store.count("known")
+                    continue
+                rows = self._read(job, run)
+                if rows is None:
+                    self._store.count("overwritten")
+                    continue
+                self._store.put(
+                    run, rows, exact_until=exact, hops=hops, policy=turn.policy, session=session
+                )
+            self._num_written += 1
+            if self._num_written % _SWEEP_EVERY == 0:
+                self._store.sweep()
+        finally:
+            self._end(job)
+
+    def _read(self, job: _Job, run: SpanRun) -> Any:  # noqa: ANN401 - `SpanRows`, or None
+        with self._lock:
+            if self.pool is None:
+                return None
+            size = self.pool.layout.block_size
+            table = np.array(job.turn.blocks, np.int64)
+            used = table[run.start // size : -(-run.end // size)]
+            if not job.lost.isdisjoint(used.tolist()):
+                return None
+            return rows_of(self.pool, table, run.start, run.end)
+
+    def _end(self, job: _Job) -> None:
+        with self._lock:
+            self._jobs.remove(job)
+            self._num_done += 1
+
+    def _failed(self, error: Exception) -> None:
+        self._store.count("put_failed")
+        _LOG.error("kvtrie: a turn was not stored", exc_info=error)

@@ -1,0 +1,292 @@
+"""The scheduler's half of the store: requests that wait for runs, and turns that are written.
+
+A request whose prompt the pool does not cover is looked up once. Meanwhile vLLM is told to ask
+again, and the engine goes on; the request holds no block. What has arrived is laid over the plan
+of the pool (`_overlay`), and copied when the request is admitted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from kvtrie.integrations.vllm._metadata import (
+    Prompt,
+    Seek,
+    StoreReport,
+    StoreStep,
+    TurnToWrite,
+)
+from kvtrie.integrations.vllm._overlay import fillable
+from kvtrie.integrations.vllm._requests import adapter_of
+from kvtrie.integrations.vllm._vllm import RequestStatus
+from kvtrie.store.runs import Gone, gone_of, pieces
+from kvtrie.tags import TurnPolicy
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+    from kvtrie._core import ReusePlan, ReusePolicy
+    from kvtrie.integrations.vllm._metadata import Load
+    from kvtrie.integrations.vllm._overlay import Overlay
+    from kvtrie.integrations.vllm._requests import LiveRequest, Range
+    from kvtrie.integrations.vllm._stats import Counts
+    from kvtrie.integrations.vllm._store_settings import StoreSettings
+    from kvtrie.integrations.vllm._tags import Reading
+
+# Requests that may wait for the store at a time.
+_MAX_WAITING: Final = 64
+# Fewer tokens in a step say little of how fast a prompt is computed.
+_LEAST_PREFILL: Final = 64
+_GENERATED: Final = ("answer", "reasoning", "tool_call")
+_TURN: Final = TurnPolicy()
+
+
+@dataclass(slots=True)
+class _Sought:
+    """A request that was looked up; ``is_over``: nothing of it is kept any more."""
+
+    since: float
+    waits: bool = True
+    is_over: bool = False
+
+
+class Stored:
+    """Decides what is looked up, how long a request waits, and what is written.
+
+    Args:
+        settings: The setting ``store``.
+        block_size: Tokens of a block.
+        counts: Where everything is counted.
+    """
+
+    def __init__(self, settings: StoreSettings, block_size: int, counts: Counts) -> None:
+        self._settings = settings
+        self._block_size = block_size
+        self._counts = counts
+        self._sought: dict[str, _Sought] = {}
+        self._next = StoreStep()
+        # Turns that were sent and not reported.
+        self._num_turns = 0
+        self._steps: deque[tuple[float, int]] = deque(maxlen=64)
+        self._last = 0.0
+
+    def __len__(self) -> int:
+        """The number of requests that were looked up and have not ended."""
+        return len(self._sought)
+
+    # --- loading -------------------------------------------------------------------------------
+
+    def waits(self, request: Request) -> bool:
+        """Whether a request waits for the store. It does not for long."""
+        found = self._sought.get(request.request_id)
+        if found is None or not found.waits:
+            return False
+        if time.monotonic() - found.since <= self._settings.wait:
+            return True
+        self._counts.add("store_late")
+        self._drop(request.request_id, found)
+        return False
+
+    def seeks(
+        self,
+        request: Request,
+        live: LiveRequest,
+        plan: ReusePlan | Overlay,
+        num_local: int,
+        *,
+        resumes: bool,
+    ) -> bool:
+        """Begin to look a request up, once; whether it waits now."""
+        request_id = request.request_id
+        if request_id in self._sought or request.num_preemptions:
+            return False
+        if adapter_of(request) is not None:
+            return False
+        gaps = _gaps(plan, live.granted or live.policy, num_local, request.num_prompt_tokens - 1)
+        if not resumes:
+            gaps = gaps[:1]
+        if sum(end - start for start, end in gaps) < max(1, self._settings.min_tokens):
+            return False
+        waiting = sum(one.waits for one in self._sought.values())
+        self._sought[request_id] = found = _Sought(time.monotonic())
+        if waiting >= _MAX_WAITING:
+            self._counts.add("store_busy")
+            found.waits, found.is_over = False, True
+            return False
+        self._counts.add("store_requests")
+        self._next.seeks.append(
+            Seek(
+                request_id,
+                self._prompt(request, live),
+                tuple(gaps),
+                live.policy,
+                live.moved_end,
+                to_first_gap=not resumes,
+            )
+        )
+        return True
+
+    def arrived(self, report: StoreReport, lives: Mapping[str, LiveRequest]) -> None:
+        """Take what the worker's half has loaded and written."""
+        self._num_turns -= report.num_written
+        for request_id, spans in report.found.items():
+            found = self._sought.get(request_id)
+            live = lives.get(request_id)
+            if found is None or live is None or not found.waits:
+                continue
+            found.waits = False
+            live.stored = spans
+            if spans:
+                self._counts.add("store_found")
+            else:
+                self._drop(request_id, found)
+
+    def forget(self, request_id: str) -> None:
+        """A request has ended, or goes on without kvtrie."""
+        found = self._sought.pop(request_id, None)
+        if found is not None and not found.is_over:
+            self._next.drops.append(request_id)
+
+    def _drop(self, request_id: str, found: _Sought) -> None:
+        found.waits, found.is_over = False, True
+        self._next.drops.append(request_id)
+
+    # --- writing -------------------------------------------------------------------------------
+
+    def ended(self, request: Request, live: LiveRequest, block_ids: Sequence[int]) -> None:
+        """Have a turn written, whose last tokens the tags of the request have read."""
+        if not self._settings.turns or adapter_of(request) is not None:
+            return
+        done = request.num_computed_tokens - request.num_in_flight_tokens
+        done = max(0, min(done, len(live.seq), len(block_ids) * self._block_size))
+        prompt = self._prompt(request, live, done)
+        gone = Gone(()) if live.reading is None else gone_of(live.reading.stream, _TURN)
+        exact_until = done if live.exact_until is None else live.exact_until
+        wanted = []
+        for start, end in pieces(done, prompt.borders, longest=self._settings.run_tokens):
+            if start == end or gone.has_some_of(start, end):
+                continue
+            exact = max(0, min(exact_until - start, end - start))
+            hops = None
+            if exact < end - start:
+                low = start + exact
+                hops = max((n for s, e, n in live.moved if s < end and e > low), default=0)
+            wanted.append((start, end, exact, hops))
+        if not wanted:
+            return
+        self._num_turns += 1
+        used = tuple(block_ids[: -(-done // self._block_size)])
+        policy = live.policy if live.built_under is None else live.built_under
+        self._next.turns.append(TurnToWrite(prompt, used, tuple(wanted), policy))
+
+    # --- the step ------------------------------------------------------------------------------
+
+    def step(
+        self,
+        output: SchedulerOutput,
+        loads: Sequence[Load],
+        requests: Mapping[str, Request],
+        lives: Mapping[str, LiveRequest],
+    ) -> StoreStep | None:
+        """What the workers do in this step; None for nothing."""
+        self._steps.append((time.monotonic(), output.total_num_scheduled_tokens))
+        has_waiting = False
+        for request_id, found in self._sought.items():
+            has_waiting = has_waiting or found.waits
+            request, live = requests.get(request_id), lives.get(request_id)
+            if found.waits or found.is_over or request is None or live is None:
+                continue
+            if request.status == RequestStatus.RUNNING and live.pending is None:
+                # All that it could use is copied.
+                live.stored = ()
+                self._drop(request_id, found)
+        step, self._next = self._next, StoreStep()
+        if self._num_turns:
+            step.overwritten = self._written(output, loads, lives)
+        step.waits = has_waiting and not output.total_num_scheduled_tokens
+        if step.overwritten:
+            # Else vLLM's workers look at it after the forward pass, which writes to them.
+            output.has_sync_kv_loads = True
+        is_empty = not (step.seeks or step.turns or step.overwritten or step.drops or step.waits)
+        if is_empty:
+            self._next.prefills = step.prefills[-16:]
+            return None
+        return step
+
+    def step_is_done(self) -> None:
+        """Measure how fast prompts are computed."""
+        if not self._steps:
+            return
+        began, tokens = self._steps.popleft()
+        now = time.monotonic()
+        began, self._last = max(began, self._last), now
+        if tokens >= _LEAST_PREFILL:
+            self._next.prefills.append((tokens, now - began))
+
+    def _written(
+        self, output: SchedulerOutput, loads: Sequence[Load], lives: Mapping[str, LiveRequest]
+    ) -> list[int]:
+        """Blocks that this step may write: all that it gives to requests, but for vLLM's hits."""
+        blocks = [block for load in loads for block in load.blocks]
+        for new in output.scheduled_new_reqs:
+            live = lives.get(new.req_id)
+            kept = new.num_computed_tokens if live is None else live.num_local
+            blocks += new.block_ids[0][min(kept, new.num_computed_tokens) // self._block_size :]
+        cached = output.scheduled_cached_reqs
+        for request_id, given, computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            if given is None:
+                continue
+            if request_id in cached.resumed_req_ids:
+                live = lives.get(request_id)
+                kept = computed if live is None else min(computed, live.num_local)
+                blocks += given[0][kept // self._block_size :]
+            else:
+                blocks += given[0]
+        return blocks
+
+    def _prompt(self, request: Request, live: LiveRequest, end: int | None = None) -> Prompt:
+        borders: tuple[int, ...] = ()
+        spans: tuple[tuple[int, int, str], ...] = ()
+        num = len(live.seq) if end is None else end
+        if live.reading is not None:
+            live.reading.follow(live.seq)
+            borders = tuple(one for one in borders_of(live.reading) if one <= num)
+            spans = tuple((one.start, one.end, one.kind) for one in live.reading.spans())
+        salt = request.cache_salt or None
+        return Prompt(live.seq[:num], salt, borders, spans, live.session)
+
+
+def borders_of(reading: Reading) -> set[int]:
+    """Where prompts are cut: where the model's own sections begin and end, and between others.
+
+    What the template writes around a message goes with what is not the model's. So a turn has the
+    runs that the next prompt has, although the last token that was sampled has no KV; and no run is
+    the template's alone, which would be the same everywhere, and stored as computed in one place.
+    """
+    borders: set[int] = set()
+    follows_own = False
+    for one in sorted(reading.stream.sections, key=lambda one: one.span.start):
+        if one.nested:
+            continue
+        is_own = one.kind in _GENERATED
+        if is_own:
+            borders |= {one.span.start, one.span.end, *one.dropped}
+        elif not follows_own:
+            borders.add(one.span.start)
+        follows_own = is_own
+    return borders
+
+
+def _gaps(plan: ReusePlan | Overlay, policy: ReusePolicy, num_local: int, end: int) -> list[Range]:
+    """What is missing of a prompt, after vLLM's own hit."""
+    missing = fillable(plan, policy)
+    found = ((max(low, num_local), min(high, end)) for low, high in missing)
+    return [one for one in found if one[0] < one[1]]

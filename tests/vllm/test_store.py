@@ -1,0 +1,743 @@
+"""The store behind the connector, in a real engine: what the pool has lost comes from the store."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from tests.store.kit import MooncakeMaster, needs_mooncake
+from tests.vllm import chat, models
+from tests.vllm.prompts import joined, words
+from tests.vllm.reference import Reference
+from tests.vllm.test_startup import refused
+
+import kvtrie
+from kvtrie.integrations._asked import SettingsError
+from kvtrie.integrations.vllm._metadata import (
+    Load,
+    Prompt,
+    Seek,
+    StepMetadata,
+    StoreReport,
+    StoreStep,
+    TurnToWrite,
+)
+from kvtrie.integrations.vllm._overlay import Overlay, fillable
+from kvtrie.integrations.vllm._store_settings import StoreSettings
+from kvtrie.integrations.vllm.connector import check_early
+from kvtrie.store import BackendError, HostBackend, PlacedSpan, TakenSpans
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    from tests.vllm.engine import Answer, Engine
+    from tests.vllm.kept import Kept
+
+    from kvtrie.integrations.vllm._store_worker import StoreWorker
+
+USER, ASSISTANT, SYSTEM, THINK, STOP, END = range(3, 9)
+FORMAT = {
+    "system": SYSTEM,
+    "user": USER,
+    "assistant": ASSISTANT,
+    "reasoning": [THINK, STOP],
+    "end": END,
+}
+STORE: dict[str, Any] = {"backend": "host", "max_bytes": 64 << 20, "min_tokens": 8, "wait": 30.0}
+EXACT: dict[str, Any] = {"mode": "exact", "chat_format": FORMAT, "store": STORE}
+MOVES: dict[str, Any] = {
+    "gate": "unchecked",
+    "policy": {"scope": "namespace"},
+    "chat_format": FORMAT,
+    "store": STORE,
+}
+OPTIONS: dict[str, Any] = {"shadow": False}
+# Rounding of float32 that is summed in another order.
+ROUNDING = 3e-4
+
+
+def text(count: int, seed: int) -> list[int]:
+    """Words that are no delimiter."""
+    return [one + 20 for one in words(count, seed) if one < 480]
+
+
+SYSTEM_PROMPT = [SYSTEM, *text(100, 1), END]
+QUESTION = [USER, *text(120, 2), END, ASSISTANT]
+REASONING = [THINK, *text(150, 3), STOP]
+ANSWER = [*text(130, 4), END]
+NEXT = [USER, *text(30, 5), END, ASSISTANT]
+TURN = joined(SYSTEM_PROMPT, QUESTION, REASONING, ANSWER, NEXT)
+EDITED = joined(SYSTEM_PROMPT, QUESTION, ANSWER, NEXT)
+
+
+def store_of(engine: Engine) -> StoreWorker:
+    found = engine.worker._store
+    assert found is not None
+    return found
+
+
+def settle(engine: Engine) -> None:
+    """The step after the last request, which a server makes by itself, and what it writes."""
+    engine.core.step_fn()
+    assert store_of(engine).wait(60)
+
+
+def tell(engine: Engine, prompt: Sequence[int], **options: Any) -> list[int]:
+    said = engine.ask(prompt, **options).tokens
+    settle(engine)
+    return said
+
+
+def forget_all(engine: Engine) -> None:
+    """The pool loses everything; the store does not."""
+    engine.drain()
+    assert engine.llm.reset_prefix_cache(reset_connector=True)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(engines: Kept) -> Iterator[None]:
+    yield
+    # What a test has stored, another one would find.
+    engines.close()
+
+
+def test_what_the_pool_has_lost_is_loaded_exactly(engine: Callable[..., Engine]) -> None:
+    e = engine(connector=EXACT, **OPTIONS)
+    first = tell(e, TURN)
+    forget_all(e)
+    computed = e.num_computed
+    answer = e.ask(TURN)
+    assert answer.tokens == first
+    # Reasoning is not stored.
+    kept = len(SYSTEM_PROMPT) + len(QUESTION)
+    assert e.num_computed - computed == len(TURN) - kept + len(first) - 1
+    assert answer.num_cached == kept
+    assert e.counts["store_tokens_exact"] == e.counts["tokens_exact"] == kept
+    assert e.counts["store_tokens_moved"] == e.counts["errors"] == 0
+    assert e.counts["store_found"] == 1
+    counts = store_of(e).store.counts()
+    assert counts["stored"] > 0
+    assert not counts.get("corrupt")
+
+
+def test_the_pool_is_overwritten_and_nothing_is_computed_twice(
+    engine: Callable[..., Engine],
+) -> None:
+    e = engine(connector=MOVES, gaps=True, blocks=60, max_model_len=1024, **OPTIONS)
+    tell(e, TURN)
+    for seed in range(4):
+        tell(e, text(800, 50 + seed), max_tokens=1)
+    e.counts.clear()
+    computed = e.computed_for(TURN)
+    assert computed <= len(REASONING) + len(NEXT) + 2
+    assert e.counts["store_tokens_exact"] >= len(SYSTEM_PROMPT) + len(QUESTION)
+    assert e.counts["errors"] == 0
+
+
+def served_twice(
+    engines: Kept, llama: Path, settings: dict[str, Any]
+) -> list[tuple[Answer, list[torch.Tensor], dict[str, int]]]:
+    """The edited prompt after its turn, from the pool, then from the store of another engine."""
+    served = []
+    for loses in (False, True):
+        engines.close()
+        e = engines.get(llama, connector=settings, gaps=True, **OPTIONS)
+        tell(e, TURN)
+        if loses:
+            forget_all(e)
+        e.counts.clear()
+        name = e.add(EDITED, max_tokens=6, logprobs=20)
+        while not e.answers[name].tokens:
+            e.step()
+        ids = e.connector.planner._manager.get_block_ids(e.request(name).request_id)[0]
+        kv = [one.clone() for one in e.kv_pool.gather(np.array(ids), 0, len(EDITED))]
+        e.drain()
+        served.append((e.answers[name], kv, dict(e.counts)))
+        assert e.counts["errors"] == 0
+    return served
+
+
+@pytest.mark.parametrize("policy", [{}, {"recompute_share": 0.2}, {"recompute_first": 8}], ids=str)
+def test_moved_runs_are_those_of_the_pool_and_labelled(
+    engines: Kept, llama: Path, policy: dict[str, Any]
+) -> None:
+    """The same plan from the pool and from the store: KV, probabilities and answers are equal."""
+    settings = {**MOVES, "policy": {**MOVES["policy"], **policy}}
+    (pool, pool_kv, of_pool), (store, store_kv, of_store) = served_twice(engines, llama, settings)
+    moved = of_store["store_tokens_moved"]
+    assert moved == of_store["tokens_moved"] == of_pool["tokens_moved"]
+    assert len(ANSWER) // 2 < moved <= len(ANSWER)
+    assert of_store["store_tokens_exact"] == len(SYSTEM_PROMPT) + len(QUESTION)
+    assert pool.tokens == store.tokens
+    for ours, theirs in zip(store_kv, pool_kv, strict=True):
+        assert torch.allclose(ours, theirs, atol=ROUNDING)
+    for mine, others in zip(store.logprobs, pool.logprobs, strict=True):
+        assert mine.keys() == others.keys()
+        assert all(abs(mine[one] - others[one]) < ROUNDING for one in mine)
+    exact = Reference(llama).kv(EDITED)[0]
+    assert not torch.allclose(store_kv[0].reshape(exact.shape), exact, atol=ROUNDING)
+
+
+def test_exact_mode_takes_no_moved_run(engine: Callable[..., Engine]) -> None:
+    e = engine(connector=EXACT, **OPTIONS)
+    alone = tell(e, EDITED, mode="exact", salt="other")
+    tell(e, TURN)
+    forget_all(e)
+    e.counts.clear()
+    assert e.ask(EDITED).tokens == alone
+    assert e.counts["store_tokens_exact"] == len(SYSTEM_PROMPT) + len(QUESTION)
+    assert e.counts["store_tokens_moved"] == e.counts["tokens_moved"] == 0
+
+
+def test_a_request_that_asks_for_exact_reuse_gets_no_moved_run(
+    engine: Callable[..., Engine],
+) -> None:
+    e = engine(connector=MOVES, gaps=True, **OPTIONS)
+    tell(e, TURN)
+    forget_all(e)
+    e.counts.clear()
+    tell(e, EDITED, mode="exact")
+    assert e.counts["store_tokens_exact"] == len(SYSTEM_PROMPT) + len(QUESTION)
+    assert e.counts["store_tokens_moved"] == 0
+    assert store_of(e).store.counts()["not_exact"] > 0
+
+
+@pytest.mark.parametrize("session", [None, "chat-7", "chat-8"])
+def test_moved_runs_are_of_the_conversation(
+    engine: Callable[..., Engine], session: str | None
+) -> None:
+    e = engine(connector={**MOVES, "policy": {}}, gaps=True, **OPTIONS)
+
+    def says(one: str | None) -> dict[str, Any]:
+        return {} if one is None else {"extra_args": {"kv_transfer_params": {"session": one}}}
+
+    tell(e, TURN, **says("chat-7"))
+    forget_all(e)
+    e.counts.clear()
+    tell(e, EDITED, **says(session))
+    assert e.counts["store_tokens_exact"] == len(SYSTEM_PROMPT) + len(QUESTION)
+    assert (e.counts["store_tokens_moved"] > 0) == (session == "chat-7")
+
+
+def test_tenants_share_nothing(engine: Callable[..., Engine]) -> None:
+    e = engine(connector=EXACT, **OPTIONS)
+    tell(e, TURN, salt="one")
+    forget_all(e)
+    e.counts.clear()
+    for salt in ("other", None):
+        tell(e, TURN, salt=salt)
+    assert e.counts["store_tokens_exact"] == 0
+    assert e.counts["store_requests"] == 2
+    forget_all(e)
+    tell(e, TURN, salt="one")
+    assert e.counts["store_tokens_exact"] > 0
+
+
+def test_shadow_mode_loads_exact_runs_alone(engine: Callable[..., Engine]) -> None:
+    e = engine(connector={**MOVES, "shadow": True}, gaps=True, **OPTIONS)
+    tell(e, TURN)
+    forget_all(e)
+    e.counts.clear()
+    tell(e, EDITED)
+    assert e.counts["store_tokens_exact"] == len(SYSTEM_PROMPT) + len(QUESTION)
+    assert e.counts["store_tokens_moved"] == e.counts["tokens_moved"] == 0
+
+
+def test_what_follows_moved_kv_is_stored_as_approximate(engine: Callable[..., Engine]) -> None:
+    e = engine(connector=MOVES, gaps=True, **OPTIONS)
+    tell(e, TURN)
+    forget_all(e)
+    # Moved KV is used, and what is computed after it is stored.
+    tell(e, EDITED + text(200, 9), stop_token_ids=list(range(512)), ignore_eos=False)
+    forget_all(e)
+    e.counts.clear()
+    alone = e.ask(EDITED + text(200, 9), mode="exact")
+    assert e.counts["store_tokens_moved"] == 0
+    assert alone.num_cached == len(SYSTEM_PROMPT) + len(QUESTION)
+    assert e.counts["errors"] == 0
+
+
+# --- what goes wrong ------------------------------------------------------------------------
+
+
+class Faulty(HostBackend):
+    """A store that fails as it is told."""
+
+    def __init__(self, max_bytes: int) -> None:
+        super().__init__(max_bytes)
+        self.flips = self.is_dead = False
+        self.goes = threading.Event()
+        self.goes.set()
+        self.asked = threading.Event()
+
+    def exists(self, names: Sequence[str]) -> list[bool]:
+        self._wait()
+        return super().exists(names)
+
+    def read(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview] | None:
+        self._wait()
+        found = super().read(name, ranges)
+        if not self.flips or found is None or len(found) < 2:
+            return found
+        wrong = bytearray(found[-1])
+        wrong[len(wrong) // 2] ^= 1
+        return [*found[:-1], memoryview(bytes(wrong))]
+
+    def put(self, name: str, value: bytearray) -> None:
+        self._wait()
+        super().put(name, value)
+
+    def _wait(self) -> None:
+        self.asked.set()
+        assert self.goes.wait(60)
+        if self.is_dead:
+            msg = "the store is gone"
+            raise BackendError(msg, reason="unreachable")
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch) -> Faulty:
+    backend = Faulty(64 << 20)
+    monkeypatch.setattr(StoreSettings, "open_backend", lambda _: backend)
+    return backend
+
+
+@pytest.mark.parametrize("settings", [EXACT, MOVES], ids=["exact", "moves"])
+def test_a_corrupt_run_is_computed(
+    engine: Callable[..., Engine], faulty: Faulty, settings: dict[str, Any]
+) -> None:
+    e = engine(connector=settings, gaps="gate" in settings, **OPTIONS)
+    first = tell(e, TURN)
+    forget_all(e)
+    faulty.flips = True
+    e.counts.clear()
+    assert e.computed_for(TURN) == len(TURN)
+    assert store_of(e).store.counts()["corrupt"] > 0
+    assert e.counts["store_tokens_exact"] == e.counts["errors"] == 0
+    faulty.flips = False
+    assert e.ask(TURN).tokens == first
+
+
+def test_a_slow_store_is_not_waited_for(engine: Callable[..., Engine], faulty: Faulty) -> None:
+    settings = {**EXACT, "store": {**STORE, "wait": 0.05}}
+    e = engine(connector=settings, **OPTIONS)
+    first = tell(e, TURN)
+    forget_all(e)
+    e.counts.clear()
+    faulty.goes.clear()
+    computed = e.num_computed
+    assert e.ask(TURN).tokens == first
+    assert e.num_computed - computed == len(TURN) + len(first) - 1
+    assert e.counts["store_late"] == 1
+    assert e.counts["store_tokens_exact"] == e.counts["errors"] == 0
+    faulty.goes.set()
+    settle(e)
+    e.step()
+    assert not store_of(e)._loads
+
+
+def test_the_engine_goes_on_while_a_request_waits(
+    engine: Callable[..., Engine], faulty: Faulty
+) -> None:
+    e = engine(connector=EXACT, **OPTIONS)
+    first = tell(e, TURN)
+    forget_all(e)
+    e.counts.clear()
+    running = e.add(text(40, 70)[:6], max_tokens=60)
+    e.step()
+    faulty.goes.clear()
+    waiting = e.add(TURN)
+    for _ in range(30):
+        e.step()
+    assert len(e.answers[running].tokens) > 20
+    assert not e.answers[waiting].tokens
+    faulty.goes.set()
+    e.drain()
+    assert e.answers[waiting].tokens == first
+    assert e.counts["store_tokens_exact"] == len(SYSTEM_PROMPT) + len(QUESTION)
+
+
+def test_a_request_that_waits_is_aborted(engine: Callable[..., Engine], faulty: Faulty) -> None:
+    e = engine(connector=EXACT, **OPTIONS)
+    tell(e, TURN)
+    forget_all(e)
+    faulty.asked.clear()
+    faulty.goes.clear()
+    name = e.add(TURN)
+    while not faulty.asked.is_set():
+        e.step()
+    e.abort([name])
+    faulty.goes.set()
+    e.drain()
+    settle(e)
+    assert not store_of(e)._loads
+    assert not store_of(e)._taken
+    assert len(e.connector.planner.stored) == 0
+    assert e.counts["errors"] == 0
+
+
+@pytest.mark.parametrize("when", ["before", "while"])
+def test_a_store_that_dies_costs_recomputation(
+    engine: Callable[..., Engine], faulty: Faulty, when: str
+) -> None:
+    e = engine(connector=EXACT, **OPTIONS)
+    first = tell(e, TURN)
+    forget_all(e)
+    e.counts.clear()
+    if when == "before":
+        faulty.is_dead = True
+        assert e.ask(TURN).tokens == first
+    else:
+        faulty.asked.clear()
+        faulty.goes.clear()
+        name = e.add(TURN)
+        while not faulty.asked.is_set():
+            e.step()
+        faulty.is_dead = True
+        faulty.goes.set()
+        e.drain()
+        assert e.answers[name].tokens == first
+    # What it cannot store is counted too, and nobody waits for it.
+    tell(e, text(300, 99))
+    counts = store_of(e).store.counts()
+    assert counts.get("exists_unreachable", 0) + counts.get("read_unreachable", 0) > 0
+    assert counts["put_unreachable"] > 0
+    assert e.counts["store_tokens_exact"] == e.counts["errors"] == 0
+
+
+def test_rows_that_are_lost_are_computed(
+    engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler's half was promised rows that the worker's half does not have any more."""
+    e = engine(connector=EXACT, **OPTIONS)
+    first = tell(e, TURN)
+    forget_all(e)
+    e.counts.clear()
+    worker = store_of(e)
+    report = worker.report
+
+    def losing() -> Any:
+        found = report()
+        worker._taken = dict.fromkeys(worker._taken, TakenSpans(()))
+        return found
+
+    monkeypatch.setattr(worker, "report", losing)
+    assert e.ask(TURN).tokens == first
+    assert e.counts["copies_failed"] > 0
+    assert e.counts["errors"] == 0
+
+
+def test_on_a_slow_link_it_is_computed_and_the_counts_say_why(
+    engine: Callable[..., Engine],
+) -> None:
+    e = engine(connector={**EXACT, "store": {**STORE, "prefill_tokens_per_s": 1e12}}, **OPTIONS)
+    first = tell(e, TURN)
+    forget_all(e)
+    # How long a load takes is not known yet.
+    assert e.ask(TURN).tokens == first
+    loaded = e.counts["store_tokens_exact"]
+    assert loaded > 0
+    forget_all(e)
+    assert e.ask(TURN).tokens == first
+    assert e.counts["store_tokens_exact"] == loaded
+    counts = store_of(e).store.counts()
+    assert (counts["chose_load_unknown"], counts["chose_recompute_slower"]) == (1, 1)
+    assert e.counts["store/chose_recompute_slower"] == 1
+
+
+def test_an_engine_that_writes_nothing(engine: Callable[..., Engine]) -> None:
+    e = engine(connector={**EXACT, "store": {**STORE, "turns": 0}}, **OPTIONS)
+    tell(e, TURN)
+    assert "stored" not in store_of(e).store.counts()
+
+
+# --- writing --------------------------------------------------------------------------------
+
+
+def test_blocks_that_are_overwritten_before_they_are_read_are_given_up(
+    engine: Callable[..., Engine], faulty: Faulty
+) -> None:
+    """Nothing of the next prompt's KV is stored as the last one's."""
+    e = engine(connector=EXACT, blocks=20, max_model_len=600, **OPTIONS)
+    faulty.asked.clear()
+    faulty.goes.clear()
+    # The thread that writes stops at its first run, and the pool is overwritten meanwhile.
+    first = e.ask(TURN).tokens
+    e.core.step_fn()
+    while not faulty.asked.is_set():
+        pass
+    name = e.add(text(560, 30), max_tokens=1)
+    for _ in range(3):
+        e.step()
+    faulty.goes.set()
+    e.drain()
+    assert e.answers[name].finished
+    settle(e)
+    assert store_of(e).store.counts()["overwritten"] > 0
+    forget_all(e)
+    e.counts.clear()
+    assert e.ask(TURN).tokens == first
+    assert e.counts["errors"] == 0
+
+
+def test_turns_that_find_no_room_in_the_queue_are_dropped_and_counted(
+    engine: Callable[..., Engine], faulty: Faulty
+) -> None:
+    e = engine(connector={**EXACT, "store": {**STORE, "turns": 1, "wait": 0.01}}, **OPTIONS)
+    faulty.goes.clear()
+    for seed in range(4):
+        e.ask([USER, *text(80, 40 + seed), END, ASSISTANT])
+    e.core.step_fn()
+    assert store_of(e).store.counts()["dropped"] >= 2
+    faulty.goes.set()
+    settle(e)
+    assert e.counts["errors"] == 0
+
+
+def test_reasoning_is_not_stored(engine: Callable[..., Engine]) -> None:
+    e = engine(connector=EXACT, **OPTIONS)
+    tell(e, TURN)
+    stored = store_of(e).store.counts()["stored"]
+    # The same without reasoning: another answer's end, and nothing else, is new.
+    tell(e, EDITED)
+    assert store_of(e).store.counts()["stored"] <= stored + 1
+
+
+def test_a_turn_is_stored_with_its_answer(engine: Callable[..., Engine]) -> None:
+    """The last token that is sampled has no KV; the runs of the next prompt do not need it."""
+    e = engine(connector=EXACT, **OPTIONS)
+    prompt = [*SYSTEM_PROMPT, *QUESTION]
+    said = tell(e, prompt, max_tokens=40)
+    # The model was cut off; a model that ends its message says this.
+    named = [*prompt, *said[:-1]]
+    tell(e, [*named, END], max_tokens=1)
+    forget_all(e)
+    e.counts.clear()
+    e.ask([*named, END, *NEXT])
+    assert e.counts["store_tokens_exact"] >= len(named)
+
+
+# --- the start ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("store", "why"),
+    [
+        ({"backend": "disk"}, "backend must be"),
+        ({"backnd": "host"}, "did you mean 'backend'"),
+        ({}, "backend must be"),
+        ("host", "store must be a mapping"),
+        ({"backend": "/kv"}, "key_file must be"),
+        ({"backend": "/kv", "key_file": "/nowhere"}, "No such file"),
+        ({"backend": "host", "max_bytes": 0}, "max_bytes must be an integer from 1"),
+        ({"backend": "host", "threads": True}, "threads must be"),
+        ({"backend": "host", "wait": 0}, "wait must be a number above 0"),
+        ({"backend": "host", "lifetime": 0.5}, "lifetime must be at least 1"),
+        ({"backend": "host", "min_tokens": -1}, "min_tokens must be an integer from 0"),
+        ({"backend": "host", "encrypt": 1}, "encrypt must be true or false"),
+    ],
+    ids=str,
+)
+def test_a_setting_that_is_wrong_is_refused_by_its_name(store: Any, why: str) -> None:
+    with pytest.raises(SettingsError, match=why):
+        check_early({"store": store})
+
+
+def test_a_key_of_few_bytes_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "key").write_bytes(b"short")
+    with pytest.raises(SettingsError, match="has 5 bytes"):
+        check_early({"store": {"backend": str(tmp_path), "key_file": str(tmp_path / "key")}})
+
+
+def folder(tmp_path: Path) -> dict[str, Any]:
+    pytest.importorskip("obstore")
+    (tmp_path / "key").write_bytes(b"a key of the store, 32 bytes long")
+    return {**STORE, "backend": str(tmp_path / "kv"), "key_file": str(tmp_path / "key")}
+
+
+@pytest.mark.parametrize("what", ["was made with another key", "has namespace", "has geometry"])
+def test_a_store_of_another_one_is_refused(
+    engines: Kept, llama: Path, tmp_path: Path, what: str
+) -> None:
+    given = folder(tmp_path)
+    if "geometry" in what:
+        given = {**given, "model": "a name"}
+    engines.get(llama, connector={**EXACT, "store": given}, **OPTIONS)
+    if "key" in what:
+        (tmp_path / "key").write_bytes(b"another key of a store, 32 bytes")
+    elif "namespace" in what:
+        # The same architecture with other weights.
+        llama = models.llama(tmp_path / "llama", seed=1)
+    else:
+        llama = chat.model(tmp_path / "llama")
+    said = refused(engines, llama, connector={**EXACT, "store": given}, **OPTIONS)
+    assert f"SpanStore: the store {what}" in said
+
+
+# --- other processes ------------------------------------------------------------------------
+
+CHILD = """
+import json, os, signal, sys
+from pathlib import Path
+from tests.vllm.engine import Engine
+from tests.vllm import test_store as t
+model, store, dies = Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3] == "dies"
+e = Engine(model, connector={**t.MOVES, "store": store}, gaps=True, shadow=False)
+said = t.tell(e, t.TURN) if dies else e.ask(t.EDITED).tokens
+print("SAID", json.dumps([said, dict(e.counts)]), flush=True)
+if dies:
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def in_a_process(model: Path, store: dict[str, Any], *, dies: bool) -> tuple[list[int], Any]:
+    command = [sys.executable, "-c", CHILD, str(model), json.dumps(store), "dies" if dies else ""]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("SAID ")]
+    assert lines, done.stderr[-3000:]
+    assert not dies or done.returncode == -signal.SIGKILL
+    tokens, counts = json.loads(lines[0].removeprefix("SAID "))
+    return tokens, counts
+
+
+def test_an_engine_finds_what_a_process_has_stored_that_was_killed(
+    engines: Kept, llama: Path, tmp_path: Path
+) -> None:
+    given = folder(tmp_path)
+    first, _ = in_a_process(llama, given, dies=True)
+    engines.close()
+    e = engines.get(llama, connector={**MOVES, "store": given}, gaps=True, **OPTIONS)
+    e.counts.clear()
+    assert e.ask(TURN).tokens == first
+    # What follows the reasoning, which is computed again, is exact too.
+    assert e.counts["store_tokens_exact"] == len(TURN) - len(REASONING) - 1
+    assert e.counts["errors"] == 0
+
+
+@needs_mooncake
+def test_another_process_finds_what_this_one_has_stored_in_mooncake(
+    engines: Kept, llama: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "key").write_bytes(b"a key of the store, 32 bytes long")
+    with MooncakeMaster() as master:
+        at = {"backend": f"mooncake://{master.address}", "key_file": str(tmp_path / "key")}
+        given = {**STORE, **at}
+        engines.close()
+        e = engines.get(llama, connector={**MOVES, "store": given}, gaps=True, **OPTIONS)
+        tell(e, TURN)
+        from_pool = e.ask(EDITED).tokens
+        tokens, counts = in_a_process(llama, given, dies=False)
+        assert tokens == from_pool
+        assert counts["store_tokens_exact"] == len(SYSTEM_PROMPT) + len(QUESTION)
+        assert counts["store_tokens_moved"] >= len(ANSWER) - 1
+        # The master dies while the engine runs.
+        master.kill()
+        forget_all(e)
+        e.counts.clear()
+        alone = e.ask(TURN, mode="exact", salt="nobody").tokens
+        assert e.ask(TURN).tokens == alone
+        assert e.counts["errors"] == e.counts["store_tokens_exact"] == 0
+        engines.close()
+
+
+def test_the_halves_send_each_other_what_pickle_takes() -> None:
+    """They may be in different processes."""
+    tokens = np.arange(5, dtype=np.uint32)
+    prompt = Prompt(tokens, "salt", (2,), ((0, 2, "user"),), "chat-7")
+    policy = kvtrie.ReusePolicy(approximate=True, scope="namespace")
+    step = StoreStep(
+        seeks=[Seek("r", prompt, ((0, 4),), policy, None, to_first_gap=True)],
+        turns=[TurnToWrite(prompt, (3,), ((0, 5, 5, None),), policy)],
+        overwritten=[1],
+        drops=["q"],
+    )
+    load = Load(None, (3,), ((0, 4),), "r", 0)
+    metadata = pickle.loads(pickle.dumps(StepMetadata([load], step)))  # noqa: S301 - its own
+    assert metadata.loads == [load]
+    assert metadata.store.seeks[0].policy == policy
+    assert metadata.store.turns[0].prompt.tokens.tolist() == tokens.tolist()
+    span = PlacedSpan(0, 4, is_exact=True, hops=0, delta=0)
+    report = pickle.loads(pickle.dumps(StoreReport({"r": (span,)}, 1)))  # noqa: S301 - its own
+    assert report == StoreReport({"r": (span,)}, 1)
+
+
+# --- the plan -------------------------------------------------------------------------------
+
+
+def spans(*given: tuple[int, int, int]) -> list[PlacedSpan]:
+    """Start, end and delta; 0 is exact."""
+    return [
+        PlacedSpan(start, end, is_exact=not delta, hops=int(bool(delta)), delta=delta)
+        for start, end, delta in given
+    ]
+
+
+TWO = [(10, 30, -9), (30, 60, -9), (70, 90, -5)]
+
+
+@pytest.mark.parametrize(
+    ("given", "policy", "stored"),
+    [
+        # Pieces of one run may be short, and a run may not.
+        ([(0, 40, 0), (40, 43, -9), (43, 90, -9)], {}, [(0, 40), (40, 43), (43, 90)]),
+        ([(0, 40, 0), (40, 43, -8), (43, 90, -9)], {}, [(0, 40), (43, 90)]),
+        # Fronts are of whole runs, and as long for each.
+        (TWO, {"recompute_first": 4}, [(14, 30), (30, 60), (74, 90)]),
+        (TWO, {"recompute_share": 0.2}, [(17, 30), (30, 60), (77, 90)]),
+        ([(10, 30, -9)], {"recompute_last": 5, "recompute_first": 15}, []),
+        # What is too much is all left out; exact KV stays.
+        ([(0, 10, 0), (10, 90, -9)], {"max_approximate_share": 0.5}, [(0, 10)]),
+        ([(0, 10, 0), (10, 30, -9)], {"approximate": False}, [(0, 10)]),
+    ],
+)  # fmt: skip
+def test_the_policy_cuts_what_the_store_supplies(
+    given: list[tuple[int, int, int]], policy: dict[str, Any], stored: list[tuple[int, int]]
+) -> None:
+    index = kvtrie.RadixIndex(num_blocks=8, block_size=16)
+    seq = kvtrie.TokenSequence(range(100), kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
+    wanted = kvtrie.ReusePolicy(**{"approximate": True, "scope": "namespace", **policy})
+    plan = Overlay(index.plan(seq, wanted), spans(*given), wanted, is_judged=False)
+    assert plan.stored == stored
+    assert [tuple(one) for one in plan.segments[["start", "end"]].tolist()] == sorted(
+        {*stored, *(tuple(one) for one in plan.gaps.tolist())}
+    )
+    assert plan.num_exact + plan.num_approximate + plan.num_compute == 100
+    assert plan.num_exact + plan.num_approximate == sum(end - start for start, end in stored)
+    plan.release()
+
+
+def test_a_gate_file_gets_no_moved_run_of_which_nobody_knows_the_context() -> None:
+    index = kvtrie.RadixIndex(num_blocks=8, block_size=16)
+    seq = kvtrie.TokenSequence(range(100), kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
+    policy = kvtrie.ReusePolicy(approximate=True, scope="namespace")
+    given = spans((0, 40, 0), (40, 90, -9))
+    with index.plan(seq, policy) as plan:
+        assert Overlay(plan, given, policy, is_judged=True).stored == [(0, 40)]
+        assert Overlay(plan, given, policy, is_judged=False).stored == [(0, 40), (40, 90)]
+
+
+def test_what_the_policy_wants_computed_is_not_looked_up() -> None:
+    space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    index = kvtrie.RadixIndex(num_blocks=32, block_size=16)
+    old = kvtrie.TokenSequence(range(200), space)
+    index.insert(old, list(range(12)), num_computed=192, source=kvtrie.COMPUTED)
+    new = kvtrie.TokenSequence([*range(1000, 1040), *range(50, 150), *range(2000, 2020)], space)
+    for fields, missing in (
+        ({}, [(0, 40), (140, 160)]),
+        ({"recompute_first": 8}, [(0, 40), (140, 160)]),
+        ({"recompute_last": 8}, [(0, 40), (140, 160)]),
+        ({"recompute_share": 0.2}, [(0, 40), (140, 160)]),
+    ):
+        policy = kvtrie.ReusePolicy(approximate=True, scope="namespace", **fields)
+        with index.plan(new, policy) as plan:
+            assert plan.num_approximate < 100 or not fields
+            assert fillable(plan, policy) == missing
