@@ -24,6 +24,10 @@ tokenizer, detokenizer and HTTP. The tiny model's steps are short, so the same m
 far smaller part of a real model's step. Decisions of vLLM at its start, because there is a
 connector, are not measured.
 
+``--store`` is kvtrie with a store in host memory, which has nothing of any prompt and stores each
+in its own thread, whose time counts; the member *silent* stores nothing. Both look every prompt
+up. With ``--wall`` time is measured, not processor time.
+
 ``--rounds FILE`` keeps the rounds as they end; the same command goes on after an interruption.
 """
 
@@ -39,7 +43,7 @@ import tempfile
 import time
 from collections import defaultdict
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,6 +73,7 @@ if TYPE_CHECKING:
 MEMBERS = ("off", "control", "plumbing", "kvtrie")
 WITH_SILENT = ("off", "control", "silent", "kvtrie")
 KVTRIE = ("silent", "kvtrie")
+STORE = {"backend": "host", "max_bytes": 1 << 28}
 # A round with a real model takes a quarter of a minute.
 WITH_MODEL = ("off", "control", "kvtrie")
 # Markers of messages and reasoning: a few of the words that prompts are made of.
@@ -92,6 +97,7 @@ CALLS = (
     "wait_for_save",
     "get_block_ids_with_load_errors",
     "get_kv_connector_stats",
+    "build_connector_worker_meta",
 )
 # With what vLLM's pool calls for each block that it hands out again.
 CALLED = (*CALLS, "_on_reuse")
@@ -190,6 +196,8 @@ class Bench:
         )
         self._plumbing[0].bind_kv_cache_manager(self._scheduler.kv_cache_manager)
         self._reasons = self.kvtrie[0].planner._reasons
+        self._stored = self.kvtrie[0].planner.stored
+        self.clock = time.process_time
         self._defers = self._scheduler.defer_block_free
         self._watchers: dict[int, Any] | None = None
         self._number = 0
@@ -205,7 +213,11 @@ class Bench:
         """Put a connector in, or none; no step is under way."""
         halves = {"plumbing": self._plumbing, **dict.fromkeys(KVTRIE, self.kvtrie)}
         mine, workers = halves.get(member, (None, None))
-        reasons = None if member == "silent" else self._reasons
+        is_silent = member == "silent"
+        reasons = None if is_silent and self._stored is None else self._reasons
+        if self._stored is not None:
+            given = self._stored._settings
+            self._stored._settings = replace(given, turns=0 if is_silent else 64)
         planner = self.kvtrie[0].planner
         planner._reasons = planner._offers._reasons = reasons
         self._scheduler.connector = mine
@@ -258,17 +270,26 @@ class Bench:
         self._core.post_step(self._core.step_fn()[1])
 
     def run(self, member: str, work: Work, rng: random.Random) -> dict[str, float]:
-        clock = time.process_time
+        clock = self.clock
         asked = self._requests(work, ANSWER, rng)
         self.switch(member)
         gc.collect()
         began = clock()
         requests = self._add(asked)
         self._step()
+        if self._stored is not None:
+            # Requests wait for the store at first.
+            while not all(request.num_output_tokens for request in requests):
+                self._step()
         first = clock()
         # After the decode steps, one more step reports the finished requests to the worker.
         while self._scheduler.has_requests():
             self._step()
+        if self._stored is not None and self.clock is time.process_time:
+            # What was begun is this member's.
+            store = self.kvtrie[1]._store
+            if store is None or not store.wait(60):
+                raise RuntimeError(f"{work.name}: turns are not stored")  # noqa: EM102 - read by a developer
         ended = clock()
         self.keep_up(requests)
         if any(request.num_output_tokens != ANSWER for request in requests):
@@ -460,18 +481,24 @@ def main() -> None:
     parser.add_argument("--decode", action="store_true", help="decode steps alone")
     parser.add_argument("--reasons", action="store_true", help="what reasons of misses cost, alone")
     parser.add_argument("--exact", action="store_true", help="exact mode")
+    parser.add_argument("--store", action="store_true", help="with a store that has nothing")
+    parser.add_argument("--wall", action="store_true", help="time in the place of processor time")
     parser.add_argument("--model", type=Path, help="a model, else a tiny one; its prompts alone")
     parser.add_argument("--rounds", type=Path, help="a file that keeps the rounds")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     num_rounds = options.pairs or (40 if options.model else 200)
     num_blocks = options.blocks or (200 if options.model else 2_048)
-    kept = Kept(options.rounds, settings(options, num_blocks, exact=options.exact))
+    more = {"exact": options.exact, "store": options.store, "wall": options.wall}
+    kept = Kept(options.rounds, settings(options, num_blocks, **more))
     rng = random.Random(options.seed)
     with tempfile.TemporaryDirectory() as folder:
         model = options.model or models.llama(Path(folder) / "llama")
         dtype = "auto" if options.model else "float32"
-        bench = Bench(model, num_blocks, is_exact=options.exact, dtype=dtype)
+        store = {"store": STORE} if options.store else {}
+        bench = Bench(model, num_blocks, is_exact=options.exact, dtype=dtype, **store)
+        if options.wall:
+            bench.clock = time.perf_counter
         if options.calls:
             for work, _ in REQUESTS[1:]:
                 bench.fill(rng)
@@ -483,13 +510,13 @@ def main() -> None:
             header("processor time", WITH_MODEL)
             report_model(bench, num_rounds, rng, kept)
         else:
-            members = WITH_SILENT if options.reasons else MEMBERS
-            header("processor time", members)
+            members = WITH_SILENT if options.reasons or options.store else MEMBERS
+            header("time" if options.wall else "processor time", members)
             for work, is_full in () if options.decode else REQUESTS:
                 report_requests(
                     bench, work, num_rounds, rng, kept, is_full=is_full, members=members
                 )
-            for work in () if options.reasons else STEPS:
+            for work in () if options.reasons or options.store else STEPS:
                 report_steps(bench, work, num_rounds, rng, kept)
         bench.switch("kvtrie")
 

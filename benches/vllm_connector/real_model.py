@@ -54,7 +54,7 @@ BLOCK = 32
 
 _WORDING = WORDINGS["reporting"]
 _STEM = "Note: The {} {} is"
-_OPENS = "The facts are as follows.\n"
+OPENS = "The facts are as follows.\n"
 # A piece of text that is shorter holds no fact.
 _LEAST_TEXT = 48
 
@@ -113,7 +113,7 @@ class RealWriter(Writer):
         """The last message, and the beginning of the reply: a model without training continues."""
         return self.ids(
             f"<|im_end|>\n<|im_start|>user\nWhat is the {fact.place} {fact.what}? Quote the note."
-            f"<|im_end|>\n<|im_start|>assistant\n{_OPENS}{fact.stem}"
+            f"<|im_end|>\n<|im_start|>assistant\n{OPENS}{fact.stem}"
         )
 
 
