@@ -25,8 +25,8 @@ far smaller part of a real model's step. Decisions of vLLM at its start, because
 connector, are not measured.
 
 ``--store`` is kvtrie with a store in host memory, which has nothing of any prompt and stores each
-in its own thread, whose time counts; the member *silent* stores nothing. Both look every prompt
-up. With ``--wall`` time is measured, not processor time.
+in its own thread, whose time counts. The member *looks* stores nothing, but looks every prompt up
+too; *silent* is kvtrie without the store. With ``--wall`` time is measured, not processor time.
 
 ``--rounds FILE`` keeps the rounds as they end; the same command goes on after an interruption.
 """
@@ -72,10 +72,12 @@ if TYPE_CHECKING:
 
 MEMBERS = ("off", "control", "plumbing", "kvtrie")
 WITH_SILENT = ("off", "control", "silent", "kvtrie")
-KVTRIE = ("silent", "kvtrie")
+WITH_STORE = ("off", "control", "silent", "looks", "kvtrie")
+KVTRIE = ("silent", "looks", "kvtrie")
 STORE = {"backend": "host", "max_bytes": 1 << 28}
 # A round with a real model takes a quarter of a minute.
 WITH_MODEL = ("off", "control", "kvtrie")
+MODEL_AND_STORE = ("off", "control", "silent", "kvtrie")
 # Markers of messages and reasoning: a few of the words that prompts are made of.
 FORMAT = {"user": 3, "assistant": 4, "reasoning": [5, 6]}
 WARM_UP = 6
@@ -213,12 +215,12 @@ class Bench:
         """Put a connector in, or none; no step is under way."""
         halves = {"plumbing": self._plumbing, **dict.fromkeys(KVTRIE, self.kvtrie)}
         mine, workers = halves.get(member, (None, None))
-        is_silent = member == "silent"
+        is_silent, planner = member == "silent", self.kvtrie[0].planner
         reasons = None if is_silent and self._stored is None else self._reasons
         if self._stored is not None:
+            planner.stored = None if is_silent else self._stored
             given = self._stored._settings
-            self._stored._settings = replace(given, turns=0 if is_silent else 64)
-        planner = self.kvtrie[0].planner
+            self._stored._settings = replace(given, turns=0 if member == "looks" else 64)
         planner._reasons = planner._offers._reasons = reasons
         self._scheduler.connector = mine
         self._scheduler.defer_block_free = self._defers and mine is not None
@@ -417,7 +419,9 @@ def report_steps(bench: Bench, work: Work, num_rounds: int, rng: random.Random, 
     report(name, rounds[:num_rounds], MEMBERS)
 
 
-def report_model(bench: Bench, num_rounds: int, rng: random.Random, kept: Kept) -> None:
+def report_model(
+    bench: Bench, num_rounds: int, rng: random.Random, kept: Kept, members: tuple[str, ...]
+) -> None:
     """The request of 2,000 tokens in a full pool, with clocks around kvtrie's calls."""
     spent = bench.watch_calls()
     bench.fill(rng)
@@ -429,9 +433,9 @@ def report_model(bench: Bench, num_rounds: int, rng: random.Random, kept: Kept) 
 
     name = f"{PROMPT.name}, full pool: from arrival {{}}"
     with collected():
-        rounds = measure(name, WITH_MODEL, take, num_rounds, rng, warm_up=1, kept=kept)
+        rounds = measure(name, members, take, num_rounds, rng, warm_up=1, kept=kept)
     bench.unwatch_calls()
-    report(name, rounds, WITH_MODEL)
+    report(name, rounds, members)
     whole = list(rounds[0]["off"])[-1]
     base = statistics.fmean(one["off"][whole] for one in rounds)
     print("\n| in kvtrie's calls, clocks included | mean (us) | largest (us) | % of the request |")
@@ -507,10 +511,12 @@ def main() -> None:
         mode = "exact mode" if options.exact else "approximate reuse, without a gate"
         print(f"{bench.described()}; {mode}.\n")
         if options.model:
-            header("processor time", WITH_MODEL)
-            report_model(bench, num_rounds, rng, kept)
+            members = MODEL_AND_STORE if options.store else WITH_MODEL
+            header("time" if options.wall else "processor time", members)
+            report_model(bench, num_rounds, rng, kept, members)
         else:
-            members = WITH_SILENT if options.reasons or options.store else MEMBERS
+            members = WITH_SILENT if options.reasons else MEMBERS
+            members = WITH_STORE if options.store else members
             header("time" if options.wall else "processor time", members)
             for work, is_full in () if options.decode else REQUESTS:
                 report_requests(

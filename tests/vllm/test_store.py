@@ -21,6 +21,7 @@ from tests.vllm.test_startup import refused
 
 import kvtrie
 from kvtrie.integrations._asked import SettingsError
+from kvtrie.integrations.vllm import _store_worker
 from kvtrie.integrations.vllm._metadata import (
     Load,
     Prompt,
@@ -487,6 +488,41 @@ def test_blocks_that_are_overwritten_before_they_are_read_are_given_up(
     e.counts.clear()
     assert e.ask(TURN).tokens == first
     assert e.counts["errors"] == 0
+
+
+def test_a_step_waits_for_the_copy_of_its_own_blocks_alone(
+    engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    e = engine(connector=EXACT, **OPTIONS)
+    goes, reads = threading.Event(), threading.Event()
+    rows_of = _store_worker.rows_of
+
+    def slowly(*given: Any) -> Any:
+        reads.set()
+        assert goes.wait(60)
+        return rows_of(*given)
+
+    monkeypatch.setattr(_store_worker, "rows_of", slowly)
+    name = e.add(TURN, max_tokens=2)
+    while not e.answers[name].tokens:
+        e.step()
+    table = e.connector.planner._manager.get_block_ids(e.request(name).request_id)[0]
+    e.drain()
+    e.core.step_fn()
+    assert reads.wait(60)
+    turns = store_of(e)._turns
+    # Blocks of the run that is being copied, and blocks of another one.
+    turns.overwritten(table[-1:])
+    step = threading.Thread(target=turns.overwritten, args=(table[:1],))
+    step.start()
+    step.join(0.05)
+    assert step.is_alive()
+    goes.set()
+    step.join(60)
+    assert not step.is_alive()
+    settle(e)
+    assert store_of(e).store.counts()["overwritten"] > 0
+    assert store_of(e).store.counts()["stored"] > 0
 
 
 def test_turns_that_find_no_room_in_the_queue_are_dropped_and_counted(

@@ -278,38 +278,41 @@ class _Turns:
         self.pool: KVPool | None = None
         self._store = store
         self._sequence = sequence
-        # Held while a run is copied from its blocks.
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
+        # Blocks that are being copied.
+        self._reading: frozenset[int] = frozenset()
         self._jobs: list[_Job] = []
         self._num_done = self._num_written = 0
         self._crew = Crew("kvtrie-turns", threads=1, max_waiting=max_waiting, failed=self._failed)
 
     def offer(self, turn: TurnToWrite) -> None:
         job = _Job(turn)
-        with self._lock:
+        with self._changed:
             self._jobs.append(job)
         if not self._crew.offer(lambda: self._write(job)):
             self._store.count("dropped", len(turn.pieces))
             self._end(job)
 
     def overwritten(self, blocks: Sequence[int]) -> None:
-        """Give up what was not copied of these blocks. It waits for the copy of one run."""
+        """Give up what was not copied of these blocks, and wait for the copy of one of them."""
         if not blocks or not self._jobs:
             return
-        with self._lock:
+        with self._changed:
             for job in self._jobs:
                 job.lost |= job.blocks.intersection(blocks)
+            self._changed.wait_for(lambda: self._reading.isdisjoint(blocks))
 
     def give_up(self) -> None:
         """Read no block of any turn."""
-        with self._lock:
+        with self._changed:
             for job in self._jobs:
                 job.lost |= job.blocks
+            self._changed.wait_for(lambda: not self._reading)
 
     def take_done(self) -> int:
         if not self._num_done:
             return 0
-        with self._lock:
+        with self._changed:
             done, self._num_done = self._num_done, 0
         return done
 
@@ -347,18 +350,24 @@ class _Turns:
             self._end(job)
 
     def _read(self, job: _Job, run: SpanRun) -> Any:  # noqa: ANN401 - `SpanRows`, or None
-        with self._lock:
-            if self.pool is None:
+        with self._changed:
+            pool = self.pool
+            if pool is None:
                 return None
-            size = self.pool.layout.block_size
-            table = np.array(job.turn.blocks, np.int64)
-            used = table[run.start // size : -(-run.end // size)]
-            if not job.lost.isdisjoint(used.tolist()):
+            size = pool.layout.block_size
+            used = job.turn.blocks[run.start // size : -(-run.end // size)]
+            if not job.lost.isdisjoint(used):
                 return None
-            return rows_of(self.pool, table, run.start, run.end)
+            self._reading = frozenset(used)
+        try:
+            return rows_of(pool, np.array(job.turn.blocks, np.int64), run.start, run.end)
+        finally:
+            with self._changed:
+                self._reading = frozenset()
+                self._changed.notify_all()
 
     def _end(self, job: _Job) -> None:
-        with self._lock:
+        with self._changed:
             self._jobs.remove(job)
             self._num_done += 1
 
