@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -626,30 +627,53 @@ import json, os, signal, sys
 from pathlib import Path
 from tests.vllm.engine import Engine
 from tests.vllm import test_store as t
-model, store, dies = Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3] == "dies"
+
+def say(said):
+    print("SAID", json.dumps([said, dict(e.counts)]), flush=True)
+
+model, store, does = Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3]
 e = Engine(model, connector={**t.MOVES, "store": store}, gaps=True, shadow=False)
-said = t.tell(e, t.TURN) if dies else e.ask(t.EDITED).tokens
-print("SAID", json.dumps([said, dict(e.counts)]), flush=True)
-if dies:
-    os.kill(os.getpid(), signal.SIGKILL)
+if does == "ask":
+    say(e.ask(t.EDITED).tokens)
+else:
+    say(t.tell(e, t.TURN))
+if does == "stay":
+    sys.stdin.readline()
+    t.forget_all(e)
+    e.counts.clear()
+    say([e.ask(t.TURN, mode="exact", salt="nobody").tokens, e.ask(t.TURN).tokens])
+# As kill -9 does: nothing is closed.
+os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def in_a_process(model: Path, store: dict[str, Any], *, dies: bool) -> tuple[list[int], Any]:
-    command = [sys.executable, "-c", CHILD, str(model), json.dumps(store), "dies" if dies else ""]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("SAID ")]
-    assert lines, done.stderr[-3000:]
-    assert not dies or done.returncode == -signal.SIGKILL
-    tokens, counts = json.loads(lines[0].removeprefix("SAID "))
-    return tokens, counts
+@contextmanager
+def process(model: Path, store: dict[str, Any], does: str) -> Iterator[subprocess.Popen[str]]:
+    """An engine in a process of its own, which is killed."""
+    command = [sys.executable, "-c", CHILD, str(model), json.dumps(store), does]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, **pipes) as child:
+        try:
+            yield child
+        finally:
+            child.kill()
+
+
+def said_by(child: subprocess.Popen[str]) -> tuple[Any, Any]:
+    """What it says next, and its counts."""
+    assert child.stdout is not None
+    line = next(line for line in child.stdout if line.startswith("SAID "))
+    said, counts = json.loads(line.removeprefix("SAID "))
+    return said, counts
 
 
 def test_an_engine_finds_what_a_process_has_stored_that_was_killed(
     engines: Kept, llama: Path, tmp_path: Path
 ) -> None:
     given = folder(tmp_path)
-    first, _ = in_a_process(llama, given, dies=True)
+    with process(llama, given, "write") as child:
+        first, _ = said_by(child)
+        assert child.wait(60) == -signal.SIGKILL
     engines.close()
     e = engines.get(llama, connector={**MOVES, "store": given}, gaps=True, **OPTIONS)
     e.counts.clear()
@@ -660,29 +684,34 @@ def test_an_engine_finds_what_a_process_has_stored_that_was_killed(
 
 
 @needs_mooncake
-def test_another_process_finds_what_this_one_has_stored_in_mooncake(
+def test_another_process_finds_what_one_has_stored_in_mooncake(
     engines: Kept, llama: Path, tmp_path: Path
 ) -> None:
+    engines.close()
+    e = engines.get(llama, connector=MOVES, gaps=True, **OPTIONS)
+    tell(e, TURN)
+    from_pool = e.ask(EDITED).tokens
+    engines.close()
     (tmp_path / "key").write_bytes(b"a key of the store, 32 bytes long")
     with MooncakeMaster() as master:
         at = {"backend": f"mooncake://{master.address}", "key_file": str(tmp_path / "key")}
         given = {**STORE, **at}
-        engines.close()
-        e = engines.get(llama, connector={**MOVES, "store": given}, gaps=True, **OPTIONS)
-        tell(e, TURN)
-        from_pool = e.ask(EDITED).tokens
-        tokens, counts = in_a_process(llama, given, dies=False)
-        assert tokens == from_pool
-        assert counts["store_tokens_exact"] == len(SYSTEM_PROMPT) + len(QUESTION)
-        assert counts["store_tokens_moved"] >= len(ANSWER) - 1
-        # The master dies while the engine runs.
-        master.kill()
-        forget_all(e)
-        e.counts.clear()
-        alone = e.ask(TURN, mode="exact", salt="nobody").tokens
-        assert e.ask(TURN).tokens == alone
-        assert e.counts["errors"] == e.counts["store_tokens_exact"] == 0
-        engines.close()
+        with process(llama, given, "stay") as writer:
+            said_by(writer)
+            with process(llama, given, "ask") as reader:
+                tokens, counts = said_by(reader)
+            assert tokens == from_pool
+            assert counts["store_tokens_exact"] == len(SYSTEM_PROMPT) + len(QUESTION)
+            assert counts["store_tokens_moved"] >= len(ANSWER) - 1
+            # The master dies while an engine runs.
+            master.kill()
+            assert writer.stdin is not None
+            writer.stdin.write("\n")
+            writer.stdin.flush()
+            (alone, again), counts = said_by(writer)
+            assert again == alone
+            assert "errors" not in counts
+            assert "store_tokens_exact" not in counts
 
 
 def test_the_halves_send_each_other_what_pickle_takes() -> None:
