@@ -510,6 +510,7 @@ def main() -> None:
             return
         mode = "exact mode" if options.exact else "approximate reuse, without a gate"
         print(f"{bench.described()}; {mode}.\n")
+        members: tuple[str, ...]
         if options.model:
             members = MODEL_AND_STORE if options.store else WITH_MODEL
             header("time" if options.wall else "processor time", members)

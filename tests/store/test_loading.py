@@ -369,6 +369,8 @@ def test_what_was_sought_is_written_in_parts_and_is_what_place_writes(
     for ours, theirs in zip(
         parts.pool.gather(table, 0, 92), whole.pool.gather(table, 0, 92), strict=True
     ):
+        assert ours is not None
+        assert theirs is not None
         assert torch.allclose(ours, theirs, atol=1e-5)
     assert loader.close(SECONDS)
 

@@ -1,4 +1,4 @@
-"""The store behind the connector, in a real engine: what the pool has lost comes from the store."""
+"""The connector's store in a real engine: what the pool has lost comes from the store."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from kvtrie.integrations.vllm._metadata import (
 from kvtrie.integrations.vllm._overlay import Overlay, fillable
 from kvtrie.integrations.vllm._store_settings import StoreSettings
 from kvtrie.integrations.vllm.connector import check_early
-from kvtrie.store import BackendError, HostBackend, PlacedSpan, TakenSpans
+from kvtrie.store import BackendError, HostBackend, PlacedSpan, TakenSpans, loading
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -496,12 +496,11 @@ def test_a_step_waits_for_the_copy_of_its_own_blocks_alone(
 ) -> None:
     e = engine(connector=EXACT, **OPTIONS)
     goes, reads = threading.Event(), threading.Event()
-    rows_of = _store_worker.rows_of
 
     def slowly(*given: Any) -> Any:
         reads.set()
         assert goes.wait(60)
-        return rows_of(*given)
+        return loading.rows_of(*given)
 
     monkeypatch.setattr(_store_worker, "rows_of", slowly)
     name = e.add(TURN, max_tokens=2)
@@ -651,8 +650,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 def process(model: Path, store: dict[str, Any], does: str) -> Iterator[subprocess.Popen[str]]:
     """An engine in a process of its own, which is killed."""
     command = [sys.executable, "-c", CHILD, str(model), json.dumps(store), does]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, text=True, **pipes) as child:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe) as child:
         try:
             yield child
         finally:
