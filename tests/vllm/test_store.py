@@ -525,6 +525,54 @@ def test_a_step_waits_for_the_copy_of_its_own_blocks_alone(
     assert store_of(e).store.counts()["stored"] > 0
 
 
+def test_a_turn_that_was_not_read_before_the_engine_sleeps_is_not_stored(
+    engine: Callable[..., Engine],
+) -> None:
+    """Sleep mode unmaps KV and maps other memory: what a turn left in its blocks is gone."""
+    e = engine(connector=EXACT, **OPTIONS)
+    # In the caller's process no step follows the last request, so its turn is not sent yet.
+    first = e.ask(TURN).tokens
+    assert e.llm.reset_prefix_cache(reset_connector=True)
+    e.worker.unregister_kv_caches()
+    for one in e.worker._kv_caches.values():
+        one.fill_(1)
+    e.worker.restore_kv_caches()
+    settle(e)
+    assert e.ask(TURN).tokens == first
+    assert e.counts["store_tokens_exact"] == e.counts["errors"] == 0
+
+
+def test_a_copy_that_fails_while_its_request_is_aborted_is_not_stored(
+    engine: Callable[..., Engine], faulty: Faulty, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM takes aborts before it looks at a step's output, which says what has failed."""
+    settings = {**EXACT, "store": {**STORE, "run_tokens": 25}}
+    e = engine(connector=settings, **OPTIONS)
+    prompt = text(300, 7)[:126]
+    faulty.is_dead = True
+    first = tell(e, prompt)
+    faulty.is_dead = False
+    copies = e.worker._copies
+    assert copies is not None
+    name = e.add(prompt)
+
+    def fails(*_: Any, **__: Any) -> None:
+        request = e.request(name)
+        e.core.aborts_queue.put([request.request_id])
+        msg = "a copy fails"
+        raise RuntimeError(msg)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(copies.pool, "apply", fails)
+        while not e.counts["copies_failed"]:
+            e.step()
+    e.abort([name])
+    settle(e)
+    forget_all(e)
+    assert e.ask(prompt).tokens == first
+    assert e.counts["errors"] == 0
+
+
 def test_turns_that_find_no_room_in_the_queue_are_dropped_and_counted(
     engine: Callable[..., Engine], faulty: Faulty
 ) -> None:

@@ -333,6 +333,8 @@ class Half:
         for request_id in list(self._pending):
             self.preempted(request_id)
         self.sources.reset()
+        if self.stored is not None:
+            self.stored.reset()
 
     def shutdown(self) -> None:
         """Stop what runs in the background."""

@@ -71,7 +71,7 @@ class Loads:
             moves = _ranges.moves(plan, ids, self._block_size, start, end)
         except Exception:
             self._surprise("the copies of request %s failed", request.request_id)
-            self._loads.append(Load(None, blocks))
+            self._loads.append(Load(None, blocks, request_id=request.request_id))
             return False
         stored: list[Range] = []
         if isinstance(plan, Overlay):

@@ -45,6 +45,23 @@ _MAX_WAITING: Final = 64
 _LEAST_PREFILL: Final = 64
 _GENERATED: Final = ("answer", "reasoning", "tool_call")
 _TURN: Final = TurnPolicy()
+# What ends a request between two steps, while one that it is in may be under way.
+_CUT_OFF: Final = (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A step that was sent.
+
+    Attributes:
+        sent: When, in seconds.
+        num_tokens: What it computes.
+        begun: Requests that it admits, or copies for.
+    """
+
+    sent: float
+    num_tokens: int
+    begun: frozenset[str]
 
 
 @dataclass(slots=True)
@@ -73,7 +90,8 @@ class Stored:
         self._next = StoreStep()
         # Turns that were sent and not reported.
         self._num_turns = 0
-        self._steps: deque[tuple[float, int]] = deque(maxlen=64)
+        # Steps whose output is not handled.
+        self._steps: deque[_Step] = deque(maxlen=64)
         self._last = 0.0
 
     def __len__(self) -> int:
@@ -163,6 +181,9 @@ class Stored:
         """Have a turn written, whose last tokens the tags of the request have read."""
         if not self._settings.turns or adapter_of(request) is not None:
             return
+        if request.status in _CUT_OFF and self._begins(request.request_id):
+            # What it was to copy, or has hit of a request of the same step, may be unwritten.
+            return
         done = request.num_computed_tokens - request.num_in_flight_tokens
         done = max(0, min(done, len(live.seq), len(block_ids) * self._block_size))
         prompt = self._prompt(request, live, done)
@@ -185,6 +206,17 @@ class Stored:
         policy = live.policy if live.built_under is None else live.built_under
         self._next.turns.append(TurnToWrite(prompt, used, tuple(wanted), policy))
 
+    def reset(self) -> None:
+        """Write no turn that was not sent: its blocks hold other KV, or none, from now on."""
+        turns, self._next.turns = self._next.turns, []
+        self._num_turns -= len(turns)
+        for turn in turns:
+            self._counts.add("store/overwritten", len(turn.pieces))
+
+    def _begins(self, request_id: str) -> bool:
+        """Whether a step that admits a request, or copies for it, is under way."""
+        return any(request_id in one.begun for one in self._steps)
+
     # --- the step ------------------------------------------------------------------------------
 
     def step(
@@ -195,7 +227,12 @@ class Stored:
         lives: Mapping[str, LiveRequest],
     ) -> StoreStep | None:
         """What the workers do in this step; None for nothing."""
-        self._steps.append((time.monotonic(), output.total_num_scheduled_tokens))
+        begun = {new.req_id for new in output.scheduled_new_reqs}
+        begun |= output.scheduled_cached_reqs.resumed_req_ids
+        begun |= {load.request_id for load in loads}
+        self._steps.append(
+            _Step(time.monotonic(), output.total_num_scheduled_tokens, frozenset(begun))
+        )
         has_waiting = False
         for request_id, found in self._sought.items():
             has_waiting = has_waiting or found.waits
@@ -223,11 +260,11 @@ class Stored:
         """Measure how fast prompts are computed."""
         if not self._steps:
             return
-        began, tokens = self._steps.popleft()
+        step = self._steps.popleft()
         now = time.monotonic()
-        began, self._last = max(began, self._last), now
-        if tokens >= _LEAST_PREFILL:
-            self._next.prefills.append((tokens, now - began))
+        began, self._last = max(step.sent, self._last), now
+        if step.num_tokens >= _LEAST_PREFILL:
+            self._next.prefills.append((step.num_tokens, now - began))
 
     def _written(
         self, output: SchedulerOutput, loads: Sequence[Load], lives: Mapping[str, LiveRequest]
