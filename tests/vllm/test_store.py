@@ -667,6 +667,20 @@ def test_a_store_of_another_one_is_refused(
     assert f"SpanStore: the store {what}" in said
 
 
+def test_a_name_of_a_model_does_not_hide_what_else_its_kv_depends_on(
+    engines: Kept, llama: Path, faulty: Faulty, tmp_path: Path
+) -> None:
+    assert faulty.goes.is_set()
+    (tmp_path / "key").write_bytes(b"a key of the store, 32 bytes long")
+    named = {**STORE, "model": "a name", "key_file": str(tmp_path / "key")}
+    engines.get(llama, connector={**EXACT, "store": named}, **OPTIONS)
+    given = {"rope_theta": 5000.0, "rope_type": "default"}
+    overrides: dict[str, Any] = {"rope_parameters": given}
+    options = {**OPTIONS, "hf_overrides": overrides}
+    said = refused(engines, llama, connector={**EXACT, "store": named}, **options)
+    assert "SpanStore: the store has namespace" in said
+
+
 # --- other processes ------------------------------------------------------------------------
 
 CHILD = """

@@ -7,6 +7,7 @@ that a step is going to write, and what was not read of them by then is given up
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import threading
@@ -71,9 +72,8 @@ def make(settings: Settings, vllm_config: VllmConfig, pool: KVPool, counts: Coun
         msg = f"{WHERE}: there is no store"
         raise SettingsError(msg)
     served = _gate.engine_model(settings, vllm_config)
-    space = Namespace(
-        model=given.model or _identity(served, vllm_config), kv_dtype=served.kv_dtype, salt=SHARED
-    )
+    model = _identity(given.model or _digest(served), served, vllm_config)
+    space = Namespace(model=model, kv_dtype=served.kv_dtype, salt=SHARED)
     try:
         backend = given.open_backend()
     except BackendError as error:
@@ -92,20 +92,33 @@ def make(settings: Settings, vllm_config: VllmConfig, pool: KVPool, counts: Coun
     return StoreWorker(store, given, space, counts)
 
 
-def _identity(served: EngineModel, vllm_config: VllmConfig) -> str:
-    """What the KV of a model depends on: its checkpoint, and what is changed of it."""
+def _digest(served: EngineModel) -> str:
+    """The digest of a checkpoint.
+
+    Raises:
+        SettingsError: It cannot be told from others.
+    """
     try:
-        digest = _served.checkpoint_of(served)
+        return _served.checkpoint_of(served)
     except (GateMismatchError, CheckpointError) as error:
         msg = (
             f"{WHERE}: store: the model cannot be told from others: {error}; give it a name that "
             'changes with its weights: "model"'
         )
         raise SettingsError(msg) from error
+
+
+def _identity(weights: str, served: EngineModel, vllm_config: VllmConfig) -> str:
+    """What the KV of a model depends on: its weights, and how vLLM computes with them."""
     config = vllm_config.model_config
     dtype = str(config.dtype).removeprefix("torch.")
-    changed = config.hf_overrides
-    said = [digest, dtype, *([json.dumps(changed, default=repr)] if changed else [])]
+    said = [weights, dtype]
+    if served.quantization is not None:
+        said.append(served.quantization)
+    if config.hf_overrides:
+        changed = json.dumps(config.hf_overrides, default=repr, sort_keys=True)
+        # The store's description has room for names alone.
+        said.append(hashlib.blake2b(changed.encode(), digest_size=16).hexdigest())
     return " ".join(said)
 
 
