@@ -851,6 +851,23 @@ def test_a_gate_file_gets_no_moved_run_of_which_nobody_knows_the_context() -> No
         assert Overlay(plan, given, policy, is_judged=False).stored == [(0, 40), (40, 90)]
 
 
+def test_a_stricter_policy_of_a_gate_takes_nothing_that_was_built_under_a_laxer_one() -> None:
+    """A gate may plan again, under a policy that the store was not asked for."""
+    index = kvtrie.RadixIndex(num_blocks=8, block_size=16)
+    seq = kvtrie.TokenSequence(range(100), kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
+    lax = kvtrie.ReusePolicy(approximate=True, scope="namespace")
+    strict = lax.replace(recompute_first=8)
+    after_moved = PlacedSpan(40, 90, is_exact=False, hops=0, delta=0)
+    given = [*spans((0, 40, 0)), after_moved]
+    for policy, sought, stored in (
+        (lax, lax, [(0, 40), (40, 90)]),
+        (strict, lax, [(0, 40)]),
+        (lax, strict, [(0, 40), (40, 90)]),
+    ):
+        with index.plan(seq, policy) as plan:
+            assert Overlay(plan, given, policy, is_judged=True, sought=sought).stored == stored
+
+
 def test_what_the_policy_wants_computed_is_not_looked_up() -> None:
     space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     index = kvtrie.RadixIndex(num_blocks=32, block_size=16)

@@ -32,17 +32,26 @@ class Overlay:
         spans: What the store has loaded for the prompt, ascending.
         policy: What may be used of it.
         is_judged: Whether a gate judges plans by the context of their moved runs.
+        sought: The policy that the spans were looked up under, if it is another one. What was
+            built under it may be too lax for ``policy``.
     """
 
     def __init__(
-        self, plan: ReusePlan, spans: Sequence[PlacedSpan], policy: ReusePolicy, *, is_judged: bool
+        self,
+        plan: ReusePlan,
+        spans: Sequence[PlacedSpan],
+        policy: ReusePolicy,
+        *,
+        is_judged: bool,
+        sought: ReusePolicy | None = None,
     ) -> None:
         self.pool = plan
         self._segments = plan.segments
         rows = self._segments.tolist()
         num_tokens = rows[-1][1] if rows else 0
         gaps = fillable(plan, policy)
-        used = _inside([one for one in spans if one.is_exact or policy.approximate], gaps)
+        allows = policy.approximate and (sought or policy).is_at_least_as_strict_as(policy)
+        used = _inside([one for one in spans if one.is_exact or allows], gaps)
         if policy.approximate:
             used = _cut(used, policy, is_judged=is_judged)
             count = sum(end - start for start, end, *_, is_exact in used if not is_exact)

@@ -160,7 +160,7 @@ class Planner(Half):
         if plan is None or not live.stored:
             return plan
         is_judged = isinstance(self._decision, Ladder) or self._decision.kinds is not None
-        return Overlay(plan, live.stored, policy, is_judged=is_judged)
+        return Overlay(plan, live.stored, policy, is_judged=is_judged, sought=live.policy)
 
     def _look_in_shadow(self, request: Request, live: LiveRequest, num_local: int) -> None:
         """Plan as if KV were moved, at the first admission, and keep the counts."""
