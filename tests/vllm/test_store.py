@@ -469,20 +469,16 @@ def test_blocks_that_are_overwritten_before_they_are_read_are_given_up(
     engine: Callable[..., Engine], faulty: Faulty
 ) -> None:
     """Nothing of the next prompt's KV is stored as the last one's."""
-    e = engine(connector=EXACT, blocks=20, max_model_len=600, **OPTIONS)
-    faulty.asked.clear()
+    settings = {**EXACT, "store": {**STORE, "wait": 0.01}}
+    e = engine(connector=settings, blocks=20, max_model_len=600, **OPTIONS)
     faulty.goes.clear()
-    # The thread that writes stops at its first run, and the pool is overwritten meanwhile.
     first = e.ask(TURN).tokens
+    # The thread that writes stops at its first run, and the pool is overwritten meanwhile.
+    faulty.asked.clear()
     e.core.step_fn()
-    while not faulty.asked.is_set():
-        pass
-    name = e.add(text(560, 30), max_tokens=1)
-    for _ in range(3):
-        e.step()
+    assert faulty.asked.wait(60)
+    e.ask(text(560, 30), max_tokens=1)
     faulty.goes.set()
-    e.drain()
-    assert e.answers[name].finished
     settle(e)
     assert store_of(e).store.counts()["overwritten"] > 0
     forget_all(e)
