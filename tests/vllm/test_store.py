@@ -675,6 +675,10 @@ def test_a_name_of_a_model_does_not_hide_what_else_its_kv_depends_on(
     options = {**OPTIONS, "hf_overrides": overrides}
     said = refused(engines, llama, connector={**EXACT, "store": named}, **options)
     assert "SpanStore: the store has namespace" in said
+    # What a function overrides is known to whoever gives the name.
+    options = {**OPTIONS, "hf_overrides": lambda config: config}
+    said = refused(engines, llama, connector={**EXACT, "store": STORE}, **options)
+    assert "hf_overrides is a function; give it a name" in said
 
 
 # --- other processes ------------------------------------------------------------------------

@@ -72,7 +72,7 @@ def make(settings: Settings, vllm_config: VllmConfig, pool: KVPool, counts: Coun
         msg = f"{WHERE}: there is no store"
         raise SettingsError(msg)
     served = _gate.engine_model(settings, vllm_config)
-    model = _identity(given.model or _digest(served), served, vllm_config)
+    model = _identity(given.model, served, vllm_config)
     space = Namespace(model=model, kv_dtype=served.kv_dtype, salt=SHARED)
     try:
         backend = given.open_backend()
@@ -92,34 +92,41 @@ def make(settings: Settings, vllm_config: VllmConfig, pool: KVPool, counts: Coun
     return StoreWorker(store, given, space, counts)
 
 
-def _digest(served: EngineModel) -> str:
-    """The digest of a checkpoint.
+def _identity(name: str | None, served: EngineModel, vllm_config: VllmConfig) -> str:
+    """What the KV of a model depends on: its weights, and how vLLM computes with them.
 
     Raises:
-        SettingsError: It cannot be told from others.
+        SettingsError: There is no ``name`` for what cannot be told from others.
     """
+    config = vllm_config.model_config
+    dtype = str(config.dtype).removeprefix("torch.")
+    said = [_digest(served) if name is None else name, dtype]
+    if served.quantization is not None:
+        said.append(served.quantization)
+    overrides: object = config.hf_overrides
+    if callable(overrides):
+        if name is None:
+            why = "hf_overrides is a function"
+            raise _nameless(why)
+    elif overrides:
+        text = json.dumps(overrides, default=repr, sort_keys=True)
+        # The store's description has room for names alone.
+        said.append(hashlib.blake2b(text.encode(), digest_size=16).hexdigest())
+    return " ".join(said)
+
+
+def _digest(served: EngineModel) -> str:
     try:
         return _served.checkpoint_of(served)
     except (GateMismatchError, CheckpointError) as error:
-        msg = (
-            f"{WHERE}: store: the model cannot be told from others: {error}; give it a name that "
-            'changes with its weights: "model"'
-        )
-        raise SettingsError(msg) from error
+        raise _nameless(error) from error
 
 
-def _identity(weights: str, served: EngineModel, vllm_config: VllmConfig) -> str:
-    """What the KV of a model depends on: its weights, and how vLLM computes with them."""
-    config = vllm_config.model_config
-    dtype = str(config.dtype).removeprefix("torch.")
-    said = [weights, dtype]
-    if served.quantization is not None:
-        said.append(served.quantization)
-    if config.hf_overrides:
-        changed = json.dumps(config.hf_overrides, default=repr, sort_keys=True)
-        # The store's description has room for names alone.
-        said.append(hashlib.blake2b(changed.encode(), digest_size=16).hexdigest())
-    return " ".join(said)
+def _nameless(why: object) -> SettingsError:
+    return SettingsError(
+        f"{WHERE}: store: the model cannot be told from others: {why}; give it a name that "
+        'changes with its weights: "model"'
+    )
 
 
 class StoreWorker:
