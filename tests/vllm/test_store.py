@@ -22,7 +22,7 @@ from tests.vllm.test_startup import refused
 
 import kvtrie
 from kvtrie.integrations._asked import SettingsError
-from kvtrie.integrations.vllm import _store_worker
+from kvtrie.integrations.vllm import _store_worker, _support
 from kvtrie.integrations.vllm._metadata import (
     Load,
     Prompt,
@@ -661,6 +661,29 @@ def test_a_store_of_another_one_is_refused(
         llama = chat.model(tmp_path / "llama")
     said = refused(engines, llama, connector={**EXACT, "store": given}, **OPTIONS)
     assert f"SpanStore: the store {what}" in said
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+def test_a_store_needs_a_vllm_that_says_when_it_unmaps_kv(
+    engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, *, is_told: bool
+) -> None:
+    """Before 0.33 it does not, and a thread would read from blocks that are not there."""
+    e = engine(connector=EXACT, **OPTIONS)
+    monkeypatch.setattr(e.worker._vllm_config.model_config, "enable_sleep_mode", True)
+
+    def checked() -> None:
+        config = e.worker._vllm_config, e.worker._kv_cache_config
+        _support.check_store(*config, is_among_others=False)
+
+    if is_told:
+        monkeypatch.setattr(
+            _support.KVConnectorBase_V1, "unregister_kv_caches", lambda _: None, raising=False
+        )
+        checked()
+    else:
+        monkeypatch.delattr(_support.KVConnectorBase_V1, "unregister_kv_caches", raising=False)
+        with pytest.raises(_support.UnsupportedError, match="turn sleep mode off"):
+            checked()
 
 
 def test_a_name_of_a_model_does_not_hide_what_else_its_kv_depends_on(

@@ -9,6 +9,7 @@ from kvtrie.integrations.vllm._others import check_around
 from kvtrie.integrations.vllm._version import UnsupportedError, check_version, refuse
 from kvtrie.integrations.vllm._vllm import (
     FullAttentionSpec,
+    KVConnectorBase_V1,
     current_platform,
     get_current_vllm_config_or_none,
     probe,
@@ -140,6 +141,13 @@ def check_store(
         refuse(
             f"with tensor parallelism each of {size} ranks would store its heads, which was not "
             'run: remove "store"'
+        )
+    if vllm_config.model_config.enable_sleep_mode and not hasattr(
+        KVConnectorBase_V1, "unregister_kv_caches"
+    ):
+        refuse(
+            "this vLLM tells no connector of sleep mode, and turns are read from blocks that it "
+            'unmaps: turn sleep mode off, remove "store", or use vLLM 0.33'
         )
     if vllm_config.weight_transfer_config is not None:
         refuse('weights that change while vLLM runs have other KV: remove "store"')
