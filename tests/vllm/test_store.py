@@ -34,6 +34,7 @@ from kvtrie.integrations.vllm._metadata import (
 )
 from kvtrie.integrations.vllm._overlay import Overlay, fillable
 from kvtrie.integrations.vllm._store_settings import StoreSettings
+from kvtrie.integrations.vllm._vllm import KVConnectorBase_V1
 from kvtrie.integrations.vllm.connector import check_early
 from kvtrie.store import BackendError, HostBackend, PlacedSpan, TakenSpans, loading
 
@@ -677,11 +678,11 @@ def test_a_store_needs_a_vllm_that_says_when_it_unmaps_kv(
 
     if is_told:
         monkeypatch.setattr(
-            _support.KVConnectorBase_V1, "unregister_kv_caches", lambda _: None, raising=False
+            KVConnectorBase_V1, "unregister_kv_caches", lambda _: None, raising=False
         )
         checked()
     else:
-        monkeypatch.delattr(_support.KVConnectorBase_V1, "unregister_kv_caches", raising=False)
+        monkeypatch.delattr(KVConnectorBase_V1, "unregister_kv_caches", raising=False)
         with pytest.raises(_support.UnsupportedError, match="turn sleep mode off"):
             checked()
 
