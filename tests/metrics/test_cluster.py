@@ -55,7 +55,7 @@ def test_a_worker_that_was_removed_does_not_end_the_scrape() -> None:
         series = scrape(collector)
         assert total(series, STATE, worker="w", state="stale") == 1
         assert total(series, EVENTS) == total(series, "kvtrie_cluster_workers") == 0
-        # The mapping is read anew.
+        # The mapping is read at each scrape.
         workers.clear()
         assert total(scrape(collector), STATE) == 0
 

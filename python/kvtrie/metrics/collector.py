@@ -62,7 +62,7 @@ class Collector:
         generator: A generator, with its index. Its requests are counted from here on.
         prompts: Counts of the prompts of an engine of your own. They need no `index`.
         indexer: A router's index of many workers.
-        subscriptions: What feeds it, by the worker's name. A mapping that changes is read anew at
+        subscriptions: What feeds it, by the worker's name. A mapping that changes is read at
             each scrape.
         proxy: A proxy in front of a router.
         labels: Labels of every sample of these sources, by name: a replica, for example. Their
