@@ -619,6 +619,7 @@ def test_a_turn_is_stored_with_its_answer(engine: Callable[..., Engine]) -> None
         ("host", "store must be a mapping"),
         ({"backend": "/kv"}, "key_file must be"),
         ({"backend": "/kv", "key_file": "/nowhere"}, "No such file"),
+        ({"backend": "s3://name:secret@bucket"}, "backend must have no password"),
         ({"backend": "host", "max_bytes": 0}, "max_bytes must be an integer from 1"),
         ({"backend": "host", "threads": True}, "threads must be"),
         ({"backend": "host", "wait": 0}, "wait must be a number above 0"),

@@ -8,10 +8,13 @@ from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
+from urllib.parse import urlsplit
 
 from kvtrie.integrations._asked import SettingsError, check_keys
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvtrie.store import Backend, StoreKey
 
 HOST: Final = "host"
@@ -72,15 +75,11 @@ class StoreSettings:
             raise SettingsError(msg)
 
         given: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self)}
-        backend = given["backend"]
-        if not isinstance(backend, str) or not (
-            backend == HOST or backend.startswith("/") or "://" in backend
-        ):
-            refuse("backend", _WANTED)
+        _check_backend(given["backend"], where, refuse)
         for name in ("key_file", "model"):
             if given[name] is not None and (not isinstance(given[name], str) or not given[name]):
                 refuse(name, "the path of a file" if name == "key_file" else "a name")
-        if given["key_file"] is None and backend != HOST:
+        if given["key_file"] is None and given["backend"] != HOST:
             refuse("key_file", "the path of a file with the store's key, the same for all engines")
         if not isinstance(given["encrypt"], bool):
             refuse("encrypt", "true or false")
@@ -160,3 +159,14 @@ class StoreSettings:
             return MooncakeBackend(master, segment_bytes=self.max_bytes, buffer_bytes=_BUFFER)
         is_folder = self.backend.startswith("/")
         return ObjectBackend.from_url(f"file://{self.backend}" if is_folder else self.backend)
+
+
+def _check_backend(backend: object, where: str, refuse: Callable[[str, str], NoReturn]) -> None:
+    if not isinstance(backend, str) or not (
+        backend == HOST or backend.startswith("/") or "://" in backend
+    ):
+        refuse("backend", _WANTED)
+    if "@" in urlsplit(backend).netloc:
+        # The value would be in logs.
+        msg = f"{where}: backend must have no password: object stores take it from variables"
+        raise SettingsError(msg)
