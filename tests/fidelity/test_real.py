@@ -893,19 +893,29 @@ def test_research_policy_is_compared_in_float32_alone() -> None:
 
 
 def test_readme_quotes_the_figures() -> None:
-    found = json.loads(summary.FIGURES.read_text(encoding="utf-8"))["sizes"]["1k"]
+    found = json.loads((ROOT / "benches" / "real" / "gpu.json").read_text(encoding="utf-8"))[
+        "sizes"
+    ]["4k"]
     hard, easy = (found["groups"][name] for name in ("hard", "easy"))
-    floors = [summary.small(group["exact"]["kl"]) for group in (hard, easy)]
-    cases = sum(one["exact"]["cases"] for one in found["kinds"].values())
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").replace("> ", "").split())
+
+    def lost(row: Any) -> str:
+        return f"{100 * (row['lost'] - row['gained']) / row['questions']:.1f} points"
+
+    def interval(row: Any) -> str:
+        return f"{100 * row['loss_low']:.1f} to {100 * row['loss_high']:.1f}"
+
+    rotated, probed, slight = hard["rotated"], hard["probe28"], easy["rotated"]
     assert (
-        f"a mean KL of {summary.small(hard['rotated']['kl'])} nats from full recomputation after "
-        f"hard edits and {summary.small(easy['rotated']['kl'])} after easy ones, exact reuse "
-        f"{' and '.join(floors)}, in {cases} conversations"
-    ) in readme
-    probed = hard["probe28"]
-    assert 0.3 < probed["cost"] < 0.34
-    assert f"it is {summary.small(probed['kl'])} after hard edits" in readme
+        f"a mean KL of {summary.small(rotated['kl'])} nats from full recomputation after hard "
+        f"edits, and loses {lost(rotated)} of the answers (95 %: {interval(rotated)}); with "
+        f"{probed['cost']:.0%} of the prompt"
+    ).replace("0% of", "0 % of") in readme
+    assert f"says, {summary.small(probed['kl'])} and {lost(probed)} ({interval(probed)})" in readme
+    assert f"after easy edits {summary.small(slight['kl'])} and {lost(slight)}." in readme
+    assert rotated["sure_lost"] == probed["sure_lost"] == 0
+    assert f"Of {rotated['sure']} answers after hard edits" in readme
+    assert f"[{rotated['cases'] + slight['cases']} conversations]" in readme
 
 
 def test_page_says_what_was_not_measured() -> None:

@@ -23,16 +23,16 @@ from tests.vllm.test_startup import refused
 import kvtrie
 from kvtrie.integrations._asked import SettingsError
 from kvtrie.integrations.vllm import _store_worker, _support
+from kvtrie.integrations.vllm._filled_plan import FilledPlan, fillable
 from kvtrie.integrations.vllm._metadata import (
     Load,
-    Prompt,
     Seek,
     StepMetadata,
+    StorePrompt,
     StoreReport,
     StoreStep,
     TurnToWrite,
 )
-from kvtrie.integrations.vllm._overlay import Overlay, fillable
 from kvtrie.integrations.vllm._store_settings import StoreSettings
 from kvtrie.integrations.vllm._vllm import KVConnectorBase_V1
 from kvtrie.integrations.vllm.connector import check_early
@@ -803,7 +803,7 @@ def test_another_process_finds_what_one_has_stored_in_mooncake(
 def test_the_halves_send_each_other_what_pickle_takes() -> None:
     """They may be in different processes."""
     tokens = np.arange(5, dtype=np.uint32)
-    prompt = Prompt(tokens, "salt", (2,), ((0, 2, "user"),), "chat-7")
+    prompt = StorePrompt(tokens, "salt", (2,), ((0, 2, "user"),), "chat-7")
     policy = kvtrie.ReusePolicy(approximate=True, scope="namespace")
     step = StoreStep(
         seeks=[Seek("r", prompt, ((0, 4),), policy, None, to_first_gap=True)],
@@ -856,7 +856,7 @@ def test_the_policy_cuts_what_the_store_supplies(
     index = kvtrie.RadixIndex(num_blocks=8, block_size=16)
     seq = kvtrie.TokenSequence(range(100), kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
     wanted = kvtrie.ReusePolicy(**{"approximate": True, "scope": "namespace", **policy})
-    plan = Overlay(index.plan(seq, wanted), spans(*given), wanted, is_judged=False)
+    plan = FilledPlan(index.plan(seq, wanted), spans(*given), wanted, is_judged=False)
     assert plan.stored == stored
     assert [tuple(one) for one in plan.segments[["start", "end"]].tolist()] == sorted(
         {*stored, *(tuple(one) for one in plan.gaps.tolist())}
@@ -872,8 +872,8 @@ def test_a_gate_file_gets_no_moved_run_of_which_nobody_knows_the_context() -> No
     policy = kvtrie.ReusePolicy(approximate=True, scope="namespace")
     given = spans((0, 40, 0), (40, 90, -9))
     with index.plan(seq, policy) as plan:
-        assert Overlay(plan, given, policy, is_judged=True).stored == [(0, 40)]
-        assert Overlay(plan, given, policy, is_judged=False).stored == [(0, 40), (40, 90)]
+        assert FilledPlan(plan, given, policy, is_judged=True).stored == [(0, 40)]
+        assert FilledPlan(plan, given, policy, is_judged=False).stored == [(0, 40), (40, 90)]
 
 
 def test_a_stricter_policy_of_a_gate_takes_nothing_that_was_built_under_a_laxer_one() -> None:
@@ -890,7 +890,7 @@ def test_a_stricter_policy_of_a_gate_takes_nothing_that_was_built_under_a_laxer_
         (lax, strict, [(0, 40), (40, 90)]),
     ):
         with index.plan(seq, policy) as plan:
-            assert Overlay(plan, given, policy, is_judged=True, sought=sought).stored == stored
+            assert FilledPlan(plan, given, policy, is_judged=True, sought=sought).stored == stored
 
 
 def test_what_the_policy_wants_computed_is_not_looked_up() -> None:

@@ -224,7 +224,7 @@ class LayerProbe:
         last = torch.tensor(
             [min(start + chunk, len(positions)) - 1 for start in starts], dtype=torch.int64
         )
-        ends = (positions[last.to(positions.device)] + 1).tolist()
+        ends = (positions[last.to(positions.device)] + 1).cpu().tolist()
         for start, end in zip(starts, ends, strict=True):
             some = slice(start, start + chunk)
             given = h[some], positions[some], keys[:end], values[:end]

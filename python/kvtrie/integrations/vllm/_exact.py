@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 
 from kvtrie._core import EXACT_ONLY, TokenSequence
 from kvtrie.integrations.vllm import _ranges, _template
+from kvtrie.integrations.vllm._filled_plan import FilledPlan
 from kvtrie.integrations.vllm._formats import form_of
 from kvtrie.integrations.vllm._half import Half
 from kvtrie.integrations.vllm._metadata import StepMetadata
-from kvtrie.integrations.vllm._overlay import Overlay
 from kvtrie.integrations.vllm._requests import LiveRequest, Pending
 from kvtrie.integrations.vllm._retention import Retention
 from kvtrie.integrations.vllm._settings import is_last, request_policy, session_of
@@ -123,9 +123,9 @@ class ExactPlanner(Half):
             self._counts.add("plans_stale")
             live.why = None
             return 0
-        plan: ReusePlan | Overlay = made
+        plan: ReusePlan | FilledPlan = made
         if live.stored:
-            plan = Overlay(made, live.stored, EXACT_ONLY, is_judged=False)
+            plan = FilledPlan(made, live.stored, EXACT_ONLY, is_judged=False)
         if self._seeks(request, live, plan, num_local, resumes=False):
             plan.release()
             return None

@@ -17,7 +17,7 @@ from kvtrie.integrations.vllm._recording import Recording
 from kvtrie.integrations.vllm._requests import LiveRequest, adapter_of
 from kvtrie.integrations.vllm._runners import MovedRequests
 from kvtrie.integrations.vllm._sources import Sources
-from kvtrie.integrations.vllm._stored import Stored
+from kvtrie.integrations.vllm._stored import StoreRequests
 from kvtrie.integrations.vllm._tags import tagger_of
 from kvtrie.integrations.vllm._vllm import RequestStatus
 
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
     from kvtrie._core import ReusePlan
     from kvtrie.gates import Decision
+    from kvtrie.integrations.vllm._filled_plan import FilledPlan
     from kvtrie.integrations.vllm._metadata import Load, StoreReport, StoreStep
-    from kvtrie.integrations.vllm._overlay import Overlay
     from kvtrie.integrations.vllm._settings import Settings
     from kvtrie.integrations.vllm._stats import Counts
 
@@ -107,9 +107,9 @@ class Half:
         self._loads = Loads(manager, block_size, counts, self._failures, self._note_surprise)
         self._moved = MovedRequests(vllm_config, manager)
         stored = settings.stored()
-        self.stored: Stored | None = None
+        self.stored: StoreRequests | None = None
         if stored is not None:
-            self.stored = Stored(stored, block_size, counts)
+            self.stored = StoreRequests(stored, block_size, counts)
         options = settings.recorded()
         self._recording: Recording | None = None
         if options is not None:
@@ -252,7 +252,7 @@ class Half:
         self,
         request: Request,
         live: LiveRequest,
-        plan: ReusePlan | Overlay,
+        plan: ReusePlan | FilledPlan,
         num_local: int,
         *,
         resumes: bool,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvtrie.integrations.vllm import _ranges
+from kvtrie.integrations.vllm._filled_plan import FilledPlan
 from kvtrie.integrations.vllm._metadata import Load
-from kvtrie.integrations.vllm._overlay import Overlay
 from kvtrie.integrations.vllm._ranges import APPROXIMATE
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Loads:
         self,
         request: Request,
         live: LiveRequest,
-        plan: ReusePlan | Overlay,
+        plan: ReusePlan | FilledPlan,
         start: int,
         end: int,
         *,
@@ -74,7 +74,7 @@ class Loads:
             self._loads.append(Load(None, blocks, request_id=request.request_id))
             return False
         stored: list[Range] = []
-        if isinstance(plan, Overlay):
+        if isinstance(plan, FilledPlan):
             stored = _ranges.inside(plan.stored, (start, end))
         first = start // self._block_size * self._block_size
         self._loads.append(Load(moves, blocks, tuple(stored), request.request_id, first))

@@ -32,7 +32,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class StorePrompt:
     """Tokens of one request as the store cuts and names them.
 
     ``spans`` are start, end and kind.
@@ -50,7 +50,7 @@ class Seek:
     """What is looked for in the store for a request that waits."""
 
     request_id: str
-    prompt: Prompt
+    prompt: StorePrompt
     gaps: tuple[Range, ...]
     policy: ReusePolicy
     moved_end: int | None
@@ -64,7 +64,7 @@ class TurnToWrite:
     ``pieces`` are start, end, exact tokens and hops of each.
     """
 
-    prompt: Prompt
+    prompt: StorePrompt
     blocks: tuple[int, ...]
     pieces: tuple[tuple[int, int, int, int | None], ...]
     policy: ReusePolicy

@@ -9,11 +9,11 @@ from kvtrie._core import EXACT_ONLY, TokenSequence
 from kvtrie.gates import Ladder
 from kvtrie.integrations.vllm import _gate, _lineage, _ranges, _shadow, _template
 from kvtrie.integrations.vllm._events import MOVED, Events
+from kvtrie.integrations.vllm._filled_plan import FilledPlan
 from kvtrie.integrations.vllm._formats import form_of
 from kvtrie.integrations.vllm._gaps import Gaps
 from kvtrie.integrations.vllm._half import Half
 from kvtrie.integrations.vllm._metadata import StepMetadata
-from kvtrie.integrations.vllm._overlay import Overlay
 from kvtrie.integrations.vllm._ranges import APPROXIMATE
 from kvtrie.integrations.vllm._requests import LiveRequest, Pending, Range, adapter_of
 from kvtrie.integrations.vllm._settings import request_policy, session_of
@@ -127,7 +127,7 @@ class Planner(Half):
             live.becomes_approximate(first * self._block_size)
         plan.release()
 
-    def _plan(self, live: LiveRequest) -> ReusePlan | Overlay | None:
+    def _plan(self, live: LiveRequest) -> ReusePlan | FilledPlan | None:
         """A plan for a request, exact if the gate does not clear the kind of edit."""
         plan, decision = self._judged(live, live.policy)
         if not live.policy.approximate:
@@ -142,7 +142,7 @@ class Planner(Half):
 
     def _judged(
         self, live: LiveRequest, policy: ReusePolicy
-    ) -> tuple[ReusePlan | Overlay | None, Decision]:
+    ) -> tuple[ReusePlan | FilledPlan | None, Decision]:
         """A plan under a policy, and the decision that it is the plan of."""
         decision = self._decision
         plan = self._made(live, policy)
@@ -154,13 +154,13 @@ class Planner(Half):
             plan = self._made(live, judged.policy)
         return plan, decision
 
-    def _made(self, live: LiveRequest, policy: ReusePolicy) -> ReusePlan | Overlay | None:
+    def _made(self, live: LiveRequest, policy: ReusePolicy) -> ReusePlan | FilledPlan | None:
         """A plan of the pool, with what the store has loaded."""
         plan = self.sources.plan(live.seq, policy, live.session, live.moved_end)
         if plan is None or not live.stored:
             return plan
         is_judged = isinstance(self._decision, Ladder) or self._decision.kinds is not None
-        return Overlay(plan, live.stored, policy, is_judged=is_judged, sought=live.policy)
+        return FilledPlan(plan, live.stored, policy, is_judged=is_judged, sought=live.policy)
 
     def _look_in_shadow(self, request: Request, live: LiveRequest, num_local: int) -> None:
         """Plan as if KV were moved, at the first admission, and keep the counts."""
@@ -233,7 +233,7 @@ class Planner(Half):
         self,
         request: Request,
         live: LiveRequest,
-        plan: ReusePlan | Overlay,
+        plan: ReusePlan | FilledPlan,
         ranges: Sequence[Range],
     ) -> None:
         """Start a separate lineage at the first approximate KV.

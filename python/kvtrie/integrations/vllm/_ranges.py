@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvtrie._core import ReusePlan
-    from kvtrie.integrations.vllm._overlay import Overlay
+    from kvtrie.integrations.vllm._filled_plan import FilledPlan
     from kvtrie.integrations.vllm._requests import Range
 
 APPROXIMATE: Final = 1
@@ -24,7 +24,7 @@ _LEAST_COPIED: Final = 8
 
 
 def usable(
-    plan: ReusePlan | Overlay,
+    plan: ReusePlan | FilledPlan,
     num_local: int,
     *,
     resumes: bool,
@@ -76,7 +76,7 @@ def _first_approximate(
 
 
 def moves(
-    plan: ReusePlan | Overlay, block_ids: Sequence[int], block_size: int, start: int, end: int
+    plan: ReusePlan | FilledPlan, block_ids: Sequence[int], block_size: int, start: int, end: int
 ) -> NDArray[np.void]:
     """The copies for the tokens of a range, in the form of `kvtrie.ReusePlan.moves`.
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvtrie._core import Explanation, ReusePlan, ReusePolicy
     from kvtrie.gates import Decision
     from kvtrie.gates.widening import Step
-    from kvtrie.integrations.vllm._overlay import Overlay
+    from kvtrie.integrations.vllm._filled_plan import FilledPlan
     from kvtrie.integrations.vllm._requests import LiveRequest, Paint, Range
     from kvtrie.integrations.vllm._sources import Sources
     from kvtrie.integrations.vllm._stats import Counts
@@ -108,7 +108,7 @@ class Reasons:
         self,
         request: Request,
         live: LiveRequest,
-        plan: ReusePlan | Overlay,
+        plan: ReusePlan | FilledPlan,
         num_local: int,
         ranges: Sequence[Range],
         resumes: bool,

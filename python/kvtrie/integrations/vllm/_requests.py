@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from kvtrie._core import ComputedSource, ReusePlan, ReusePolicy, Span, TokenSequence
     from kvtrie.integrations.vllm._events import Contents
-    from kvtrie.integrations.vllm._overlay import Overlay
+    from kvtrie.integrations.vllm._filled_plan import FilledPlan
     from kvtrie.integrations.vllm._tags import Reading
     from kvtrie.record import Would
     from kvtrie.store import PlacedSpan
@@ -48,7 +48,7 @@ class Pending:
         num_overcounted: Tokens in rows that vLLM counts as external hits.
     """
 
-    plan: ReusePlan | Overlay
+    plan: ReusePlan | FilledPlan
     pinned: list[KVCacheBlock]
     promised: Range
     after_gaps: list[Range]

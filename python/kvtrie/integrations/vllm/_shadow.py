@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvtrie._core import ReusePlan
-    from kvtrie.integrations.vllm._overlay import Overlay
+    from kvtrie.integrations.vllm._filled_plan import FilledPlan
     from kvtrie.integrations.vllm._stats import Counts
 
 
 def would(
-    plan: ReusePlan | Overlay,
+    plan: ReusePlan | FilledPlan,
     num_local: int,
     num_prompt: int,
     *,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         Span,
         TokenSequence,
     )
-    from kvtrie.integrations.vllm._overlay import Overlay
+    from kvtrie.integrations.vllm._filled_plan import FilledPlan
     from kvtrie.integrations.vllm._requests import Stretch
 
 # Each round forgets all stale blocks that it met; another round finds more only after these.
@@ -206,7 +206,7 @@ class Sources:
             self._hashes.pop(number, None)
 
 
-def used_by(plan: ReusePlan | Overlay) -> list[int]:
+def used_by(plan: ReusePlan | FilledPlan) -> list[int]:
     """The blocks that a plan uses in place or copies from, each once."""
     return sorted({*plan.blocks.tolist(), *plan.source_blocks.tolist()})
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from kvtrie.integrations._served import EngineModel
-    from kvtrie.integrations.vllm._metadata import Load, Prompt, Seek, StoreStep, TurnToWrite
+    from kvtrie.integrations.vllm._metadata import Load, Seek, StorePrompt, StoreStep, TurnToWrite
     from kvtrie.integrations.vllm._settings import Settings
     from kvtrie.integrations.vllm._stats import Counts
     from kvtrie.integrations.vllm._store_settings import StoreSettings
@@ -261,10 +261,10 @@ class StoreWorker:
             done=self._arrival.set,
         )
 
-    def _sequence(self, prompt: Prompt) -> TokenSequence:
+    def _sequence(self, prompt: StorePrompt) -> TokenSequence:
         return TokenSequence(prompt.tokens, self._space.replace(salt=prompt.salt or SHARED))
 
-    def _runs(self, seq: TokenSequence, prompt: Prompt) -> list[SpanRun]:
+    def _runs(self, seq: TokenSequence, prompt: StorePrompt) -> list[SpanRun]:
         return runs_of(self.store, seq, prompt)
 
     def _tell(self) -> None:
@@ -276,13 +276,13 @@ class StoreWorker:
                 self._told[name] = number
 
 
-def runs_of(store: SpanStore, seq: TokenSequence, prompt: Prompt) -> list[SpanRun]:
+def runs_of(store: SpanStore, seq: TokenSequence, prompt: StorePrompt) -> list[SpanRun]:
     """The runs of a prompt."""
     spans = [Span(start, end, kind) for start, end, kind in prompt.spans]
     return store.runs(seq, prompt.borders, spans)
 
 
-class _Job:
+class _Writing:
     """A turn that is to be written."""
 
     def __init__(self, turn: TurnToWrite) -> None:
@@ -301,12 +301,12 @@ class _Turns:
         self._changed = threading.Condition()
         # Blocks that are being copied.
         self._reading: frozenset[int] = frozenset()
-        self._jobs: list[_Job] = []
+        self._jobs: list[_Writing] = []
         self._num_done = self._num_written = 0
         self._crew = Crew("kvtrie-turns", threads=1, max_waiting=max_waiting, failed=self._failed)
 
     def offer(self, turn: TurnToWrite) -> None:
-        job = _Job(turn)
+        job = _Writing(turn)
         with self._changed:
             self._jobs.append(job)
         if not self._crew.offer(lambda: self._write(job)):
@@ -342,7 +342,7 @@ class _Turns:
     def close(self) -> None:
         self._crew.close(timeout=5.0)
 
-    def _write(self, job: _Job) -> None:
+    def _write(self, job: _Writing) -> None:
         try:
             turn = job.turn
             labels = {(start, end): (exact, hops) for start, end, exact, hops in turn.pieces}
@@ -369,7 +369,7 @@ class _Turns:
         finally:
             self._end(job)
 
-    def _read(self, job: _Job, run: SpanRun) -> Any:  # noqa: ANN401 - `SpanRows`, or None
+    def _read(self, job: _Writing, run: SpanRun) -> Any:  # noqa: ANN401 - `SpanRows`, or None
         with self._changed:
             pool = self.pool
             if pool is None:
@@ -386,7 +386,7 @@ class _Turns:
                 self._reading = frozenset()
                 self._changed.notify_all()
 
-    def _end(self, job: _Job) -> None:
+    def _end(self, job: _Writing) -> None:
         with self._changed:
             self._jobs.remove(job)
             self._num_done += 1

@@ -2,7 +2,7 @@
 
 A request whose prompt the pool does not cover is looked up once. Meanwhile vLLM is told to ask
 again, and the engine goes on; the request holds no block. What has arrived is laid over the plan
-of the pool (`_overlay`), and copied when the request is admitted.
+of the pool (`_filled_plan`), and copied when the request is admitted.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from kvtrie.integrations.vllm._filled_plan import fillable
 from kvtrie.integrations.vllm._metadata import (
-    Prompt,
     Seek,
+    StorePrompt,
     StoreReport,
     StoreStep,
     TurnToWrite,
 )
-from kvtrie.integrations.vllm._overlay import fillable
 from kvtrie.integrations.vllm._requests import adapter_of
 from kvtrie.integrations.vllm._vllm import RequestStatus
 from kvtrie.store.runs import Gone, gone_of, pieces
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvtrie._core import ReusePlan, ReusePolicy
+    from kvtrie.integrations.vllm._filled_plan import FilledPlan
     from kvtrie.integrations.vllm._metadata import Load
-    from kvtrie.integrations.vllm._overlay import Overlay
     from kvtrie.integrations.vllm._requests import LiveRequest, Range
     from kvtrie.integrations.vllm._stats import Counts
     from kvtrie.integrations.vllm._store_settings import StoreSettings
@@ -50,7 +50,7 @@ _CUT_OFF: Final = (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR)
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _OpenStep:
     """A step that was sent.
 
     Attributes:
@@ -73,7 +73,7 @@ class _Sought:
     is_over: bool = False
 
 
-class Stored:
+class StoreRequests:
     """Decides what is looked up, how long a request waits, and what is written.
 
     Args:
@@ -91,7 +91,7 @@ class Stored:
         # Turns that were sent and not reported.
         self._num_turns = 0
         # Steps whose output is not handled.
-        self._steps: deque[_Step] = deque(maxlen=64)
+        self._steps: deque[_OpenStep] = deque(maxlen=64)
         self._last = 0.0
 
     def __len__(self) -> int:
@@ -115,7 +115,7 @@ class Stored:
         self,
         request: Request,
         live: LiveRequest,
-        plan: ReusePlan | Overlay,
+        plan: ReusePlan | FilledPlan,
         num_local: int,
         *,
         resumes: bool,
@@ -231,7 +231,7 @@ class Stored:
         begun |= output.scheduled_cached_reqs.resumed_req_ids
         begun |= {load.request_id for load in loads}
         self._steps.append(
-            _Step(time.monotonic(), output.total_num_scheduled_tokens, frozenset(begun))
+            _OpenStep(time.monotonic(), output.total_num_scheduled_tokens, frozenset(begun))
         )
         has_waiting = False
         for request_id, found in self._sought.items():
@@ -289,7 +289,7 @@ class Stored:
                 blocks += given[0]
         return blocks
 
-    def _prompt(self, request: Request, live: LiveRequest, end: int | None = None) -> Prompt:
+    def _prompt(self, request: Request, live: LiveRequest, end: int | None = None) -> StorePrompt:
         borders: tuple[int, ...] = ()
         spans: tuple[tuple[int, int, str], ...] = ()
         num = len(live.seq) if end is None else end
@@ -298,7 +298,7 @@ class Stored:
             borders = tuple(one for one in borders_of(live.reading) if one <= num)
             spans = tuple((one.start, one.end, one.kind) for one in live.reading.spans())
         salt = request.cache_salt or None
-        return Prompt(live.seq[:num], salt, borders, spans, live.session)
+        return StorePrompt(live.seq[:num], salt, borders, spans, live.session)
 
 
 def borders_of(reading: Reading) -> set[int]:
@@ -322,7 +322,9 @@ def borders_of(reading: Reading) -> set[int]:
     return borders
 
 
-def _gaps(plan: ReusePlan | Overlay, policy: ReusePolicy, num_local: int, end: int) -> list[Range]:
+def _gaps(
+    plan: ReusePlan | FilledPlan, policy: ReusePolicy, num_local: int, end: int
+) -> list[Range]:
     """What is missing of a prompt, after vLLM's own hit."""
     missing = fillable(plan, policy)
     found = ((max(low, num_local), min(high, end)) for low, high in missing)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvtrie.store import PlacedSpan
 
 
-class Overlay:
+class FilledPlan:
     """A plan and spans of the store; its segments cover the prompt as a plan's do.
 
     Args:
@@ -114,7 +114,7 @@ class Overlay:
         return int((some["end"] - some["start"]).sum())
 
 
-def fillable(plan: ReusePlan | Overlay, policy: ReusePolicy) -> list[Range]:
+def fillable(plan: ReusePlan | FilledPlan, policy: ReusePolicy) -> list[Range]:
     """What a plan computes because its KV is missing, ascending.
 
     Not what the policy wants computed: inside moved runs of the pool, and at their ends.
