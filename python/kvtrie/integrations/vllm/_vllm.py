@@ -133,7 +133,7 @@ FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
         *("block_hashes", "skip_reading_prefix_cache", "kv_transfer_params"),
         *("session_id", "kv_hints", "arrival_time", "kv_cache_report_mode"),
     ),
-    "RequestStatus": ("RUNNING", "FINISHED_STOPPED"),
+    "RequestStatus": ("RUNNING", "FINISHED_STOPPED", "FINISHED_ABORTED", "FINISHED_ERROR"),
     "SchedulerOutput": (
         *("scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens"),
         *("has_sync_kv_loads", "total_num_scheduled_tokens"),
