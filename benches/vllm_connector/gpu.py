@@ -39,7 +39,7 @@ from real import texts
 from vllm_connector import real_model
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     import torch
     from tests.vllm.engine import Engine
@@ -685,7 +685,10 @@ def main() -> None:
     options.arrays.mkdir(parents=True, exist_ok=True)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     runner = Runner(options)
-    handle: Callable[..., None] = lambda *_: sys.exit("ended")  # noqa: E731 - a handler
+
+    def handle(*_: object) -> None:
+        sys.exit("ended")
+
     signal.signal(signal.SIGTERM, handle)
     try:
         runner.all()

@@ -291,7 +291,8 @@ class Bench:
             # What was begun is this member's.
             store = self.kvtrie[1]._store
             if store is None or not store.wait(60):
-                raise RuntimeError(f"{work.name}: turns are not stored")  # noqa: EM102 - read by a developer
+                msg = f"{work.name}: turns are not stored"
+                raise RuntimeError(msg)
         ended = clock()
         self.keep_up(requests)
         if any(request.num_output_tokens != ANSWER for request in requests):

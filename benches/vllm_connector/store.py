@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +41,6 @@ from workloads.registry import WORKLOADS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from contextlib import AbstractContextManager
 
     from tests.vllm.engine import Engine
 
@@ -160,7 +160,8 @@ def settle(engine: Engine) -> float:
     store = engine.worker._store  # noqa: SLF001 - the worker's half, which vLLM does not show
     assert store is not None
     if not store.wait(600):
-        raise TimeoutError("the turn is not stored")  # noqa: EM101 - read by a developer
+        msg = "the turn is not stored"
+        raise TimeoutError(msg)
     return time.perf_counter() - began
 
 
@@ -225,24 +226,19 @@ def measure(options: argparse.Namespace) -> None:
     engine.close()
 
 
-def place(options: argparse.Namespace) -> AbstractContextManager[tuple[str, str]]:
-    """Where the runs are kept, and the key."""
-    from contextlib import contextmanager  # noqa: PLC0415 - of this one
+@contextmanager
+def place(backend: str) -> Iterator[tuple[str, str]]:
+    """Where the runs are kept, and the file of the key."""
+    with tempfile.TemporaryDirectory() as folder:
+        key = Path(folder) / "key"
+        key.write_bytes(os.urandom(32))
+        if backend == "folder":
+            yield str(Path(folder) / "kv"), str(key)
+            return
+        from tests.store.kit import MooncakeMaster  # noqa: PLC0415 - needs pytest
 
-    @contextmanager
-    def made() -> Iterator[tuple[str, str]]:
-        with tempfile.TemporaryDirectory() as folder:
-            key = Path(folder) / "key"
-            key.write_bytes(os.urandom(32))
-            if options.backend == "folder":
-                yield str(Path(folder) / "kv"), str(key)
-                return
-            from tests.store.kit import MooncakeMaster  # noqa: PLC0415 - of this one
-
-            with MooncakeMaster() as master:
-                yield f"mooncake://{master.address}", str(key)
-
-    return made()
+        with MooncakeMaster() as master:
+            yield f"mooncake://{master.address}", str(key)
 
 
 def main() -> None:
@@ -264,7 +260,7 @@ def main() -> None:
         sys.exit(f"{options.model} is not there: `make models` fetches it")
     found: list[tuple[str, dict[str, Any]]] = []
     for policy in options.policies:
-        with place(options) as (at, key):
+        with place(options.backend) as (at, key):
             command = [sys.executable, __file__, *sys.argv[1:], "--policy", policy]
             command += ["--at", at, "--key-file", key]
             found += rows(command)

@@ -273,7 +273,7 @@ def test_what_follows_moved_kv_is_stored_as_approximate(engine: Callable[..., En
 
 
 class Faulty(HostBackend):
-    """A store that fails as it is told."""
+    """A store that fails as a test says."""
 
     def __init__(self, max_bytes: int) -> None:
         super().__init__(max_bytes)

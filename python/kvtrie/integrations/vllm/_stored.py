@@ -1,8 +1,8 @@
 """The scheduler's half of the store: requests that wait for runs, and turns that are written.
 
-A request whose prompt the pool does not cover is looked up once. Meanwhile vLLM is told to ask
-again, and the engine goes on; the request holds no block. What has arrived is laid over the plan
-of the pool (`_filled_plan`), and copied when the request is admitted.
+A request whose prompt the pool does not cover is looked up once. Meanwhile vLLM asks again each
+step, and the engine goes on; the request holds no block. What has arrived is laid over the plan of
+the pool (`_filled_plan`), and copied when the request is admitted.
 """
 
 from __future__ import annotations
