@@ -2511,8 +2511,10 @@ class ReusePolicy:
         shared_prefix: Whole blocks that make two paths one conversation, at least 1.
         recompute_share: Least share of the tokens of moved runs that is computed anyway, 0 to 1.
         repair: Who chooses them. "fronts": the index, the first tokens of every run, equally many in
-            all. "ngrams", "probe" and "question": the engine, with `kvtrie.repair`, which has to call
-            `ReusePlan.recompute` before an insert with the plan.
+            all. "ngrams", "probe", "question" and "adaptive": the engine, with `kvtrie.repair`, which
+            has to call `ReusePlan.recompute` before an insert with the plan. With "adaptive" the
+            share is that of a plan whose KV changed as after a typical edit: up to twice as much of
+            others, or less.
         partial_blocks: Whether the exact tokens of the block in which the match ends are copied. An
             engine that copies nothing needs False, and `approximate=False`.
 
@@ -2633,7 +2635,7 @@ class ReusePolicy:
     @property
     def repair(self, /) -> str:
         """
-        Who chooses them: fronts, "ngrams", "probe" or "question".
+        Who chooses them: fronts, "ngrams", "probe", "question" or "adaptive".
         """
     def replace(self, /, **changes: object) -> ReusePolicy:
         """

@@ -122,6 +122,21 @@ def compare(twin: Twin) -> None:
     assert len(found) - len(there) == twin.real.stats().holes
 
 
+def test_grades_with_later_bounds_are_passed_over() -> None:
+    space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
+    policy = kvtrie.ReusePolicy(repair="adaptive", recompute_share=0.2)
+    seq = kvtrie.TokenSequence([1, 2, 3, 4], space)
+    source = kvtrie.Imported(2, hops=1, policy=policy)
+    index.insert(seq, [5, 6], num_computed=4, source=source)
+    blob = index.snapshot()
+    assert blob[8] == 7
+    (edge,) = read_snapshot(blob).edges
+    assert edge.blocks.tolist() == [5, 6]
+    assert edge.labels is not None
+    assert edge.labels.astype(bool).tolist() == [False, True]
+
+
 def test_other_versions_and_other_bytes_are_refused() -> None:
     blob = kvtrie.RadixIndex(num_blocks=8).snapshot()
     assert read_snapshot(blob).edges == []

@@ -574,7 +574,7 @@ class Twin:
             scope=choice(SCOPES),
             shared_prefix=choice([1, 1, 2, 3, 16]),
             recompute_share=choice([0.0, 0.0, 0.0, 0.15, 0.5, 1.0]),
-            repair=choice(["fronts"] * 8 + ["ngrams", "probe"]),
+            repair=choice(["fronts"] * 8 + ["ngrams", "probe", "adaptive"]),
             partial_blocks=self.chance(0.8),
         )
 

@@ -95,7 +95,7 @@ class Policy:
     scope: Literal["conversation", "namespace"] = "conversation"
     shared_prefix: int = 16
     recompute_share: float = 0.0
-    repair: Literal["fronts", "ngrams", "probe", "question"] = "fronts"
+    repair: Literal["fronts", "ngrams", "probe", "question", "adaptive"] = "fronts"
 
 
 Pair = tuple[int, int, int, int, int, int, int, int]
@@ -367,7 +367,7 @@ def checked_policy(value: Any) -> tuple[Any, ...] | None:
             raise Refused("malformed", "a share of the policy")
     if hops > MAX_HOPS or (cuts or 0) >= 2**16 or (min_run or 8) < 8 or shared == 0:
         raise Refused("malformed", "a limit of the policy")
-    if min_run == 0 or repair not in ("fronts", "ngrams", "probe", "question"):
+    if min_run == 0 or repair not in ("fronts", "ngrams", "probe", "question", "adaptive"):
         raise Refused("malformed", "the repair of the policy")
     return tuple(fields)
 

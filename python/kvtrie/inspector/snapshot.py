@@ -2,8 +2,9 @@
 
 The index itself lists no edges, and a snapshot has all of them. Give `read_snapshot` bytes that
 `RadixIndex.restore` has accepted: restoring checks every count and position, and this reader only
-cuts them into pieces. It reads versions 3 and 5 of the format in ``rust/kvtrie-core/src/snapshot``
-and refuses others. 100,000 edges take about a second.
+cuts them into pieces. It reads versions 3, 5, 7 and 9 of the format in
+``rust/kvtrie-core/src/snapshot`` and refuses others, which have groups. 100,000 edges take about a
+second.
 """
 
 from __future__ import annotations
@@ -28,12 +29,15 @@ MAGIC: Final = b"KVTRIE\x1a\n"
 ABSENT: Final = (1 << 32) - 1
 """In place of a block's id: the block is a hole."""
 
-_VERSIONS: Final = (3, 5)
-"""Without groups; in the second, some items say how many positions they take."""
+_VERSIONS: Final = (3, 5, 7, 9)
+"""Without groups; in 5 and 9 some items say how many positions they take, in 7 and 9 some grades
+have later bounds."""
 _HEADER: Final = 24
 _SECTION: Final = struct.Struct("<4sQ")
-# A grade and its number.
-_GRADE: Final = 113
+# The bounds of a grade, and those that are there if its number is marked.
+_BOUNDS: Final = 112
+_LATER_BOUNDS: Final = 8
+_MARK: Final = 0x80
 _SESSION: Final = 16
 _LABELS, _ITEMS, _TAGS, _USES, _SOURCES, _DEAD, _SESSIONS, _POSITIONS = (
     1 << bit for bit in range(8)
@@ -179,7 +183,7 @@ def read_snapshot(blob: bytes) -> SnapshotTrees:
         raise SnapshotError(msg)
     version = int.from_bytes(blob[8:12], "little")
     if version not in _VERSIONS:
-        msg = f"version {version}; the inspector reads versions 3 and 5, without groups"
+        msg = f"version {version}; the inspector reads versions 3, 5, 7 and 9, without groups"
         raise SnapshotError(msg)
     sections, at, whole = {}, _HEADER, memoryview(blob)
     while at < len(blob):
@@ -205,7 +209,8 @@ def _read_tree(cursor: _Cursor, trees: SnapshotTrees) -> None:
     space, first = len(trees.spaces), len(trees.edges)
     trees.spaces.append(_namespace(cursor))
     for _ in range(cursor.number(_U8)):
-        cursor.at += _GRADE
+        is_marked = cursor.number(_U8) & _MARK
+        cursor.at += _BOUNDS + (_LATER_BOUNDS if is_marked else 0)
     # The latest use of a path that ends in an edge, and of one that ends below it.
     latest: list[int] = []
     count = cursor.number(_U64)

@@ -2,13 +2,13 @@
 //!
 //! A grade has one number per field of a policy that decides how approximate KV may be built. A greater number is
 //! stricter, and 0 bounds nothing. So grades are ordered in part: one is at least as strict as another if each of its
-//! numbers is. A field is added by a line in [`BOUNDS`] and one in [`bounds`], or in [`SETS`] and [`Grade::of`].
+//! numbers is. A bound is added by a line at the end of [`BOUNDS`] and of [`bounds`].
 
 use crate::policy::{Repair, ReusePolicy, Scope};
 use crate::storage::payload::Label;
 
 /// The fields that bound a number.
-const BOUNDS: [&str; 13] = [
+const BOUNDS: [&str; 14] = [
     "min_run",
     "max_hops",
     "max_approximate_share",
@@ -23,7 +23,11 @@ const BOUNDS: [&str; 13] = [
     "recompute_share",
     "recompute_share",
     "recompute_share",
+    "recompute_share",
 ];
+
+/// The bounds that all snapshots have. Those after them are written if one is not 0.
+const FIRST_BOUNDS: usize = 13;
 
 /// The fields that are sets. More members are stricter.
 const SETS: [&str; 1] = ["forbid_kinds"];
@@ -53,6 +57,7 @@ fn bounds(policy: &ReusePolicy) -> [u64; BOUNDS.len()] {
         share_by(Repair::Ngrams),
         share_by(Repair::Probe),
         share_by(Repair::Question),
+        share_by(Repair::Adaptive),
     ]
 }
 
@@ -84,6 +89,7 @@ impl Grade {
         sets: [u64::MAX; SETS.len()],
     };
     pub(crate) const NUMBERS: usize = BOUNDS.len() + SETS.len();
+    pub(crate) const FIRST_NUMBERS: usize = FIRST_BOUNDS + SETS.len();
 
     /// The grade of a policy that forbids these kinds.
     pub(crate) fn of(policy: &ReusePolicy, forbidden: u64) -> Self {
@@ -125,14 +131,23 @@ impl Grade {
         names
     }
 
+    /// Whether a bound is not 0 that grades did not have from the start.
+    pub(crate) fn has_later_bounds(&self) -> bool {
+        self.bounds[FIRST_BOUNDS..].iter().any(|&bound| bound != 0)
+    }
+
+    /// All numbers; the [`Self::FIRST_NUMBERS`] first ones are all if there are no later bounds.
     pub(crate) fn to_numbers(self) -> impl Iterator<Item = u64> {
-        self.bounds.into_iter().chain(self.sets)
+        let [first, later] = [0..FIRST_BOUNDS, FIRST_BOUNDS..BOUNDS.len()]
+            .map(|part| part.map(move |at| self.bounds[at]));
+        first.chain(self.sets).chain(later)
     }
 
     pub(crate) fn from_numbers(numbers: &[u64; Self::NUMBERS]) -> Self {
+        let later = |at| if at < FIRST_BOUNDS { 0 } else { SETS.len() };
         Self {
-            bounds: std::array::from_fn(|at| numbers[at]),
-            sets: std::array::from_fn(|at| numbers[BOUNDS.len() + at]),
+            bounds: std::array::from_fn(|at| numbers[at + later(at)]),
+            sets: std::array::from_fn(|at| numbers[FIRST_BOUNDS + at]),
         }
     }
 }

@@ -27,15 +27,18 @@ pub enum Repair {
     /// The engine: tokens that the last message attends to, or that [`Probe`](Self::Probe) scores: the better of both
     /// ranks.
     Question,
+    /// The engine: as [`Probe`](Self::Probe), more of a plan whose KV changed more.
+    Adaptive,
 }
 
 impl Repair {
     /// All values, by name.
-    pub const ALL: [(&'static str, Self); 4] = [
+    pub const ALL: [(&'static str, Self); 5] = [
         ("fronts", Self::Fronts),
         ("ngrams", Self::Ngrams),
         ("probe", Self::Probe),
         ("question", Self::Question),
+        ("adaptive", Self::Adaptive),
     ];
 
     /// The name that files and messages have.
@@ -46,6 +49,7 @@ impl Repair {
             Self::Ngrams => "ngrams",
             Self::Probe => "probe",
             Self::Question => "question",
+            Self::Adaptive => "adaptive",
         }
     }
 
@@ -90,7 +94,8 @@ pub struct ReusePolicy {
     pub scope: Scope,
     /// Whole blocks, from the first on, that make two paths one conversation with [`Scope::Conversation`]. At least 1.
     pub shared_prefix: usize,
-    /// Least share of the tokens of moved runs that is computed anyway, 0 to 1.
+    /// Least share of the tokens of moved runs that is computed anyway, 0 to 1; with [`Repair::Adaptive`] that of a plan
+    /// whose KV changed as after a typical edit.
     pub recompute_share: f64,
     /// Who chooses these tokens.
     pub repair: Repair,

@@ -247,7 +247,12 @@ fn tokens_are_chosen_once_and_before_an_insert() {
 
 #[test]
 fn an_insert_waits_for_the_choice_that_the_policy_demands() {
-    for repair in [Repair::Ngrams, Repair::Probe, Repair::Question] {
+    for repair in [
+        Repair::Ngrams,
+        Repair::Probe,
+        Repair::Question,
+        Repair::Adaptive,
+    ] {
         let (mut index, mut seq, plan) = planned(0.2, repair);
         assert_eq!(plan.num_tokens(Class::Approximate), 40);
         assert_eq!(plan.awaits(), Some(repair));

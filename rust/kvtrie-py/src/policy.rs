@@ -47,8 +47,10 @@ pub(crate) const MIN_RUN: i64 = 8;
 ///     shared_prefix: Whole blocks that make two paths one conversation, at least 1.
 ///     recompute_share: Least share of the tokens of moved runs that is computed anyway, 0 to 1.
 ///     repair: Who chooses them. "fronts": the index, the first tokens of every run, equally many in
-///         all. "ngrams", "probe" and "question": the engine, with `kvtrie.repair`, which has to call
-///         `ReusePlan.recompute` before an insert with the plan.
+///         all. "ngrams", "probe", "question" and "adaptive": the engine, with `kvtrie.repair`, which
+///         has to call `ReusePlan.recompute` before an insert with the plan. With "adaptive" the
+///         share is that of a plan whose KV changed as after a typical edit: up to twice as much of
+///         others, or less.
 ///     partial_blocks: Whether the exact tokens of the block in which the match ends are copied. An
 ///         engine that copies nothing needs False, and `approximate=False`.
 ///
@@ -275,7 +277,7 @@ value_methods! {
             self.core.recompute_share
         }
 
-        /// Who chooses them: "fronts", "ngrams", "probe" or "question".
+        /// Who chooses them: "fronts", "ngrams", "probe", "question" or "adaptive".
         #[getter]
         fn repair(&self) -> &'static str {
             self.core.repair.name()

@@ -46,11 +46,11 @@ class Grade(NamedTuple):
         )
 
 
-LAXEST = Grade(0, 255, 1.0, 0, 0, math.inf, 1.0, 1.0, 0, (0.0,) * 4, 0)
+LAXEST = Grade(0, 255, 1.0, 0, 0, math.inf, 1.0, 1.0, 0, (0.0,) * 5, 0)
 """The grade of a policy that bounds nothing, and of KV whose policy is not known."""
 
 
-_REPAIRS = ("fronts", "ngrams", "probe", "question")
+_REPAIRS = ("fronts", "ngrams", "probe", "question", "adaptive")
 
 
 def grade_of(policy: ReusePolicy | None, known: Iterable[str]) -> Grade:
@@ -76,7 +76,7 @@ def meet(grades: Iterable[Grade]) -> Grade:
     """The strictest grade that all are at least as strict as; of none, the strictest of all."""
     huge = math.inf
     # All bits: it forbids the kinds that are not known yet, too.
-    met = Grade(huge, 0, 0.0, huge, huge, 0, 0.0, 0.0, huge, (huge,) * 4, -1)
+    met = Grade(huge, 0, 0.0, huge, huge, 0, 0.0, 0.0, huge, (huge,) * 5, -1)
     for grade in grades:
         met = Grade(
             min(met.min_run, grade.min_run),

@@ -126,13 +126,21 @@ fn read_namespace(from: &mut Reader<'_>) -> Result<Namespace> {
     Namespace::new(model, kv_dtype, rope, adapter, salt).map_err(Error::snapshot)
 }
 
+/// Added to the number of a grade with later bounds; numbers are below it.
+const LATER_BOUNDS: u8 = 0x80;
+
 /// Writes the grades that have a number of their own.
 fn write_grades(grades: &Grades, out: &mut Writer) {
     let own = grades.iter().filter(|&(number, ..)| number > 0);
     out.u8(u8::try_from(own.clone().count()).unwrap_or(u8::MAX));
     for (number, grade, _) in own {
-        out.u8(number);
-        for bound in grade.to_numbers() {
+        let (mark, numbers) = if grade.has_later_bounds() {
+            (LATER_BOUNDS, Grade::NUMBERS)
+        } else {
+            (0, Grade::FIRST_NUMBERS)
+        };
+        out.u8(number | mark);
+        for bound in grade.to_numbers().take(numbers) {
             out.u64(bound);
         }
     }
@@ -140,13 +148,23 @@ fn write_grades(grades: &Grades, out: &mut Writer) {
 
 fn read_grades(index: &mut RadixIndex, from: &mut Reader<'_>, tree: u32) -> Result<()> {
     for _ in 0..from.u8()? {
-        let number = from.u8()?;
+        let marked = from.u8()?;
+        let (number, is_marked) = (marked & !LATER_BOUNDS, marked & LATER_BOUNDS != 0);
         let mut numbers = [0; Grade::NUMBERS];
-        for bound in &mut numbers {
+        let told = if is_marked {
+            Grade::NUMBERS
+        } else {
+            Grade::FIRST_NUMBERS
+        };
+        for bound in &mut numbers[..told] {
             *bound = from.u64()?;
         }
+        let grade = Grade::from_numbers(&numbers);
+        from.must(grade.has_later_bounds() == is_marked, || {
+            format!("grade {number} says that it has later bounds, and has none")
+        })?;
         let grades = index.parts_mut().forest.trees_mut().grades_mut(tree);
-        let is_new = grades.restore(number, Grade::from_numbers(&numbers));
+        let is_new = grades.restore(number, grade);
         from.must(is_new, || {
             format!("grade {number} is out of order, or is named twice")
         })?;
@@ -224,6 +242,15 @@ fn write_edge(node: &Node, block_size: usize, out: &mut Writer) {
 fn takes_positions(extras: &Extras) -> bool {
     let mut items = extras.items.iter();
     items.any(|item| item.positions().is_some())
+}
+
+/// Whether a grade of some tree has later bounds.
+pub(super) fn has_later_bounds(index: &RadixIndex) -> bool {
+    let mut trees = index.forest().trees().iter();
+    trees.any(|(_, tree)| {
+        let mut grades = tree.grades.iter();
+        grades.any(|(_, grade, _)| grade.has_later_bounds())
+    })
 }
 
 /// Whether an item of some edge says how many positions it takes.

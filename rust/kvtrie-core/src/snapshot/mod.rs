@@ -8,7 +8,7 @@
 //!
 //! The checksum detects damage. It is not a signature: whoever can write the file decides what blocks are said to hold.
 //!
-//! # Format, versions 3 to 6
+//! # Format, versions 3 to 10
 //!
 //! Little-endian numbers. A header of 24 bytes: `KVTRIE\x1a\n`, the version (4), a checksum of all other bytes (CRC-32,
 //! 4), the total length (8). Then sections, each once and in this order; a section is its name (4), its length (8) and
@@ -24,10 +24,10 @@
 //! | `QUAR` | quarantined blocks, ascending |
 //! | `WIND` | windows whose order matters, oldest first, for each table of windows |
 //! | `GONE` | recent departures, oldest first |
-//! | `GRPS` | in versions 4 and 6 alone: the groups besides group 0; of each its ids, with the block of group 0 at their place and their last use, and those that wait |
+//! | `GRPS` | in even versions alone: the groups besides group 0; of each its ids, with the block of group 0 at their place and their last use, and those that wait |
 //!
 //! Version 3 is written of an index without such groups, and version 4 of one with them. Both are two more if an item
-//! says how many positions it takes.
+//! says how many positions it takes, and four more if a grade has bounds that version 3 did not have.
 //!
 //! A reader refuses unknown sections, so a writer that adds anything must increase the version.
 //!
@@ -63,6 +63,8 @@ const VERSION: u32 = 3;
 const GROUPS_MORE: u32 = 1;
 /// What the version is more by if an item says how many positions it takes.
 const POSITIONS_MORE: u32 = 2;
+/// What the version is more by if a grade has later bounds.
+const BOUNDS_MORE: u32 = 4;
 const CHECKSUM: std::ops::Range<usize> = 12..16;
 const HEADER: usize = 24;
 const WHOLE: &str = "header";
@@ -115,10 +117,7 @@ impl RadixIndex {
     pub fn snapshot(&self) -> Vec<u8> {
         let mut out = Writer::default();
         out.raw(&MAGIC);
-        let contents = Contents {
-            has_groups: !self.groups().is_empty(),
-            has_positions: edges::has_positions(self),
-        };
+        let contents = Contents::of(self);
         out.u32(contents.version());
         out.u32(0);
         out.u64(0);
@@ -174,15 +173,12 @@ impl RadixIndex {
             (section.read)(&mut index, &mut content)?;
             content.finish()?;
         }
-        if edges::has_positions(&index) != told.has_positions {
+        let found = Contents::of(&index);
+        if found != told {
             return Err(Error::snapshot(format_args!(
-                "version {} {} items that say how many positions they take",
-                told.version(),
-                if told.has_positions {
-                    "without"
-                } else {
-                    "with"
-                }
+                "what is in it makes it version {}, not {}",
+                found.version(),
+                told.version()
             )));
         }
         index.check().map_err(Error::snapshot)?;
@@ -214,17 +210,27 @@ impl RadixIndex {
 }
 
 /// What the version of a snapshot says of its contents.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq, Eq)]
 struct Contents {
     has_groups: bool,
     has_positions: bool,
+    has_later_bounds: bool,
 }
 
 impl Contents {
+    fn of(index: &RadixIndex) -> Self {
+        Self {
+            has_groups: !index.groups().is_empty(),
+            has_positions: edges::has_positions(index),
+            has_later_bounds: edges::has_later_bounds(index),
+        }
+    }
+
     fn version(self) -> u32 {
         VERSION
             + GROUPS_MORE * u32::from(self.has_groups)
             + POSITIONS_MORE * u32::from(self.has_positions)
+            + BOUNDS_MORE * u32::from(self.has_later_bounds)
     }
 
     fn of_version(version: u32) -> Option<Self> {
@@ -232,6 +238,7 @@ impl Contents {
         let contents = Self {
             has_groups: more & GROUPS_MORE != 0,
             has_positions: more & POSITIONS_MORE != 0,
+            has_later_bounds: more & BOUNDS_MORE != 0,
         };
         (contents.version() == version).then_some(contents)
     }
@@ -248,7 +255,7 @@ fn read(bytes: &[u8], limits: RestoreLimits) -> Result<(Contents, Config, Vec<Re
     let Some(told) = Contents::of_version(version) else {
         return Err(header.wrong(format_args!(
             "version {version}; this build reads versions {VERSION} to {}",
-            VERSION + GROUPS_MORE + POSITIONS_MORE
+            VERSION + GROUPS_MORE + POSITIONS_MORE + BOUNDS_MORE
         )));
     };
     let (sum, length) = (header.u32()?, header.u64()?);

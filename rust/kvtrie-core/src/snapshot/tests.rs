@@ -12,7 +12,7 @@ use crate::ids::{ABSENT, BlockId, NO_NODE};
 use crate::index::{Imported, InsertOptions, LookupOptions, Source};
 use crate::namespace::{Namespace, Salt};
 use crate::plan::PlanOptions;
-use crate::policy::ReusePolicy;
+use crate::policy::{Repair, ReusePolicy};
 use crate::span::Span;
 use crate::storage::payload::{Label, Payload};
 use crate::tokens::{Item, TokenSequence};
@@ -465,7 +465,7 @@ fn sections_are_refused_in_another_order_or_number() {
 fn another_version_is_named() {
     let mut bytes = full().snapshot();
     bytes[8] = 2;
-    assert!(refused(&sealed(bytes)).contains("version 2; this build reads versions 3 to 6"));
+    assert!(refused(&sealed(bytes)).contains("version 2; this build reads versions 3 to 10"));
     assert!(refused(b"KVTRIE").contains("no snapshot") || refused(b"").contains("bytes"));
 }
 
@@ -583,4 +583,35 @@ fn a_departure_names_an_edge_that_exists() {
             &refused(&after(number)),
         );
     }
+}
+
+#[test]
+fn grades_with_later_bounds_have_a_version_of_their_own() {
+    let build = |repair| {
+        let mut index = empty(8, 2);
+        let policy = ReusePolicy {
+            repair,
+            recompute_share: 0.25,
+            ..ReusePolicy::LAXEST
+        };
+        let source = Imported {
+            policy: Some(Arc::new(policy)),
+            ..Imported::new(2, 1)
+        };
+        let mut seq = sequence("x", &[1, 2, 3, 4], Vec::new());
+        add(&mut index, &mut seq, &[0, 1], Source::Imported(source));
+        index
+    };
+    for (repair, version) in [(Repair::Probe, 3), (Repair::Adaptive, 7)] {
+        let bytes = build(repair).snapshot();
+        assert_eq!(bytes[MAGIC.len()], version);
+        let restored = RadixIndex::restore(&bytes, POOL).unwrap();
+        assert_eq!(restored.digest(), build(repair).digest());
+        let mut other = bytes;
+        other[MAGIC.len()] = 10 - version;
+        let said = format!("makes it version {version}, not {}", 10 - version);
+        assert!(refused(&sealed(other)).contains(&said));
+    }
+    let [plain, later] = [Repair::Probe, Repair::Adaptive].map(|one| build(one).snapshot());
+    assert_eq!(later.len(), plain.len() + size_of::<u64>());
 }

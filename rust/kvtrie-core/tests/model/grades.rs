@@ -17,7 +17,7 @@ pub(crate) struct Grade {
     /// Blocks of the shared prefix; 0 for the whole namespace.
     shared_prefix: usize,
     /// What is computed of moved runs, by who chooses it.
-    shares: [f64; 4],
+    shares: [f64; 5],
     forbidden: u64,
 }
 
@@ -32,7 +32,7 @@ impl Grade {
         lost: 0.0,
         new: 0.0,
         shared_prefix: usize::MAX,
-        shares: [f64::INFINITY; 4],
+        shares: [f64::INFINITY; 5],
         forbidden: u64::MAX,
     };
 
