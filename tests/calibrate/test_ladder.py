@@ -168,7 +168,7 @@ some_policies = st.builds(
     scope=st.sampled_from(("conversation", "namespace")),
     shared_prefix=st.sampled_from((1, 16)),
     recompute_share=shares,
-    repair=st.sampled_from(("fronts", "ngrams", "probe", "question")),
+    repair=st.sampled_from(("fronts", "ngrams", "probe", "question", "adaptive")),
     forbid_kinds=st.sampled_from(((), ("tool",), ("tool", "thinking"))),
 )
 

@@ -93,7 +93,7 @@ def test_models_without_masks_compute_gap_by_gap(architecture: str, models: Mode
     assert Runner(model, pool).is_sparse == (architecture != "bloom")
 
 
-@pytest.mark.parametrize("repair", ["fronts", "ngrams", "probe", "question"])
+@pytest.mark.parametrize("repair", ["fronts", "ngrams", "probe", "question", "adaptive"])
 def test_everything_recomputed_is_the_answer_without_reuse(
     repair: str, make: Make, ids: Ids, check_drained: Check, reference: Any
 ) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvtrie
-from kvtrie.repair import Fronts, Moved, Ngrams, Probed, Scored
+from kvtrie.repair import Adaptive, Fronts, Moved, Ngrams, Probed, Scored
 from kvtrie.repair.choice import WINDOW, as_ranges, smoothed
 from kvtrie.repair.ngrams import MAX_ORDER, MAX_PATHS, changed, matches
 
@@ -157,6 +157,25 @@ def test_the_probe_prefers_phrases_to_single_tokens() -> None:
     assert positions == [1, 72, 73, 74]  # a quarter at the front
 
 
+@pytest.mark.parametrize(
+    ("change", "tokens"),
+    [(0.0, 0), (0.0099, 5), (0.0399, 20), (0.0599, 30), (0.08, 40), (5.0, 40)],
+)
+def test_an_adaptive_share_follows_the_change_up_to_twice_itself(
+    change: float, tokens: int
+) -> None:
+    moved = moved_of([0] * 102, [(1, 101, 130)], [])
+    scores = np.full(100, change)
+    chosen = Adaptive(scores).choose(moved, 0.2)
+    assert chosen.tolist() == Probed(scores).choose(moved, tokens / 100).tolist()
+    assert (chosen[:, 1] - chosen[:, 0]).sum() == tokens
+
+
+def test_an_adaptive_share_is_at_most_all_tokens() -> None:
+    moved = moved_of([0] * 102, [(1, 101, 130)], [])
+    assert Adaptive(np.ones(100)).choose(moved, 0.8).tolist() == [[1, 101]]
+
+
 def test_a_part_of_the_budget_is_from_0_to_1() -> None:
     with pytest.raises(ValueError, match=r"fronts must be from 0 to 1, not 1\.5"):
         Scored(lambda moved: np.zeros(len(moved.positions)), fronts=1.5)
@@ -164,6 +183,6 @@ def test_a_part_of_the_budget_is_from_0_to_1() -> None:
 
 def test_nothing_moved_is_nothing_chosen() -> None:
     moved = moved_of([1, 2, 3], [], [])
-    for chooser in (Fronts(), Ngrams()):
+    for chooser in (Fronts(), Ngrams(), Adaptive(np.empty(0))):
         assert chooser.choose(moved, 1.0).shape == (0, 2)
     assert as_ranges(np.array([3, 4, 6])).tolist() == [[3, 5], [6, 7]]

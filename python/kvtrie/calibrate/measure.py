@@ -368,7 +368,7 @@ class _Bench:
         self._ways = [named.policy(FLOOR), self._base, *chosen]
         self._min_run = min(one.reuse.min_run or named.LEAST_RUN for one in chosen)
         self._has_records = any(
-            one.reuse.repair in ("probe", "question") and one.reuse.recompute_share
+            one.reuse.repair in ("probe", "question", "adaptive") and one.reuse.recompute_share
             for one in chosen
         )
 

@@ -19,13 +19,14 @@ LEAST_RUN: Final = 8
 
 KNOWN: Final = (
     "full, exact, drop, unrotated, "
-    "rotated[+firstN][+lastN][+runN][+frontsP|+ngramsP|+probeP|+questionP][+namespace]"
+    "rotated[+firstN][+lastN][+runN]"
+    "[+frontsP|+ngramsP|+probeP|+questionP|+adaptiveP][+namespace]"
 )
 
 _COUNT: Final = r"([1-9]\d{0,8})"
 _ROTATED: Final = re.compile(
     rf"rotated(?:\+first{_COUNT})?(?:\+last{_COUNT})?(?:\+run{_COUNT})?"
-    r"(?:\+(fronts|ngrams|probe|question)([1-9]\d?|100))?(\+namespace)?"
+    r"(?:\+(fronts|ngrams|probe|question|adaptive)([1-9]\d?|100))?(\+namespace)?"
 )
 
 

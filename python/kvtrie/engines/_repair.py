@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from kvtrie.kernels import reference
-from kvtrie.repair.choice import Fronts, Moved, Probed, as_ranges
+from kvtrie.repair.choice import Adaptive, Fronts, Moved, Probed, as_ranges
 from kvtrie.repair.ngrams import Ngrams
 
 if TYPE_CHECKING:
@@ -147,7 +147,8 @@ class Repair:
             # Half of the budget each: the better of the two ranks counts.
             scores = torch.maximum(_ranks(scores), _ranks(paid))
             return _Best(scores.cpu().numpy())
-        return Probed(scores.cpu().numpy())
+        chooser = Adaptive if policy.repair == "adaptive" else Probed
+        return chooser(scores.cpu().numpy())
 
     def _fits(self, probe: LayerProbe, records: Records) -> bool:
         return (records.layer, records.hidden, records.dtype) == (

@@ -94,7 +94,7 @@ __all__ = [
 
 DEFAULT_MAX_NEW_TOKENS: Final = 256
 _MAX_SESSION: Final = 256
-_REPAIRS: Final = ("fronts", "ngrams", "probe", "question")
+_REPAIRS: Final = ("fronts", "ngrams", "probe", "question", "adaptive")
 
 
 class Generator:
@@ -127,10 +127,10 @@ class Generator:
         index_seed: Seeds the hashes of the index; None draws one from the operating system. Answers
             do not depend on it.
         prefill_chunk: Most prompt tokens that one ``step`` computes for one request.
-        records: Keep what the policies ``repair="probe"`` and ``"question"`` need of every cached
-            token, at one layer two thirds up: ``"model"`` in the model's element type, ``"fp8"`` in
-            about half of that. ``records_bytes_per_token`` is what it takes. None: nothing is kept,
-            and these policies compute fronts.
+        records: Keep what the policies ``repair="probe"``, ``"question"`` and ``"adaptive"`` need
+            of every cached token, at one layer two thirds up: ``"model"`` in the model's element
+            type, ``"fp8"`` in about half of that. ``records_bytes_per_token`` is what it takes.
+            None: nothing is kept, and these policies compute fronts.
 
     Raises:
         LayoutError: The model's KV cannot be held, or differs from its config; what it does with

@@ -27,7 +27,7 @@ _OLDER: Final = {
     1: "it has no control, no check of full recomputation and no limits for KL and top 1",
     2: "it does not tell kinds of edit apart, and its limits are not relative to exact reuse",
 }
-CHOOSERS: Final = {"probe": 2, "question": 2}
+CHOOSERS: Final = {"probe": 2, "question": 2, "adaptive": 1}
 """Versions of the choosers that read records: a verdict holds for the one that was measured."""
 _POLICY_FIELDS: Final = tuple(inspect.signature(ReusePolicy).parameters)
 _LISTS: Final = ("kl_excess", "top1_drop", "losses")

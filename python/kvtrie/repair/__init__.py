@@ -5,7 +5,7 @@ A chooser sees what a plan moves and returns ranges for ``ReusePlan.recompute``.
 ``kvtrie.repair.records`` keeps what it compares with; both need torch.
 """
 
-from kvtrie.repair.choice import Chooser, Fronts, Moved, Probed, Scored
+from kvtrie.repair.choice import Adaptive, Chooser, Fronts, Moved, Probed, Scored
 from kvtrie.repair.ngrams import Ngrams
 
-__all__ = ["Chooser", "Fronts", "Moved", "Ngrams", "Probed", "Scored"]
+__all__ = ["Adaptive", "Chooser", "Fronts", "Moved", "Ngrams", "Probed", "Scored"]
