@@ -115,10 +115,10 @@ fidelity-gpu: setup ## the same on a GPU, first tokens included, into its part o
 	@$(REAL).gpu --first-token 4k,7k $(REAL_FLAGS)
 	@$(REAL).gpu $(REAL_FLAGS)
 
-.PHONY: fidelity-research
-fidelity-research: setup ## a research policy next to the probe, in float32, into its part of docs/fidelity.md (half an hour on a free core; resumes; REAL_FLAGS)
+.PHONY: fidelity-adaptive
+fidelity-adaptive: setup ## the probe with a share by need next to one for all, in float32, into its part of docs/fidelity.md (over an hour on a free core; resumes; REAL_FLAGS)
 	@$(PY) -m tools.real_models smollm2
-	@$(REAL).research $(REAL_FLAGS)
+	@$(REAL).adaptive $(REAL_FLAGS)
 
 # Python tests run in so many processes, of one torch thread each. One that has no more tests takes some of another's.
 TEST_PROCESSES ?= 2

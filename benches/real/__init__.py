@@ -3,7 +3,7 @@
     make fidelity            # all kinds of edit, resumes where it stopped
     make fidelity-quick      # one conversation of each hard kind, three minutes
     make fidelity-gpu        # on a GPU, by many processes, minutes
-    make fidelity-research   # a policy that is no part of kvtrie next to the probe, in float32
+    make fidelity-adaptive   # the probe with a share by need next to one for all, in float32
 
 `texts` has the text, `conversations` the edits, `plans` the KV that kvtrie finds, `policies` which
 of its tokens are computed again, `measure` the rows, `summary` the tables. Only `texts` fetches

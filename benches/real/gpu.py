@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Final
 
 from real import conversations, first_token, ours, policies, summary, texts
 from real.__main__ import MODEL, Suite
+from real.adaptive import GOALS
 from real.policies import shares
-from real.research import GOALS
 from real.rows import Row, Rows
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ VARIANTS: Final = {one.name: one for one in shares("probe", ours.probe, "kvtrie"
 POLICIES: Final = (
     *("exact", "probe28", "probe30", "foreign", "rotated", "unrotated", "probe15", "probe20"),
     *("probe20fp8", "fronts20", "fronts30", "lower", "upper", "oracle20", "oracle30"),
+    *("adaptive26", "adaptive20", "adaptive14"),
 )
 FIRST: Final = {"4k": 4, "1k": 1}
 """The first conversation of each kind: at 4k tokens those before have been measured on a CPU."""

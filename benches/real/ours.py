@@ -8,9 +8,8 @@ import numpy as np
 import torch
 
 from kvtrie.engines._repair import _QUESTION, _Best, _ranks  # as the engine combines the two
-from kvtrie.repair import Fronts, Moved, Ngrams, Probed
-from kvtrie.repair.choice import Scored, smoothed
-from kvtrie.repair.probe import LayerProbe, changed
+from kvtrie.repair import Adaptive, Fronts, Moved, Ngrams, Probed
+from kvtrie.repair.probe import LayerProbe
 from kvtrie.repair.records import Records
 from real.plans import BLOCK
 from real.views import Choice, to_probed
@@ -42,6 +41,12 @@ def probe(view: View, share: float) -> Choice:
     """A quarter fronts, the rest by how much the probed layer's attention output changes."""
     scores = changes(view, moved_by(view)).numpy()
     return _chosen(view, share, Probed(scores), _cost(view, _moved_end(view)))
+
+
+def adaptive(view: View, share: float) -> Choice:
+    """As the probe, and more of what changed more."""
+    scores = changes(view, moved_by(view)).numpy()
+    return _chosen(view, share, Adaptive(scores), _cost(view, _moved_end(view)))
 
 
 def probe_fp8(view: View, share: float) -> Choice:
@@ -77,45 +82,6 @@ def question(view: View, share: float) -> Choice:
     paid = paid.cpu()[torch.from_numpy(moved.positions)]
     best = _Best(torch.maximum(_ranks(changes(view, moved)), _ranks(paid)).numpy())
     return _chosen(view, share, best, _cost(view, len(view.plan.source)))
-
-
-def drawn(view: View, share: float, *, power: float = 1.0, fronts: float = 0.4) -> Choice:
-    """Fronts, else by the probe's change and the attention that moved tokens give the token.
-
-    Both are means over five positions. No part of kvtrie: what the engine computes is `probe`.
-
-    Args:
-        view: The case.
-        share: Of the moved tokens.
-        power: Of the attention, by which the change is multiplied.
-        fronts: The part of the budget that goes to fronts.
-    """
-    moved = moved_by(view)
-    change, drew = (
-        smoothed(one.numpy(), moved.positions) for one in changes_and_drawn(view, moved)
-    )
-    best = Scored(lambda _: change * drew**power, fronts)
-    return _chosen(view, share, best, _cost(view, _moved_end(view)))
-
-
-def changes_and_drawn(view: View, moved: Moved) -> tuple[torch.Tensor, torch.Tensor]:
-    """The probe's scores of what is moved, and the attention that it draws, from one pass.
-
-    A token draws the mean attention, over heads, of the moved tokens at or after it.
-    """
-    at = torch.from_numpy(moved.positions)
-    layer, plan = view.reader.probed, view.plan
-    h, out = plan.inputs[at], plan.outputs[at]
-    scores, sums = torch.zeros(len(at)), torch.zeros(len(plan.source))
-    rows = view.gaps.k[layer], view.gaps.v[layer]
-    there = at.to(view.reader.device)
-    for some, new, weights in _probe(view.reader).attended(h, there, *rows, weighs=True):
-        if weights is None:
-            message = f"layer {layer} does not return its attention weights"
-            raise RuntimeError(message)
-        scores[some] = changed(new, h[some], out[some]).cpu()
-        sums[: weights.shape[-1]] += weights.mean(0).sum(0).cpu()
-    return scores, sums[at] / torch.arange(len(at), 0, -1)
 
 
 def changes(view: View, moved: Moved) -> torch.Tensor:
