@@ -63,14 +63,14 @@ class Router:
 
 
 class Running:
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, tokenizer: Any = None, **options: Any) -> None:
         self.options = options
         self.router = Router()
         self.index = kvtrie.KvIndexer(2, b"the key of tests")
         for name in ("a", "b"):
             self.index.add_worker(name, NS)
         self.dispatcher = Dispatcher(self.index)
-        self.served = ServedModel(NS, byte_tokenizer())
+        self.served = ServedModel(NS, tokenizer or byte_tokenizer())
         # The second worker has all but the end of the prompt.
         tokens = self.served.prompt(CHAT, {"messages": MESSAGES})[:]
         whole = len(tokens) // 2 - 1
@@ -612,6 +612,10 @@ SETTINGS: dict[str, Any] = {
         ({"model": {"name": "m", "tokenizer": "t"}}, "model: a salt is missing"),
         ({"workers": {"url": "u"}}, "workers: a list of tables"),
         ({"workers": ["u"]}, "workers: a table is needed, not 'u'"),
+        (
+            {"model": {"name": "m", "tokenizer": "t", "shared": True, "splice": "yes"}},
+            "model: splice is 'yes'; it must be true or false",
+        ),
         (
             {"workers": [{"url": "u", "port": 1}]},
             r"workers: missing \['events'\], unknown \['port'\]",

@@ -33,6 +33,7 @@ class Engine:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.asked: dict[str, Any] = {}
 
     async def start(self) -> None:
         app = web.Application()
@@ -56,7 +57,8 @@ class Engine:
         return web.json_response({"version": "0.32.0"})
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
-        if (await request.json()).get("stream"):
+        self.asked = await request.json()
+        if self.asked.get("stream"):
             reply = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
             await reply.prepare(request)
             for number in range(3):
@@ -65,8 +67,9 @@ class Engine:
             await reply.write(b"data: [DONE]\n\n")
             return reply
         message = {"role": "assistant", "content": self.name}
-        choice = {"index": 0, "message": message, "finish_reason": "stop"}
-        return web.json_response({"object": "chat.completion", "choices": [choice]})
+        choice = {"index": 0, "message": message, "finish_reason": "stop", "token_ids": [1]}
+        reply = {"object": "chat.completion", "choices": [choice], "prompt_token_ids": [2, 3]}
+        return web.json_response(reply)
 
 
 def free_port() -> int:
@@ -144,6 +147,12 @@ async def scenario(smg: Path, log: Path) -> None:  # noqa: PLR0915 - one story
             raw = await reply.text()
         assert [f"b{number}" in raw for number in range(3)] == [True] * 3
         assert raw.rstrip().endswith("data: [DONE]")
+        # What a spliced chat has besides passes SMG both ways.
+        ids = {"kv_transfer_params": {"prompt_token_ids": [2, 3]}, "return_token_ids": True}
+        async with session.post(front + CHAT, json=ask(texts["b"], **ids)) as reply:
+            found = await reply.json()
+        assert ids.items() <= engines[1].asked.items()
+        assert (found["prompt_token_ids"], found["choices"][0]["token_ids"]) == ([2, 3], [1])
         # One engine dies: the positions of the others change, and no request is lost.
         await engines[0].runner.cleanup()
         async with asyncio.timeout(30):

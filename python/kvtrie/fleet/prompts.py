@@ -60,6 +60,34 @@ class ServedModel:
             PromptError: It has several prompts, pictures or fields that change what is rendered in
                 ways that are not known here, or the template refuses it.
         """
+        space = self.namespace_of(body)
+        ids = self._template.encode(self._chat(body)) if path == CHAT else self._text(body)
+        try:
+            return TokenSequence(np.array(ids, np.uint32), space)
+        except (OverflowError, ValueError, TypeError) as error:
+            msg = "a token id is out of range"
+            raise PromptError(msg) from error
+
+    def chat_text(self, body: Mapping[str, Any]) -> str:
+        """The text of a chat's prompt, as the template renders it.
+
+        Args:
+            body: The request.
+
+        Raises:
+            PromptError: As for `prompt`.
+        """
+        return self._chat(body)
+
+    def namespace_of(self, body: Mapping[str, Any]) -> Namespace:
+        """The namespace of a request's prompt.
+
+        Args:
+            body: The request.
+
+        Raises:
+            PromptError: `cache_salt` is no text, or the prompt is cut.
+        """
         if body.get("truncate_prompt_tokens") is not None:
             msg = "a prompt that is cut"
             raise PromptError(msg)
@@ -67,13 +95,7 @@ class ServedModel:
         if salt is not None and (not isinstance(salt, str) or not salt):
             msg = "cache_salt is no text"
             raise PromptError(msg)
-        space = self.namespace if salt is None else self.namespace.replace(salt=salt)
-        ids = self._chat(body) if path == CHAT else self._text(body)
-        try:
-            return TokenSequence(np.array(ids, np.uint32), space)
-        except (OverflowError, ValueError, TypeError) as error:
-            msg = "a token id is out of range"
-            raise PromptError(msg) from error
+        return self.namespace if salt is None else self.namespace.replace(salt=salt)
 
     def text(self, prompt: str) -> TokenSequence:
         """The tokens of a text, with the special tokens that the tokenizer begins with.
@@ -91,7 +113,7 @@ class ServedModel:
             msg = f"tokenizing failed: {type(error).__name__}"
             raise PromptError(msg) from error
 
-    def _chat(self, body: Mapping[str, Any]) -> list[int]:
+    def _chat(self, body: Mapping[str, Any]) -> str:
         if body.get("continue_final_message") or not body.get("add_generation_prompt", True):
             msg = "a prompt that goes on in the last message"
             raise PromptError(msg)
@@ -111,7 +133,7 @@ class ServedModel:
         tools = None if body.get("tool_choice") == "none" else body.get("tools")
         try:
             spelled = [{**one, "content": _joined(one.get("content"))} for one in messages]
-            return self._template.prompt(spelled, tools=tuple(tools or ()), arguments=arguments)
+            return self._template.text(spelled, tools=tuple(tools or ()), arguments=arguments)
         except TemplateError as error:
             msg = "refused by the chat template"
             raise PromptError(msg) from error

@@ -19,18 +19,21 @@ import tomllib
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from kvtrie._core import SHARED, KvIndexer, Namespace
 from kvtrie.cluster import subscribe
+from kvtrie.fleet.chats import ChatSplicer, ReplyIds, SplicedChat, UnsplicedError
 from kvtrie.fleet.dispatcher import Dispatcher, NoWorkerError, Sent
 from kvtrie.fleet.prompts import CHAT, TEXT, PromptError, ServedModel
 from kvtrie.fleet.smg import NO_WORKERS, REFUSED, ROUTED, TARGET, SmgTargets
+from kvtrie.router import TurnTracker
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
     from concurrent.futures import Future
 
     from multidict import CIMultiDictProxy
@@ -43,6 +46,8 @@ except ModuleNotFoundError as missing:
     _msg = "kvtrie.fleet.proxy needs aiohttp: pip install 'kvtrie[proxy]'"
     raise ImportError(_msg, name="aiohttp") from missing
 
+_Made = TypeVar("_Made")
+
 # Of one connection, not of the message.
 _OWN: Final = frozenset(
     "connection keep-alive proxy-authenticate proxy-authorization proxy-connection trailer "
@@ -53,6 +58,21 @@ _OWN: Final = frozenset(
 
 class _GoneError(Exception):
     """The client does not take its reply."""
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """Where a request goes, and what is sent in place of it.
+
+    Attributes:
+        sent: What the dispatcher counts; None if nobody was chosen.
+        target: The header's value; None without.
+        chat: The request with ids; None if it goes as it came.
+    """
+
+    sent: Sent | None = None
+    target: str | None = None
+    chat: SplicedChat | None = None
 
 
 class Targets(Protocol):
@@ -98,6 +118,8 @@ class Proxy:
         models: By the model's name in requests.
         targets: The header's values; None asks `upstream` as an SMG.
         header: The header.
+        tracker: Keeps the ids of replies, and chats are sent with them in place of those that their
+            text is encoded to; only for vLLM. None: all requests pass byte for byte.
         max_body: Most bytes of a request.
         max_requests: Most requests at a time.
         tokenizers: Threads that tokenize.
@@ -109,9 +131,12 @@ class Proxy:
         counts: `requests`; `routed`, of which `retried` without the header, because the router did
             not have the worker, and `elsewhere`, where the router says that another served it;
             `passed`, for paths without prompts; `unrouted: ` with the reason; `refused: ` with the
-            status; `gone` clients, and `broken` replies.
+            status; `gone` clients, and `broken` replies. With a tracker each routed chat is
+            `spliced`, sent as ids, or `unspliced: ` with the reason; and its reply is `kept`, or
+            `not kept: ` with the reason.
 
     Raises:
+        TypeError: With a tracker, a tokenizer lacks what `PromptSplicer` needs.
         ValueError: The URL is not one of http, or a number is outside its limits.
     """
 
@@ -123,6 +148,7 @@ class Proxy:
         *,
         targets: Targets | None = None,
         header: str = TARGET,
+        tracker: TurnTracker | None = None,
         max_body: int = 8 << 20,
         max_requests: int = 1024,
         tokenizers: int = 2,
@@ -149,6 +175,9 @@ class Proxy:
         self._upstream = upstream.rstrip("/")
         self._dispatcher = dispatcher
         self._models = dict(models)
+        self._splicers: dict[str, ChatSplicer] = {}
+        if tracker is not None:
+            self._splicers = {name: ChatSplicer(one, tracker) for name, one in models.items()}
         self._targets = SmgTargets(upstream) if targets is None else targets
         self._header = header
         self._max_body = max_body
@@ -202,7 +231,7 @@ class Proxy:
         if self._in_flight >= self._max_requests:
             return self._refuse(503, f"{self._in_flight} requests are in flight, the most allowed")
         self._in_flight += 1
-        sent: Sent | None = None
+        choice = _Choice()
         try:
             if request.headers.get("Content-Encoding", "identity") != "identity":
                 return self._refuse(415, "the request is compressed")
@@ -213,18 +242,17 @@ class Proxy:
                 return self._refuse(413, f"the request has more than {self._max_body} bytes")
             except TimeoutError:
                 return self._refuse(408, f"the request has not come in {self._body_timeout} s")
-            sent, target = await self._choose(request, body)
-            return await self._pass_on(request, body, sent, target)
+            choice = await self._choose(request, body)
+            return await self._pass_on(request, body, choice)
         finally:
             self._in_flight -= 1
-            if sent is not None:
-                sent.end()
+            if choice.sent is not None:
+                choice.sent.end()
 
-    async def _choose(self, request: web.Request, body: bytes) -> tuple[Sent | None, str | None]:
-        """A worker, and the header's value; None without."""
+    async def _choose(self, request: web.Request, body: bytes) -> _Choice:
         if request.method != "POST" or request.path not in (CHAT, TEXT):
             self.counts["passed"] += 1
-            return None, None
+            return _Choice()
         try:
             async with asyncio.timeout(self._prompt_timeout):
                 return await self._route(request.path, body)
@@ -235,9 +263,9 @@ class Proxy:
         except TimeoutError:
             reason = "tokenizing took too long"
         self.counts[f"unrouted: {reason}"] += 1
-        return None, None
+        return _Choice()
 
-    async def _route(self, path: str, body: bytes) -> tuple[Sent, str]:
+    async def _route(self, path: str, body: bytes) -> _Choice:
         loop = asyncio.get_running_loop()
         if self._session is None:
             msg = "the proxy is closed"
@@ -249,36 +277,63 @@ class Proxy:
             msg = "unknown model"
             raise PromptError(msg)
         targets = await self._targets.of(self._session, name)
-        choosing = self._threads.submit(self._send, model, path, document, targets)
+        splicer = self._splicers.get(name) if path == CHAT else None
+        choosing = self._threads.submit(self._send, model, splicer, path, document, targets)
         try:
-            sent = await asyncio.wrap_future(choosing)
+            sent, chat, why_text = await asyncio.wrap_future(choosing)
         except asyncio.CancelledError:
             # What has been counted as sent, or will be in a moment, is not sent.
             choosing.add_done_callback(_take_back)
             raise
         # From here on nothing waits, so what is counted as sent is sent.
         self.counts["routed"] += 1
-        return sent, targets[sent.worker]
+        if splicer is not None:
+            self.counts["spliced" if why_text is None else f"unspliced: {why_text}"] += 1
+        return _Choice(sent, targets[sent.worker], chat)
 
     def _send(
-        self, model: ServedModel, path: str, document: dict[str, Any], targets: Mapping[str, str]
-    ) -> Sent:
-        return self._dispatcher.choose(_prompt(model, path, document), targets)
+        self,
+        model: ServedModel,
+        splicer: ChatSplicer | None,
+        path: str,
+        document: dict[str, Any],
+        targets: Mapping[str, str],
+    ) -> tuple[Sent, SplicedChat | None, str | None]:
+        """Choose for a prompt; the request with ids, or None, and why its prompt goes as text."""
+        chat, why_text = None, None
+        if splicer is not None:
+            try:
+                chat = _known(splicer.splice, document)
+                why_text = chat.why_text
+            except UnsplicedError as error:
+                why_text = str(error)
+        prompt = _known(model.prompt, path, document) if chat is None else chat.prompt
+        return self._dispatcher.choose(prompt, targets), chat, why_text
 
     async def _pass_on(
-        self, request: web.Request, body: bytes, sent: Sent | None, target: str | None
+        self, request: web.Request, body: bytes, choice: _Choice
     ) -> web.StreamResponse:
-        """Ask the router, a second time without the header if it does not have the worker."""
+        """Ask the router.
+
+        It is asked again without the header if it does not have the worker, and with the client's
+        own request if the engine refuses what was made of it.
+        """
         reply: web.StreamResponse | None = None
-        for value in (target, None) if target is not None else (None,):
+        sent, value, chat = choice.sent, choice.target, choice.chat
+        while True:
             try:
-                async with self._ask(request, body, value) as upstream:
+                async with self._ask(request, body, value, chat) as upstream:
                     refused = upstream.headers.get(REFUSED) == NO_WORKERS
                     if value is not None and upstream.status == 503 and refused:
                         self.counts["retried"] += 1
                         self._targets.expire()
                         if sent is not None:
                             sent.end()
+                        value = None
+                        continue
+                    if chat is not None and upstream.status in (400, 422):
+                        self.counts["unspliced: refused by the engine"] += 1
+                        chat = None
                         continue
                     routed = upstream.headers.get(ROUTED, "").rstrip("/")
                     if value is not None and sent is not None and routed not in ("", sent.worker):
@@ -290,20 +345,21 @@ class Proxy:
                         reason=upstream.reason,
                         headers=_kept(upstream.headers),
                     )
-                    await self._copy(request, upstream, reply, sent)
+                    await self._copy(request, upstream, reply, sent, chat)
                     return reply
             except (aiohttp.ClientError, TimeoutError) as error:
                 return self._broken(request, reply, error)
-        return self._refuse(502, "no reply of the router")
 
-    def _ask(self, request: web.Request, body: bytes, value: str | None) -> Any:  # noqa: ANN401 - a context manager of aiohttp
+    def _ask(
+        self, request: web.Request, body: bytes, value: str | None, chat: SplicedChat | None
+    ) -> Any:  # noqa: ANN401 - a context manager of aiohttp
         if self._session is None:
             msg = "the proxy is closed"
             raise aiohttp.ClientConnectionError(msg)
+        # The ids are read in the reply, so it must not be compressed.
+        left_out = {self._header.lower(), *(("accept-encoding",) if chat is not None else ())}
         headers = [
-            (name, text)
-            for name, text in _kept(request.headers)
-            if name.lower() != self._header.lower()
+            (name, text) for name, text in _kept(request.headers) if name.lower() not in left_out
         ]
         if value is not None:
             headers.append((self._header, value))
@@ -311,7 +367,7 @@ class Proxy:
             request.method,
             # As it came: a path that is made into another may be one that was not allowed.
             URL(self._upstream + request.rel_url.raw_path_qs, encoded=True),
-            data=body or None,
+            data=(body if chat is None else chat.body) or None,
             headers=headers,
             allow_redirects=False,
         )
@@ -322,22 +378,43 @@ class Proxy:
         upstream: aiohttp.ClientResponse,
         reply: web.StreamResponse,
         sent: Sent | None,
+        chat: SplicedChat | None,
     ) -> None:
-        """Send a reply on as it comes."""
+        """Send a reply on as it comes; that of a chat without the ids in it, which are kept."""
+        reading: ReplyIds | None = None
+        if chat is not None and upstream.status == 200:
+            streams = upstream.content_type == "text/event-stream"
+            reading = ReplyIds(streams, chat.shows_ids)
         length = upstream.headers.get("Content-Length")
-        if length is not None:
+        if length is not None and reading is None:
             reply.headers["Content-Length"] = length
         try:
             await self._taken(reply.prepare(request))
             async for piece in upstream.content.iter_any():
                 if sent is not None:
                     sent.computed()
-                await self._taken(reply.write(piece))
+                passes = piece if reading is None else reading.feed(piece)
+                if chat is not None and reading is not None and reading.ended:
+                    # Before the client has the end, and may send its next turn.
+                    await self._keep(chat, reading)
+                    chat = None
+                if passes:
+                    await self._taken(reply.write(passes))
+            if reading is not None:
+                passes = reading.rest()
+                if chat is not None:
+                    await self._keep(chat, reading)
+                await self._taken(reply.write(passes))
             await self._taken(reply.write_eof())
         except _GoneError:
             # With the response the router's connection ends.
             self.counts["gone"] += 1
             _abort(request)
+
+    async def _keep(self, chat: SplicedChat, reading: ReplyIds) -> None:
+        loop = asyncio.get_running_loop()
+        why = await loop.run_in_executor(self._threads, chat.splicer.keep, chat, reading)
+        self.counts["kept" if why is None else f"not kept: {why}"] += 1
 
     async def _taken(self, writing: Awaitable[Any]) -> None:
         """Wait until a client has taken what was written, but not for ever."""
@@ -364,9 +441,9 @@ class Proxy:
         return web.json_response({"error": error}, status=status)
 
 
-def _take_back(choosing: Future[Sent]) -> None:
+def _take_back(choosing: Future[tuple[Sent, SplicedChat | None, str | None]]) -> None:
     if not choosing.cancelled() and choosing.exception() is None:
-        choosing.result().end()
+        choosing.result()[0].end()
 
 
 def _abort(request: web.Request) -> None:
@@ -386,10 +463,11 @@ def _document(body: bytes) -> dict[str, Any]:
     return found
 
 
-def _prompt(model: ServedModel, path: str, document: dict[str, Any]) -> Any:  # noqa: ANN401 - a sequence
+def _known(making: Callable[..., _Made], *arguments: object) -> _Made:
+    """What is made of a request by a template and a tokenizer."""
     try:
-        return model.prompt(path, document)
-    except PromptError:
+        return making(*arguments)
+    except (PromptError, UnsplicedError):
         raise
     except Exception as error:
         # A tokenizer may raise anything; the request passes, and the router decides alone.
@@ -404,10 +482,12 @@ def _kept(headers: CIMultiDictProxy[str]) -> list[tuple[str, str]]:
     return [(name, text) for name, text in headers.items() if name.lower() not in own]
 
 
+# Seconds that the command keeps the ids of a reply.
+_KEPT_FOR: Final = 3600.0
 # Of each table: what it must have, and what it may have.
 _TABLES: Final = {
     "settings": ({"upstream", "key_file", "block_size", "model", "workers"}, {"host", "port"}),
-    "model": ({"name", "tokenizer"}, {"salt", "shared", "template_arguments"}),
+    "model": ({"name", "tokenizer"}, {"salt", "shared", "splice", "template_arguments"}),
     "workers": ({"url", "events"}, {"replay", "snapshot"}),
 }
 
@@ -418,6 +498,10 @@ def _check_settings(settings: dict[str, Any]) -> None:
     if not settings["model"].get("shared") and "salt" not in settings["model"]:
         msg = "model: a salt is missing, or shared = true"
         raise ValueError(msg)
+    splice = settings["model"].get("splice", False)
+    if not isinstance(splice, bool):
+        msg = f"model: splice is {splice!r}; it must be true or false"
+        raise ValueError(msg)  # noqa: TRY004 - as all that is wrong in the file
     if not isinstance(settings["workers"], list):
         msg = f"workers: a list of tables is needed, not {settings['workers']!r}"
         raise ValueError(msg)  # noqa: TRY004 - as all that is wrong in the file
@@ -466,7 +550,10 @@ async def serve(settings: dict[str, Any]) -> None:
                     snapshot=worker.get("snapshot"),
                 )
             )
-        proxy = Proxy(settings["upstream"], Dispatcher(index), {model["name"]: served})
+        tracker = TurnTracker(ttl=_KEPT_FOR) if model.get("splice") else None
+        proxy = Proxy(
+            settings["upstream"], Dispatcher(index), {model["name"]: served}, tracker=tracker
+        )
         try:
             port = await proxy.start(settings.get("host", "127.0.0.1"), settings.get("port", 8001))
             sys.stdout.write(f"port {port} -> {settings['upstream']}\n")

@@ -118,8 +118,18 @@ class Template:
         Raises:
             TemplateError: The template refuses it, with the template's words.
         """
+        return self.encode(self.text(messages, tools=tools, arguments=arguments))
+
+    def text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[dict[str, Any]] = (),
+        arguments: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text of a prompt alone; arguments and errors as for `prompt`."""
         chat = Chat("request", (), tuple(tools))
-        return self.encode(self._text(messages, chat, arguments or {}, opens=True))
+        return self._text(messages, chat, arguments or {}, opens=True)
 
     def encode(self, text: str) -> list[int]:
         """A text's ids, without special tokens of the tokenizer's own."""

@@ -1,0 +1,373 @@
+"""Chats with sampled ids: what a made-up vLLM is asked, what clients see, what is kept and why."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from aiohttp import web
+from tests.cluster.publisher import packed, stored
+from tests.fleet.test_proxy import CHAT, Running, run
+from tests.metrics.scraped import scrape, total
+from tests.tags.templates import CHATML, tokenizer_of
+
+import kvtrie
+from kvtrie.fleet import chats
+from kvtrie.router import PromptSplicer
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+QUESTION = {"role": "user", "content": "what is the question?"}
+ANSWER = "the answer is in the question"
+NEXT = {"role": "user", "content": "and then?"}
+
+
+class Vllm:
+    """Answers chats as vLLM does, one token per character of the reply."""
+
+    def __init__(self, running: Running, template: str = CHATML) -> None:
+        self.tokenizer = tokenizer_of("qwen3", template)
+        self.splicer = PromptSplicer(self.tokenizer)
+        self.prompts: list[list[int]] = []
+        self.bodies: list[dict[str, Any]] = []
+        self.status = 200
+        self.router = running.router
+        running.router.reply = self.reply
+
+    @property
+    def sampled(self) -> list[int]:
+        parts = [*ANSWER, "<|im_end|>"]
+        return [int(one) for part in parts for one in self.splicer.encode(part)]
+
+    def rendered(self, messages: list[dict[str, Any]]) -> list[int]:
+        text = self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+        return self.splicer.encode(str(text)).tolist()
+
+    def text(self, ids: list[int]) -> str:
+        return self.splicer.decode(np.array(ids, np.uint32))
+
+    async def reply(self, request: web.Request) -> web.StreamResponse:
+        body = json.loads(self.router.asked[-1][3])
+        self.bodies.append(body)
+        given = (body.get("kv_transfer_params") or {}).pop("prompt_token_ids", None)
+        if body.get("return_token_ids") and self.status != 200:
+            return web.json_response({"error": "no"}, status=self.status)
+        prompt = given or self.rendered(body["messages"])
+        self.prompts.append(prompt)
+        has_ids = body.get("return_token_ids")
+        if not body.get("stream"):
+            message = {"role": "assistant", "content": ANSWER}
+            choice: dict[str, Any] = {"index": 0, "message": message, "finish_reason": "stop"}
+            document: dict[str, Any] = {"object": "chat.completion", "choices": [choice]}
+            document |= {"prompt_token_ids": prompt if has_ids else None}
+            choice |= {"token_ids": self.sampled if has_ids else None}
+            return web.json_response(document)
+        return await self.stream(request, prompt if has_ids else None)
+
+    async def stream(self, request: web.Request, prompt: list[int] | None) -> web.StreamResponse:
+        first: dict[str, Any] = {"choices": [{"index": 0, "delta": {"role": "assistant"}}]}
+        if prompt is not None:
+            first["prompt_token_ids"] = prompt
+        events = [first]
+        for at, token in enumerate(self.sampled):
+            is_last = at == len(self.sampled) - 1
+            delta = {"content": "" if is_last else ANSWER[at]}
+            choice: dict[str, Any] = {"index": 0, "delta": delta}
+            choice["finish_reason"] = "stop" if is_last else None
+            if prompt is not None:
+                choice["token_ids"] = [token]
+            events.append({"choices": [choice]})
+        text = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+        reply = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await reply.prepare(request)
+        for at in range(0, len(text), 37):
+            await reply.write(text[at : at + 37].encode())
+        return reply
+
+
+def fleet(
+    test: Callable[[Running, Vllm, kvtrie.TurnTracker], Awaitable[None]],
+    template: str = CHATML,
+    **options: Any,
+) -> None:
+    tracker = kvtrie.TurnTracker()
+
+    async def inner(running: Running) -> None:
+        await test(running, Vllm(running, template), tracker)
+
+    tokenizer = tokenizer_of("qwen3", CHATML)
+    run(inner, tokenizer=tokenizer, tracker=tracker, **options)
+
+
+def body(*messages: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"model": "tiny", "messages": list(messages), **more}
+
+
+def said(text: str = ANSWER, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **more}
+
+
+def events(raw: bytes) -> list[Any]:
+    lines = [line.removeprefix(b"data: ") for line in raw.splitlines() if line]
+    return [line if line == b"[DONE]" else json.loads(line) for line in lines]
+
+
+def test_the_next_turn_is_sent_with_the_ids_that_were_sampled() -> None:
+    async def test(running: Running, vllm: Vllm, tracker: kvtrie.TurnTracker) -> None:
+        status, _, first = await running.post(body(QUESTION))
+        message = json.loads(first)["choices"][0]["message"]
+        assert (status, message["content"]) == (200, ANSWER)
+        history = vllm.prompts[0] + vllm.sampled
+        turn = body(QUESTION, said(tool_calls=[], refusal=None), NEXT, temperature=0.5)
+        plain = vllm.rendered([QUESTION, said(), NEXT])
+        # The first worker has what was sampled, the second what the text is encoded to.
+        blocks = [history[: len(history) // 2 * 2], plain[: len(vllm.prompts[0]) // 2 * 2 + 2]]
+        for worker, ids in enumerate(blocks):
+            running.index.apply(
+                worker, packed(stored(range(1000, 1000 + len(ids) // 2), None, ids))
+            )
+        assert running.served.prompt(CHAT, turn)[:].tolist() == plain
+        await running.post(turn)
+        sent = vllm.prompts[1]
+        assert sent[: len(history)] == history
+        assert sent != plain
+        assert vllm.text(sent) == vllm.text(plain)
+        assert running.router.target() == "at-a"
+        # All else is the client's.
+        assert vllm.bodies[1] == turn | {"return_token_ids": True, "kv_transfer_params": {}}
+        assert running.proxy.counts == {
+            "requests": 2,
+            "routed": 2,
+            "unspliced: no history": 1,
+            "spliced": 1,
+            "kept": 2,
+        }
+        assert tracker.stats().splices["spliced"] == 1
+
+    fleet(test)
+
+
+def test_a_client_sees_its_reply_as_without_splicing() -> None:
+    replies: dict[bool, list[Any]] = {True: [], False: []}
+    turns = [body(QUESTION), body(QUESTION, said(), NEXT)]
+
+    def ask(*, splices: bool) -> None:
+        async def test(running: Running) -> None:
+            vllm = Vllm(running)
+            for turn in turns:
+                for more in ({}, {"stream": True}):
+                    accept = {"Accept-Encoding": "gzip"}
+                    _, headers, raw = await running.post(turn | more, **accept)
+                    kind = headers["Content-Type"].split(";")[0]
+                    replies[splices].append((kind, events(raw) if more else json.loads(raw)))
+            sent = [asked[2] for asked in running.router.asked]
+            assert all(("accept-encoding" in one) is not splices for one in sent)
+            if splices:
+                assert vllm.prompts[-1][: len(vllm.prompts[0])] == vllm.prompts[0]
+                assert running.proxy.counts["kept"] == 4
+                assert running.proxy.counts["spliced"] == 2
+
+        options = {"tracker": kvtrie.TurnTracker()} if splices else {}
+        run(test, tokenizer=tokenizer_of("qwen3", CHATML), **options)
+
+    ask(splices=True)
+    ask(splices=False)
+    for _, reply in replies[False]:
+        if isinstance(reply, dict):
+            assert reply.pop("prompt_token_ids") is None
+            assert reply["choices"][0].pop("token_ids") is None
+    assert replies[True] == replies[False]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_client_that_asks_for_ids_gets_them(streams: bool) -> None:
+    async def test(running: Running, vllm: Vllm, _: kvtrie.TurnTracker) -> None:
+        asked = body(QUESTION, stream=streams, return_token_ids=True)
+        _, _, raw = await running.post(asked)
+        found = [one for one in events(raw) if one != b"[DONE]"] if streams else [json.loads(raw)]
+        assert found[0]["prompt_token_ids"] == vllm.prompts[0]
+        ids = [one for event in found for one in event["choices"][0].get("token_ids", ())]
+        assert ids == vllm.sampled
+        assert running.proxy.counts["kept"] == 1
+
+    fleet(test)
+
+
+@pytest.mark.parametrize(
+    ("turn", "why"),
+    [
+        (body(QUESTION, tools=[{"type": "function", "function": {"name": "f"}}]), "tools"),
+        (body(QUESTION, n=2), "several replies"),
+        (body(QUESTION, reasoning_effort="low"), "other fields"),
+        (body(QUESTION, response_format={"type": "json_object"}), "other fields"),
+        (body(QUESTION, kv_transfer_params={"prompt_token_ids": [1]}), "ids of the client's own"),
+        (body(QUESTION, kv_transfer_params=5), "ids of the client's own"),
+        (body(QUESTION, said(reasoning_content="x"), NEXT), "messages of more than text"),
+        (body(QUESTION, said(tool_calls=[{"id": "1"}])), "messages of more than text"),
+        (body({"role": "tool", "content": "x"}), "messages of more than text"),
+        (body({"role": ["user"], "content": "x"}), "messages of more than text"),
+        (body({"role": "user", "content": [{"type": "text", "text": "x"}]}), "messages of more"),
+    ],
+)
+def test_what_an_engine_may_render_otherwise_passes_as_it_came(
+    turn: dict[str, Any], why: str
+) -> None:
+    async def test(running: Running, _: Vllm, __: kvtrie.TurnTracker) -> None:
+        running.router.reply = None
+        raw = json.dumps(turn, indent=1).encode()
+        assert (await running.post(raw))[0] == 200
+        assert running.router.asked[0][3] == raw
+        counts = running.proxy.counts
+        assert counts["spliced"] == counts["kept"] == 0
+        assert counts["routed"] == 0 or sum(why in name for name in counts) == 1, counts
+        assert counts["routed"] == 1 or sum("unrouted" in name for name in counts) == 1, counts
+
+    fleet(test)
+
+
+def test_an_engine_that_renders_otherwise_teaches_nothing() -> None:
+    async def test(running: Running, vllm: Vllm, _: kvtrie.TurnTracker) -> None:
+        await running.post(body(QUESTION))
+        await running.post(body(QUESTION, said(), NEXT))
+        assert vllm.prompts[1] == vllm.rendered([QUESTION, said(), NEXT])
+        assert running.proxy.counts["not kept: another prompt"] == 2
+        assert running.proxy.counts["unspliced: no history"] == 2
+
+    fleet(test, template="Hello. " + CHATML)
+
+
+@pytest.mark.parametrize("status", [400, 422])
+def test_an_engine_that_refuses_ids_gets_the_chat_as_it_came(status: int) -> None:
+    async def test(running: Running, vllm: Vllm, _: kvtrie.TurnTracker) -> None:
+        await running.post(body(QUESTION))
+        vllm.status = status
+        # The first is sent with ids; of the second the reply's are asked for.
+        for turn in (body(QUESTION, said(), NEXT), body(NEXT, stream=True)):
+            raw = json.dumps(turn, indent=1).encode()
+            assert (await running.post(raw))[0] == 200
+            assert running.router.asked[-1][3] == raw
+        assert running.proxy.counts["spliced"] == 1
+        assert running.proxy.counts["unspliced: refused by the engine"] == 2
+        assert running.dispatcher.outstanding("a") == running.dispatcher.outstanding("b") == (0, 0)
+
+    fleet(test)
+
+
+def test_ids_of_one_salt_are_not_used_under_another() -> None:
+    async def test(running: Running, vllm: Vllm, _: kvtrie.TurnTracker) -> None:
+        await running.post(body(QUESTION, cache_salt="one"))
+        turn = body(QUESTION, said(), NEXT)
+        for more in ({}, {"cache_salt": "two"}):
+            await running.post(turn | more)
+            assert vllm.prompts[-1] == vllm.rendered(turn["messages"])
+        await running.post(turn | {"cache_salt": "one"})
+        assert vllm.prompts[-1] != vllm.rendered(turn["messages"])
+
+    fleet(test)
+
+
+STREAM = "text/event-stream"
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "why"),
+    [
+        ("application/json", "{", "no end of the reply"),
+        ("application/json", "[1]", "no end of the reply"),
+        ("application/json", '{"choices":[{"finish_reason":"stop"}]}', "no ids in the reply"),
+        ("application/json", '{"choices":[{"finish_reason":"stop","token_ids":5}]}', "no end"),
+        (STREAM, "data: {}\n\n", "no end of the reply"),
+        (STREAM, "data: {\n\ndata: {}\n\ndata: [DO", "no end of the reply"),
+        (STREAM, ": a comment\r\n\r\ndata: [DONE]\r\n\r\n", "no end of the reply"),
+    ],
+)
+def test_replies_in_other_forms_pass_as_they_are(kind: str, text: str, why: str) -> None:
+    async def test(running: Running, _: Vllm, __: kvtrie.TurnTracker) -> None:
+        async def says(_: web.Request) -> web.StreamResponse:
+            return web.Response(body=text.encode(), headers={"Content-Type": kind})
+
+        running.router.reply = says
+        assert (await running.post(body(QUESTION)))[2].decode() == text
+        found = [name for name in running.proxy.counts if name.startswith("not kept")]
+        assert len(found) == 1
+        assert why in found[0]
+
+    fleet(test)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_reply_that_is_too_long_passes_as_it_is(
+    streams: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chats, "_MOST_REPLY", 20)
+
+    async def test(running: Running, vllm: Vllm, _: kvtrie.TurnTracker) -> None:
+        _, _, raw = await running.post(body(QUESTION, stream=streams))
+        whole = "".join(
+            choice.get("message", choice.get("delta"))["content"]
+            for event in (events(raw)[1:-1] if streams else [json.loads(raw)])
+            for choice in event["choices"]
+        )
+        assert whole == ANSWER
+        assert str(vllm.sampled[-1]) in raw.decode()
+        assert running.proxy.counts["not kept: no end of the reply"] == 1
+
+    fleet(test)
+
+
+def test_ids_that_are_none_are_not_kept() -> None:
+    async def test(running: Running, vllm: Vllm, tracker: kvtrie.TurnTracker) -> None:
+        for token in (-1, 1 << 40, "x"):
+
+            async def says(_: web.Request, token: object = token) -> web.StreamResponse:
+                prompt = vllm.rendered([QUESTION])
+                choice = {"index": 0, "finish_reason": "stop", "token_ids": [token]}
+                return web.json_response({"prompt_token_ids": prompt, "choices": [choice]})
+
+            running.router.reply = says
+            assert (await running.post(body(QUESTION)))[0] == 200
+        why = "not kept: a token id is out of range, or too many"
+        assert running.proxy.counts[why] == 3
+        assert len(tracker) == 0
+
+    fleet(test)
+
+
+def test_errors_of_the_engine_pass_and_teach_nothing() -> None:
+    async def test(running: Running, _: Vllm, tracker: kvtrie.TurnTracker) -> None:
+        async def says(_: web.Request) -> web.StreamResponse:
+            return web.Response(status=429, text="later", headers={"Retry-After": "7"})
+
+        running.router.reply = says
+        status, headers, raw = await running.post(body(QUESTION))
+        assert (status, headers["Retry-After"], raw) == (429, "7", b"later")
+        assert len(tracker) == 0
+
+    fleet(test)
+
+
+def test_a_scrape_has_what_was_spliced() -> None:
+    pytest.importorskip("prometheus_client")
+    from kvtrie.metrics import Collector  # noqa: PLC0415 - needs prometheus_client
+
+    async def test(running: Running, vllm: Vllm, tracker: kvtrie.TurnTracker) -> None:
+        collector = Collector(proxy=running.proxy, tracker=tracker)
+        for turn in (body(QUESTION), body(QUESTION, said(), NEXT)):
+            await running.post(turn)
+        await running.post(body(QUESTION, n=2))
+        series = scrape(collector)
+        want = {"spliced": 1, "kept": 2, "unspliced: no history": 1}
+        want |= {"unspliced: several replies": 1}
+        for name, number in want.items():
+            assert total(series, "kvtrie_proxy_requests_total", outcome=name) == number
+        splices = "kvtrie_tracker_splices_total"
+        assert total(series, splices, outcome="spliced") == 1
+        kept = total(series, "kvtrie_tracker_spliced_tokens_total")
+        assert kept >= len(vllm.sampled)
+
+    fleet(test)
