@@ -333,9 +333,13 @@ def cluster_panels() -> tuple[Panel, ...]:
     return (
         Panel(
             "Workers by state",
-            "Workers whose events are all known (live), and others, whose scores are uncertain.",
+            "Workers whose events are all known (live), and others, whose scores are uncertain; as"
+            " subscriptions and as replicas see them.",
             "short",
-            (Query(f"sum by (state) ({name}subscription_state)", "{{state}}"),),
+            (
+                Query(f"sum by (state) ({name}subscription_state)", "{{state}}"),
+                Query(f"sum by (state) ({name}replica_state)", "{{state}}, replica"),
+            ),
             stacked=True,
         ),
         Panel(
@@ -363,10 +367,13 @@ def cluster_panels() -> tuple[Panel, ...]:
             (Query(rate(f"{name}worker_events_total", "event"), "{{event}}"),),
         ),
         Panel(
-            "What subscriptions met",
+            "What subscriptions and replicas met",
             "Batches, and what was lost, replayed or replaced by a snapshot.",
             "short",
-            (Query(rate(f"{name}subscription_events_total", "event"), "{{event}}"),),
+            (
+                Query(rate(f"{name}subscription_events_total", "event"), "{{event}}"),
+                Query(rate(f"{name}replica_events_total", "event"), "{{event}}, replica"),
+            ),
         ),
         Panel(
             "Requests of the proxy",

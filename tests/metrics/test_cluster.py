@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
+from tests.cluster.nats_server import SECONDS, NatsServer, needs_nats
 from tests.cluster.publisher import SIZE, Publisher, removed, stored
-from tests.cluster.test_subscription import NS, Fed, until
+from tests.cluster.test_replicas import Bridged, Followed
+from tests.cluster.test_subscription import NS, Fed, block, until
 from tests.metrics.scraped import scrape, total
 
 import kvtrie
+from kvtrie.cluster import follow
 from kvtrie.metrics import Collector
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 EVENTS = "kvtrie_cluster_worker_events_total"
 STATE = "kvtrie_cluster_subscription_state"
@@ -60,6 +68,43 @@ def test_a_worker_that_was_removed_does_not_end_the_scrape() -> None:
         assert total(scrape(collector), STATE) == 0
 
 
+@needs_nats
+def test_a_replica_and_its_bridge_are_what_happened(tmp_path: Path) -> None:
+    state, met = "kvtrie_cluster_replica_state", "kvtrie_cluster_replica_events_total"
+    with (
+        NatsServer(tmp_path) as nats,
+        Publisher() as publisher,
+        Bridged(publisher, nats) as bridged,
+        Followed(nats) as followed,
+    ):
+        collector = Collector(indexer=followed.index, replica=followed.replica)
+        of_bridge = Collector(indexer=bridged.index, subscriptions={"w": bridged.bridge})
+        # The names of what may happen are there from the start, so rates begin at 0.
+        assert total(scrape(collector), met, event="gaps") == 0
+        for number in range(3):
+            publisher.send(block(number))
+        publisher.send(removed(2))
+        until(lambda: followed.counts.get("batches") == 4, followed.__repr__)
+        followed.becomes(4)
+        assert followed.replica.wait("w", "live", SECONDS)
+        assert followed.replica.workers == {"w": followed.worker}
+        series, stats = scrape(collector), followed.index.worker_stats(followed.worker)
+        assert (stats["stored"], stats["removed"]) == (3, 1)
+        for name in ("batches", "stored", "removed"):
+            assert total(series, EVENTS, worker="w", event=name) == stats[name]
+        assert total(series, "kvtrie_cluster_worker_blocks", worker="w") == stats["blocks"]
+        assert total(series, met, event="batches") == followed.counts["batches"] == 4
+        assert total(series, met, event="connections") == 1
+        assert total(series, state, worker="w", state="live") == total(series, state) == 1
+        published = bridged.bridge.counts["published"]
+        events = "kvtrie_cluster_subscription_events_total"
+        assert total(scrape(of_bridge), events, worker="w", event="published") == published > 0
+        nats.kill()
+        assert followed.replica.wait("w", "stale", SECONDS)
+        series = scrape(collector)
+        assert total(series, state, worker="w", state="stale") == total(series, state) == 1
+
+
 def test_sources_of_a_wrong_kind_are_named() -> None:
     index = kvtrie.KvIndexer(SIZE, b"the key of tests")
     index.add_worker("w", NS)
@@ -69,3 +114,11 @@ def test_sources_of_a_wrong_kind_are_named() -> None:
         Collector(indexer=index, subscriptions=[])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="subscriptions need their indexer"):
         Collector(subscriptions={})
+    with pytest.raises(TypeError, match="replica must be a Replica, not 5"):
+        Collector(indexer=index, replica=5)  # type: ignore[arg-type]
+    workers = {"w": index.add_worker("followed", NS)}
+    with (
+        follow(index, workers, servers="nats://127.0.0.1:1", timeout=0) as replica,
+        pytest.raises(ValueError, match="a replica needs its indexer"),
+    ):
+        Collector(replica=replica)

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from prometheus_client import CollectorRegistry
 from tests.cluster.publisher import Publisher, stored
-from tests.cluster.test_subscription import Fed, until
+from tests.cluster.test_subscription import NS, Fed, until
 from tests.metrics.prometheus import DASHBOARD, queries, scraping
 from tools.dashboard import ROWS, dashboard
 
 import kvtrie
+from kvtrie.cluster import Replica, follow
 from kvtrie.fleet import Dispatcher
 from kvtrie.fleet.proxy import Proxy
 from kvtrie.metrics import FAMILIES, Collector
@@ -80,7 +81,7 @@ def test_every_query_returns_series(make: Make, ids: Ids, tmp_path: Path) -> Non
         tracker.compare(seq)
         tracker.keep(seq, num_computed=len(seq) - 1)
 
-    with Publisher() as publisher, Fed(publisher) as fed:
+    with Publisher() as publisher, Fed(publisher) as fed, following(fed.index) as replica:
         proxy = Proxy("http://127.0.0.1:1", Dispatcher(fed.index), {})
         registry.register(
             Collector(
@@ -88,6 +89,7 @@ def test_every_query_returns_series(make: Make, ids: Ids, tmp_path: Path) -> Non
                 tracker=tracker,
                 indexer=fed.index,
                 subscriptions={"w": fed.subscription},
+                replica=replica,
                 proxy=proxy,
             )
         )
@@ -95,6 +97,12 @@ def test_every_query_returns_series(make: Make, ids: Ids, tmp_path: Path) -> Non
         publisher.send(stored([1], None, [0, 1]))
         until(lambda: fed.subscription.counts["batches"] == 1, fed.__repr__)
         ask(registry, tmp_path, turn, usages)
+
+
+def following(index: kvtrie.KvIndexer) -> Replica:
+    """A replica whose stream nobody has."""
+    worker = index.add_worker("followed", NS)
+    return follow(index, {"followed": worker}, servers="nats://127.0.0.1:1", timeout=0)
 
 
 def ask(

@@ -206,6 +206,11 @@ class Replica:
             self.close()
             raise refusal
 
+    @property
+    def workers(self) -> dict[str, int]:
+        """The numbers of its workers by their names in the stream."""
+        return {name: followed.worker for name, followed in self._workers.items()}
+
     def state(self, worker: str) -> SubscriptionState:
         """What is known of a worker.
 

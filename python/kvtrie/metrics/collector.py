@@ -19,6 +19,7 @@ except ImportError as error:
     raise ImportError(_MISSING) from error
 
 from kvtrie._core import KvIndexer, RadixIndex, StaleHandleError
+from kvtrie.cluster import Replica
 from kvtrie.metrics.families import FAMILIES
 from kvtrie.metrics.generator import FIRST_TOKEN_BUCKETS, GeneratorCounter
 from kvtrie.metrics.prompts import OTHER, REUSES, Prompts
@@ -64,6 +65,7 @@ class Collector:
         indexer: A router's index of many workers.
         subscriptions: What feeds it, by the worker's name. A mapping that changes is read at
             each scrape.
+        replica: What feeds it from bridges; also next to subscriptions, for other workers.
         proxy: A proxy in front of a router.
         labels: Labels of every sample of these sources, by name: a replica, for example. Their
             values should be few.
@@ -92,6 +94,7 @@ class Collector:
         prompts: Prompts | None = None,
         indexer: KvIndexer | None = None,
         subscriptions: Mapping[str, Subscription] | None = None,
+        replica: Replica | None = None,
         proxy: Proxy | None = None,
         labels: Mapping[str, str] | None = None,
     ) -> None:
@@ -104,6 +107,7 @@ class Collector:
             prompts=prompts,
             indexer=indexer,
             subscriptions=subscriptions,
+            replica=replica,
             proxy=proxy,
             labels=labels,
         )
@@ -117,6 +121,7 @@ class Collector:
         prompts: Prompts | None = None,
         indexer: KvIndexer | None = None,
         subscriptions: Mapping[str, Subscription] | None = None,
+        replica: Replica | None = None,
         proxy: Proxy | None = None,
         labels: Mapping[str, str] | None = None,
     ) -> None:
@@ -129,6 +134,7 @@ class Collector:
             prompts: As for the class.
             indexer: As for the class.
             subscriptions: As for the class.
+            replica: As for the class.
             proxy: As for the class.
             labels: As for the class.
 
@@ -146,8 +152,10 @@ class Collector:
         _check("prompts", prompts, Prompts)
         _check("indexer", indexer, KvIndexer)
         _check("subscriptions", subscriptions, Mapping)
-        if subscriptions is not None and indexer is None:
-            msg = "Collector: subscriptions need their indexer"
+        _check("replica", replica, Replica)
+        if indexer is None and (subscriptions is not None or replica is not None):
+            given_alone = "subscriptions need their" if replica is None else "a replica needs its"
+            msg = f"Collector: {given_alone} indexer"
             raise ValueError(msg)
         if generator is not None and (index is not None or prompts is not None):
             msg = "Collector: a generator has its index and its prompts; give it without them"
@@ -168,7 +176,16 @@ class Collector:
         self._sources = [
             *self._sources,
             _Exported(
-                values, index, tracker, generator, prompts, counter, indexer, subscriptions, proxy
+                values,
+                index,
+                tracker,
+                generator,
+                prompts,
+                counter,
+                indexer,
+                subscriptions,
+                replica,
+                proxy,
             ),
         ]
 
@@ -239,6 +256,7 @@ class _Exported:
     counter: GeneratorCounter | None
     indexer: KvIndexer | None
     subscriptions: Mapping[str, Subscription] | None
+    replica: Replica | None
     proxy: Proxy | None
 
     def samples(self) -> dict[str, Samples | _Histogram]:
@@ -252,7 +270,7 @@ class _Exported:
         if self.tracker is not None:
             found |= _of_tracker(self.tracker)
         if self.indexer is not None:
-            found |= _of_indexer(self.indexer, self.subscriptions or {})
+            found |= _of_indexer(self.indexer, self.subscriptions or {}, self.replica)
         if self.proxy is not None:
             found["kvtrie_proxy_requests"] = _by(self.proxy.counts.copy(), ("requests", "routed"))
         return found
@@ -362,35 +380,52 @@ def _of_tracker(tracker: TurnTracker) -> dict[str, Samples | _Histogram]:
 
 _STATES: Final = ("syncing", "live", "gapped", "stale")
 # What a worker has now, and flags; the rest of what is counted of it only grows.
+_OF_STREAM: Final = ("batches", "repeats", "gaps", "refused", "resyncs")
 _OF_NOW: Final = ("blocks", "entries", "parked", "refused", "slower_tiers")
 
 
 def _of_indexer(
-    indexer: KvIndexer, subscriptions: Mapping[str, Subscription]
+    indexer: KvIndexer, subscriptions: Mapping[str, Subscription], replica: Replica | None
 ) -> dict[str, Samples | _Histogram]:
     now = indexer.stats()
     found = _plain({f"cluster_{name}": now[name] for name in ("workers", "blocks", "entries")})
     found["kvtrie_cluster_bytes"] = {(): float(now["bytes"])}
-    blocks: Samples = {}
-    events: Samples = {}
     states: Samples = {}
     met: Samples = {}
-    for worker, subscription in dict(subscriptions).items():
-        state = subscription.state
-        states |= {(worker, one): float(one == state) for one in _STATES}
+    fed = dict(subscriptions)
+    workers = {name: subscription.worker for name, subscription in fed.items()}
+    for worker, subscription in fed.items():
+        states |= _states(worker, subscription.state)
         met |= {(worker, what): float(n) for what, n in subscription.counts.copy().items()}
+    if replica is not None:
+        followed: Samples = {}
+        for worker in replica.workers:
+            followed |= _states(worker, replica.state(worker))
+        found["kvtrie_cluster_replica_state"] = followed
+        found["kvtrie_cluster_replica_events"] = _by(replica.counts.copy(), _OF_STREAM)
+        workers |= replica.workers
+    return found | {
+        **_of_workers(indexer, workers),
+        "kvtrie_cluster_subscription_state": states,
+        "kvtrie_cluster_subscription_events": met,
+    }
+
+
+def _states(worker: str, state: str) -> Samples:
+    return {(worker, one): float(one == state) for one in _STATES}
+
+
+def _of_workers(indexer: KvIndexer, workers: Mapping[str, int]) -> dict[str, Samples | _Histogram]:
+    blocks: Samples = {}
+    events: Samples = {}
+    for worker, number in workers.items():
         try:
-            of_worker = indexer.worker_stats(subscription.worker)
+            of_worker = indexer.worker_stats(number)
         except StaleHandleError:
-            # The worker was removed; its subscription is stale.
+            # The worker was removed; what feeds it is stale.
             continue
         blocks[worker,] = float(of_worker["blocks"])
         counts = {name: n for name, n in of_worker.items() if name not in _OF_NOW}
         counts |= {f"refused_{name}": n for name, n in of_worker["refused"].items()}
         events |= {(worker, name): float(n) for name, n in counts.items()}
-    return found | {
-        "kvtrie_cluster_worker_blocks": blocks,
-        "kvtrie_cluster_worker_events": events,
-        "kvtrie_cluster_subscription_state": states,
-        "kvtrie_cluster_subscription_events": met,
-    }
+    return {"kvtrie_cluster_worker_blocks": blocks, "kvtrie_cluster_worker_events": events}

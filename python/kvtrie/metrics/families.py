@@ -270,6 +270,20 @@ FAMILIES: Final = (
         ("worker", "event"),
     ),
     MetricFamily(
+        "kvtrie_cluster_replica_state",
+        "gauge",
+        "indexer",
+        "1 for the state that a worker is in at a replica, else 0.",
+        ("worker", "state"),
+    ),
+    MetricFamily(
+        "kvtrie_cluster_replica_events",
+        "counter",
+        "indexer",
+        "What a replica has met in the stream of bridges.",
+        ("event",),
+    ),
+    MetricFamily(
         "kvtrie_proxy_requests",
         "counter",
         "proxy",
