@@ -199,6 +199,7 @@ impl KvIndexer {
             keys: Arc::new(Keys::new(key, config.block_size)?),
             block_size: config.block_size,
             max_bytes: config.max_batch_bytes,
+            moved_runs: config.moved_runs,
         };
         Ok(Self {
             blocks: Blocks::new(config.moved_runs, config.max_blocks),
@@ -593,7 +594,7 @@ impl KvIndexer {
     /// O(tokens).
     #[must_use]
     pub fn prompt(&self, seq: &TokenSequence, moved: bool) -> Prompt {
-        self.reader.prompt(seq, moved && self.config.moved_runs)
+        self.reader.prompt(seq, moved)
     }
 
     /// How much of a prompt each worker holds.
@@ -781,6 +782,12 @@ impl KvIndexer {
 }
 
 impl EventReader {
+    /// Whether a search that may find moved runs looks for them: the index must keep fingerprints.
+    #[must_use]
+    pub fn looks_for_moved(&self, moved: bool) -> bool {
+        moved && self.moved_runs
+    }
+
     /// As [`KvIndexer::prompt`], outside of the lock of the index.
     #[must_use]
     pub fn prompt(&self, seq: &TokenSequence, moved: bool) -> Prompt {
@@ -795,7 +802,7 @@ impl EventReader {
         Prompt {
             root,
             digests: digests.collect(),
-            windows: if moved {
+            windows: if self.looks_for_moved(moved) {
                 self.keys.windows(tokens)
             } else {
                 Vec::new()

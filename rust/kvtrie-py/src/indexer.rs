@@ -170,7 +170,7 @@ impl PyKvIndexer {
         let cost = hashing(seq.len(py)?);
         py.enter(cost, |keys| {
             let seq = keys.lock(&seq.core, SEQUENCE)?;
-            Ok(self.reader.prompt(&seq, moved && self.config.moved_runs))
+            Ok(self.reader.prompt(&seq, moved))
         })
     }
 }
@@ -503,7 +503,7 @@ impl PyKvIndexer {
         let made;
         let prompt = if let Ok(digests) = seq.cast::<PyPromptDigests>() {
             let digests = digests.get();
-            if moved && self.config.moved_runs && !digests.has_moved {
+            if self.reader.looks_for_moved(moved) && !digests.has_moved {
                 return Err(PyValueError::new_err(format!(
                     "{CALL}: the policy allows approximate reuse, and the digests were made without moved=True"
                 )));

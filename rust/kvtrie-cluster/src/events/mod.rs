@@ -165,6 +165,7 @@ pub struct EventReader {
     pub(crate) keys: Arc<Keys>,
     pub(crate) block_size: usize,
     pub(crate) max_bytes: usize,
+    pub(crate) moved_runs: bool,
 }
 
 /// Names of the fields in the array form, by position.
