@@ -46,7 +46,8 @@ class Vllm:
         text = self.tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True
         )
-        return self.splicer.encode(str(text)).tolist()
+        ids: list[int] = self.splicer.encode(str(text)).tolist()
+        return ids
 
     def text(self, ids: list[int]) -> str:
         return self.splicer.decode(np.array(ids, np.uint32))
@@ -172,7 +173,7 @@ def test_a_client_sees_its_reply_as_without_splicing() -> None:
                 assert running.proxy.counts["kept"] == 4
                 assert running.proxy.counts["spliced"] == 2
 
-        options = {"tracker": kvtrie.TurnTracker()} if splices else {}
+        options: dict[str, Any] = {"tracker": kvtrie.TurnTracker()} if splices else {}
         run(test, tokenizer=tokenizer_of("qwen3", CHATML), **options)
 
     ask(splices=True)
@@ -287,7 +288,7 @@ STREAM = "text/event-stream"
     ],
 )
 def test_replies_in_other_forms_pass_as_they_are(kind: str, text: str, why: str) -> None:
-    async def test(running: Running, _: Vllm, __: kvtrie.TurnTracker) -> None:
+    async def test(running: Running, *_: Any) -> None:
         async def says(_: web.Request) -> web.StreamResponse:
             return web.Response(body=text.encode(), headers={"Content-Type": kind})
 

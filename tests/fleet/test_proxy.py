@@ -297,13 +297,14 @@ def test_a_reply_that_breaks_off_breaks_off_for_the_client() -> None:
     run(test)
 
 
-def test_a_worker_that_the_router_does_not_have_is_asked_for_once() -> None:
+@pytest.mark.parametrize(
+    ("status", "code"), [(503, "no_available_workers"), (500, "call_upstream_connection_failed")]
+)
+def test_a_worker_that_the_router_cannot_reach_is_asked_for_once(status: int, code: str) -> None:
     async def test(running: Running) -> None:
         async def refuses(request: web.Request) -> web.StreamResponse:
             if HEADER in request.headers:
-                return web.json_response(
-                    {}, status=503, headers={"X-SMG-Error-Code": "no_available_workers"}
-                )
+                return web.json_response({}, status=status, headers={"X-SMG-Error-Code": code})
             return web.json_response({"ok": True})
 
         running.router.reply = refuses

@@ -68,8 +68,8 @@ class Engine:
             return reply
         message = {"role": "assistant", "content": self.name}
         choice = {"index": 0, "message": message, "finish_reason": "stop", "token_ids": [1]}
-        reply = {"object": "chat.completion", "choices": [choice], "prompt_token_ids": [2, 3]}
-        return web.json_response(reply)
+        document = {"object": "chat.completion", "choices": [choice], "prompt_token_ids": [2, 3]}
+        return web.json_response(document)
 
 
 def free_port() -> int:
@@ -155,6 +155,9 @@ async def scenario(smg: Path, log: Path) -> None:  # noqa: PLR0915 - one story
         assert (found["prompt_token_ids"], found["choices"][0]["token_ids"]) == ([2, 3], [1])
         # One engine dies: the positions of the others change, and no request is lost.
         await engines[0].runner.cleanup()
+        # SMG does not know it yet, and chooses no other by itself.
+        assert await served(session, front, texts["a"]) in {"b", "c"}
+        assert proxy.counts["retried"] == 1
         async with asyncio.timeout(30):
             while (await workers(session, url)).get(engines[0].url) == "ready":  # noqa: ASYNC110 - another process
                 await asyncio.sleep(0.2)

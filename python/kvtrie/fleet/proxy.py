@@ -29,7 +29,7 @@ from kvtrie.cluster import subscribe
 from kvtrie.fleet.chats import ChatSplicer, ReplyIds, SplicedChat, UnsplicedError
 from kvtrie.fleet.dispatcher import Dispatcher, NoWorkerError, Sent
 from kvtrie.fleet.prompts import CHAT, TEXT, PromptError, ServedModel
-from kvtrie.fleet.smg import NO_WORKERS, REFUSED, ROUTED, TARGET, SmgTargets
+from kvtrie.fleet.smg import NOT_BEGUN, REFUSED, ROUTED, TARGET, SmgTargets
 from kvtrie.router import TurnTracker
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class Proxy:
 
     Attributes:
         counts: `requests`; `routed`, of which `retried` without the header, because the router did
-            not have the worker, and `elsewhere`, where the router says that another served it;
+            not reach the worker, and `elsewhere`, where the router says that another served it;
             `passed`, for paths without prompts; `unrouted: ` with the reason; `refused: ` with the
             status; `gone` clients, and `broken` replies. With a tracker each routed chat is
             `spliced`, sent as ids, or `unspliced: ` with the reason; and its reply is `kept`, or
@@ -315,7 +315,7 @@ class Proxy:
     ) -> web.StreamResponse:
         """Ask the router.
 
-        It is asked again without the header if it does not have the worker, and with the client's
+        It is asked again without the header if it does not reach the worker, and with the client's
         own request if the engine refuses what was made of it.
         """
         reply: web.StreamResponse | None = None
@@ -323,8 +323,8 @@ class Proxy:
         while True:
             try:
                 async with self._ask(request, body, value, chat) as upstream:
-                    refused = upstream.headers.get(REFUSED) == NO_WORKERS
-                    if value is not None and upstream.status == 503 and refused:
+                    not_begun = upstream.headers.get(REFUSED) in NOT_BEGUN
+                    if value is not None and upstream.status in (500, 503) and not_begun:
                         self.counts["retried"] += 1
                         self._targets.expire()
                         if sent is not None:

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 TARGET: Final = "X-SMG-Target-Worker"
 ROUTED: Final = "x-smg-routed-worker-id"
 REFUSED: Final = "x-smg-error-code"
-NO_WORKERS: Final = "no_available_workers"
+# The worker is none of its own, or has just died: nobody has begun, and SMG chooses no other for a
+# request with the header.
+NOT_BEGUN: Final = frozenset(("no_available_workers", "call_upstream_connection_failed"))
 _MOST_BYTES: Final = 4 << 20
 
 
