@@ -216,6 +216,12 @@ bench-cluster: .venv-peers/dynamo/.packages target/wheels/.built ## Dynamo's Rad
 	@$(UV) pip install --quiet --python .venv-peers/dynamo/bin/python --no-deps --reinstall target/wheels/kvtrie-*.whl
 	.venv-peers/dynamo/bin/python benches/peers/cluster.py $(PEER_FLAGS)
 
+REPLICAS_FLAGS ?=
+
+.PHONY: bench-replicas
+bench-replicas: setup ## events of one engine over a nats-server to three replicas: batches a second, latency, and how long it takes after kill -9; printed only (two minutes)
+	OMP_NUM_THREADS=1 $(PY) benches/python/replicas.py $(REPLICAS_FLAGS)
+
 BENCH_STORE_FLAGS ?=
 
 .PHONY: bench-store

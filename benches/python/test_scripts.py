@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import shutil
 import tarfile
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ import hostile
 import limits
 import moved
 import pytest
+import replicas
 import reuse
 import splice
 import traces
@@ -69,6 +71,15 @@ def test_splice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert found.plain_hits < found.spliced_hits < found.tokens
     splice.main([str(tmp_path), "--conversations", "1"])
     assert capsys.readouterr().out.splitlines()[2].split(" | ")[1:3] == ["3", "100.0%"]
+
+
+@pytest.mark.skipif(not shutil.which("nats-server"), reason="nats-server is not installed")
+def test_replicas(capsys: pytest.CaptureFixture[str]) -> None:
+    replicas.main(["--batches", "20", "--slow", "3", "--kills", "1"])
+    rate, latency, recovery = capsys.readouterr().out.splitlines()
+    assert rate.endswith("reach all 3 replicas")
+    assert latency.startswith("one every 20 ms: ")
+    assert ", of 1, from its start until all replicas are live" in recovery
 
 
 def test_fleet() -> None:

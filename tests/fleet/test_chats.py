@@ -189,7 +189,7 @@ def test_a_client_sees_its_reply_as_without_splicing() -> None:
 def test_a_client_that_asks_for_ids_gets_them(streams: bool) -> None:
     async def test(running: Running, vllm: Vllm, _: kvtrie.TurnTracker) -> None:
         asked = body(QUESTION, stream=streams, return_token_ids=True)
-        _, _, raw = await running.post(asked)
+        raw = (await running.post(asked))[2]
         found = [one for one in events(raw) if one != b"[DONE]"] if streams else [json.loads(raw)]
         assert found[0]["prompt_token_ids"] == vllm.prompts[0]
         ids = [one for event in found for one in event["choices"][0].get("token_ids", ())]
@@ -308,7 +308,7 @@ def test_a_reply_that_is_too_long_passes_as_it_is(
     monkeypatch.setattr(chats, "_MOST_REPLY", 20)
 
     async def test(running: Running, vllm: Vllm, _: kvtrie.TurnTracker) -> None:
-        _, _, raw = await running.post(body(QUESTION, stream=streams))
+        raw = (await running.post(body(QUESTION, stream=streams)))[2]
         whole = "".join(
             choice.get("message", choice.get("delta"))["content"]
             for event in (events(raw)[1:-1] if streams else [json.loads(raw)])
