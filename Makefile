@@ -312,8 +312,12 @@ $(ROUTERS_ENV)/.packages: benches/peers/requirements/routers.txt | $(VENV)/.pack
 	@touch $@
 
 .PHONY: test-routers
-test-routers: setup $(ROUTERS_ENV)/.packages ## the index next to Dynamo's tree of blocks, and the proxy in front of SMG with two fake engines (ROUTERS_FLAGS: more for pytest)
+test-routers: setup $(ROUTERS_ENV)/.packages ## the index next to Dynamo's tree of blocks, and the proxy in front of SMG with three fake engines (ROUTERS_FLAGS: more for pytest)
 	$(PY) -m pytest --config-file tests/routers/pytest.toml tests/routers $(ROUTERS_FLAGS)
+
+.PHONY: soak-vllm-fleet
+soak-vllm-fleet: $(VLLM_ENV)/.kvtrie $(ROUTERS_ENV)/.packages ## the proxy in front of SMG in front of two vLLM servers: what it claims of each request, and what they report; one is killed (twenty minutes on busy cores)
+	$(VLLM_ENV)/bin/python -m pytest --config-file tests/vllm/pytest.toml tests/vllm/test_fleet.py -m minutes $(VLLM_FLAGS)
 
 # The router for Ray Serve runs in Ray's processes, so its tests do: Ray, pytest, and kvtrie's wheel.
 RAY_ENV := .venv-ray

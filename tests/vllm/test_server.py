@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import socket
-import subprocess
-import sys
-import time
 import urllib.request
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,6 +12,7 @@ from tests.tags.templates import QWEN3
 from tests.vllm import chat
 from tests.vllm.engine import BLOCK
 from tests.vllm.inside import SCHEDULER, connector_config
+from tests.vllm.server import serving
 from tests.vllm.test_dead import REASONING
 from tests.vllm.test_template import KEEPING
 from transformers import AutoTokenizer
@@ -25,47 +20,6 @@ from transformers import AutoTokenizer
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
-
-
-@contextmanager
-def serving(model: Path, folder: Path, *more: str) -> Iterator[str]:
-    """The address of a server; its log is in ``folder``."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-    command += ["--host", "127.0.0.1", "--port", str(port)]
-    command += ["--dtype", "float32", "--block-size", "32", "--enforce-eager"]
-    command += ["--max-model-len", "4096", "--num-gpu-blocks-override", "200"]
-    command += ["--enable-prompt-tokens-details", *more]
-    environment = {
-        **os.environ,
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-        "VLLM_LOGGING_LEVEL": "INFO",
-    }
-    log = folder / "log"
-    with log.open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
-        try:
-            base = f"http://127.0.0.1:{port}"
-            # Minutes on a busy machine; the limit of the suite ends what hangs.
-            for _ in range(780):
-                if process.poll() is not None:
-                    pytest.fail(f"the server ended:\n{log.read_text()[-3000:]}")
-                try:
-                    urllib.request.urlopen(f"{base}/health", timeout=2)  # noqa: S310 - our own
-                    break
-                except OSError:
-                    time.sleep(1)
-            else:
-                pytest.fail(f"the server does not answer:\n{log.read_text()[-3000:]}")
-            yield base
-        finally:
-            process.terminate()
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                process.kill()
 
 
 @pytest.fixture(scope="module")
