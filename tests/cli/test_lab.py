@@ -136,11 +136,30 @@ def test_own_conversation_with_the_ids_that_an_engine_returned(
     assert done.exit_code == 0, done.output
     turns = json.loads(done.stdout)["rows"][0]["measured"]["turns"]
     assert turns[0]["reply"] == 3
-    reply["token_ids"] = [10**9]
-    own.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("ids", "said"),
+    [
+        ([7, 10**9], "1000000000 is no id of the tokenizer, which has [0-9]+ tokens"),
+        ([7, -2], "-2 is no token id: a whole number from 0 to 4294967295"),
+    ],
+)
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_the_first_error_about_an_id_is_the_line_of_the_file(
+    ids: list[int], said: str, *, is_whole: bool, folder: Path, tmp_path: Path
+) -> None:
+    rows: list[Any] = [
+        {"role": "user", "content": "One?"},
+        {"role": "assistant", "content": "Two.", "token_ids": ids},
+    ]
+    lines = [json.dumps({"messages": rows})] if is_whole else ["", *map(json.dumps, rows)]
+    own = tmp_path / "own.jsonl"
+    own.write_text("\n".join(lines), encoding="utf-8")
     done = run(folder, own)
     assert done.exit_code == 2
-    assert re.search("has the token id 1000000000; the tokenizer has [0-9]+ tokens", done.stderr)
+    where = "line 1, message 2" if is_whole else "line 3"
+    assert re.search(f"^kvtrie: {re.escape(str(own))}, {where}: {said}", done.stderr), done.stderr
 
 
 def test_page_is_complete_and_shows_text_as_text(folder: Path, talk: Path, tmp_path: Path) -> None:

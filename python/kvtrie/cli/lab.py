@@ -14,7 +14,7 @@ import typer
 from kvtrie.cli import _options, _output
 from kvtrie.cli._failure import fail, need
 from kvtrie.cli._progress import ticks
-from kvtrie.demo.conversations import load_conversations
+from kvtrie.demo.conversations import Conversation, load_conversations
 
 # As Python spells them. As text, each would be true for a template.
 _WORDS: Final = {"true": "true", "false": "false", "none": "null"}
@@ -63,6 +63,7 @@ def lab(
     _output.check(html)
     conversations = None if chat is None else _conversations(chat)
     loaded = _loaded(tokenizer, chat_template)
+    _check_ids(conversations or [], len(loaded))
     from kvtrie.cli import _lab_page, _lab_shown  # noqa: PLC0415 - jinja2
     from kvtrie.lab import BUILT_IN, TemplateError, from_conversation, study  # noqa: PLC0415 - too
 
@@ -107,13 +108,22 @@ def _arguments(given: list[str]) -> dict[str, Any]:
     return found
 
 
-def _conversations(chat: Path) -> list[Any]:
+def _conversations(chat: Path) -> list[Conversation]:
     try:
-        return list(load_conversations(chat))
+        return load_conversations(chat)
     except OSError as error:
         fail(f"{chat}: {error.strerror or error}")
     except ValueError as error:
         fail(error)
+
+
+def _check_ids(conversations: list[Conversation], num_tokens: int) -> None:
+    """Refuse ids that the tokenizer does not have, which takes the tokenizer."""
+    for one in conversations:
+        for message, place in zip(one.messages, one.places, strict=True):
+            largest = max(message.get("token_ids") or [0])
+            if largest >= num_tokens:
+                fail(f"{place}: {largest} is no id of the tokenizer, which has {num_tokens} tokens")
 
 
 def _loaded(directory: Path, chat_template: Path | None) -> Any:  # noqa: ANN401 - transformers has no types

@@ -42,11 +42,13 @@ class Conversation:
             text parts is joined to one string; reasoning is in ``reasoning_content``.
         tools: Its declared tools, in OpenAI form.
         line: The line of the file on which it begins, counted from 1.
+        places: Where each message is in the file, in words; empty if it is of no file.
     """
 
     messages: tuple[dict[str, Any], ...]
     tools: tuple[dict[str, Any], ...] = ()
     line: int = 1
+    places: tuple[str, ...] = ()
 
     def turns(self) -> list[ReplayTurn]:
         """Split the conversation into the replies that the model generates.
@@ -104,20 +106,18 @@ def load_conversations(path: str | Path | None = None) -> list[Conversation]:
     """
     path = conversation_path() if path is None else Path(path)
     found: list[Conversation] = []
-    run: list[dict[str, Any]] = []
-    start = 1
+    run: dict[int, dict[str, Any]] = {}
     for number, row in _rows(path):
         where = f"{path}, line {number}"
         if "messages" in row:
-            _close(found, run, path, start)
-            run = []
+            _close(found, run, path)
+            run = {}
             found.append(_conversation(row, where, number))
         elif "role" in row:
-            start = start if run else number
-            run.append(_message(row, where))
+            run[number] = _message(row, where)
         else:
             raise _bad(where, 'it has neither "messages" (a conversation) nor "role" (a message).')
-    _close(found, run, path, start)
+    _close(found, run, path)
     if not found:
         raise _bad(path, "the file holds no conversation.")
     return found
@@ -146,9 +146,13 @@ def _rows(path: Path) -> Iterable[tuple[int, dict[str, Any]]]:
         yield number, row
 
 
-def _close(found: list[Conversation], run: list[dict[str, Any]], path: Path, start: int) -> None:
+def _close(found: list[Conversation], run: dict[int, dict[str, Any]], path: Path) -> None:
+    """End a conversation whose messages have a line each."""
     if run:
-        found.append(_checked(Conversation(tuple(run), line=start), f"{path}, line {start}"))
+        start = next(iter(run))
+        places = tuple(f"{path}, line {number}" for number in run)
+        conversation = Conversation(tuple(run.values()), line=start, places=places)
+        found.append(_checked(conversation, places[0]))
 
 
 def _conversation(row: dict[str, Any], where: str, number: int) -> Conversation:
@@ -157,9 +161,10 @@ def _conversation(row: dict[str, Any], where: str, number: int) -> Conversation:
         raise _bad(where, '"messages" must be a list of at least one message.')
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise _bad(where, '"tools" must be a list of objects.')
-    checked = [_message(one, f"{where}, message {at}") for at, one in enumerate(messages, start=1)]
+    places = tuple(f"{where}, message {at}" for at in range(1, len(messages) + 1))
+    checked = tuple(_message(one, at) for one, at in zip(messages, places, strict=True))
     _printable(tools, where)
-    return _checked(Conversation(tuple(checked), tuple(tools), number), where)
+    return _checked(Conversation(checked, tuple(tools), number, places), where)
 
 
 def _checked(conversation: Conversation, where: str) -> Conversation:
