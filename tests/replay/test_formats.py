@@ -77,6 +77,32 @@ def test_times_of_bailian_are_in_seconds(tmp_path: Path) -> None:
     assert [one.arrived for one in trace.requests] == [line["timestamp"] for line in lines]
 
 
+def test_the_fields_that_bailian_describes_are_read(tmp_path: Path) -> None:
+    # Of its README, which shows the first four ids and the last one of 33.
+    ids = [1089, 1090, 1091, 6326, *range(7000, 7028), 13148]
+    row = {
+        "chat_id": 159,
+        "parent_chat_id": 55,
+        "timestamp": 61.114,
+        "input_length": 521,
+        "output_length": 132,
+        "type": "text",
+        "turn": 2,
+        "hash_ids": ids,
+    }
+    # A root request of the other traces; its first block is known, and the second follows another.
+    root = row | {"chat_id": 160, "parent_chat_id": -1, "type": "search", "turn": 1}
+    root |= {"timestamp": 62.0, "input_length": 40, "hash_ids": [1089, 1091, 9]}
+    trace = read_trace(write(tmp_path / "t.jsonl", [row, root]))
+    assert (trace.format, trace.block_size) == ("Qwen-Bailian", 16)
+    first, second = trace.requests
+    assert (first.num_tokens, first.arrived, len(first.prompt)) == (521, 61.114, 32)
+    # The last block, of 9 and of 8 tokens, is not full.
+    assert (second.num_tokens, len(second.prompt)) == (40, 2)
+    assert second.prompt[0] == first.prompt[0]
+    assert second.prompt[1] not in first.prompt
+
+
 def test_blank_lines_are_no_requests_and_count(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text("\n" + json.dumps(GOOD) + "\n\n" + json.dumps(GOOD) + "\n", encoding="utf-8")
