@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from kvtrie.cli.app import app
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from typer.testing import Result
@@ -32,9 +32,13 @@ TALK = [
 ]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread(one_thread: None) -> None:
-    pass
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """For each test anew: the `--threads` of a command stays in this process."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")
