@@ -6,13 +6,12 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.forked import ForkedCommand
 from typer.testing import CliRunner, Result
 
 from kvtrie import gates
@@ -135,28 +134,23 @@ def options(out: Path) -> list[str]:
     return [*OPTIONS, "--conversations", str(talks)]
 
 
-def start(out: Path, *args: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "kvtrie.cli", "calibrate", "gqa", *options(out), *args]
-    pipe = subprocess.PIPE
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [*command, "--out", str(out)], stdout=pipe, stderr=pipe, text=True, env=env
-    )
+def start(out: Path) -> ForkedCommand:
+    return ForkedCommand(["calibrate", "gqa", *options(out), "--out", str(out)])
 
 
-def end(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+def end(process: ForkedCommand) -> tuple[int | None, str, str]:
     out, error = process.communicate(timeout=PATIENCE)
     assert "Traceback" not in error, error
     return process.returncode, out, error
 
 
-def stop_in_the_middle(out: Path, number: signal.Signals) -> tuple[int, str, str]:
+def stop_in_the_middle(out: Path, number: signal.Signals) -> tuple[int | None, str, str]:
     kept = out.with_name(f"{out.name}.partial")
     lines = kept.read_bytes().count(b"\n") if kept.exists() else 0
     process = start(out)
     until = time.monotonic() + PATIENCE
     while not (kept.exists() and kept.read_bytes().count(b"\n") > lines + 1):
-        assert process.poll() is None, process.communicate()
+        assert process.poll() is None, end(process)
         assert time.monotonic() < until
         time.sleep(0.01)
     process.send_signal(number)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.forked import ForkedCommand, closed_pipe, full_disk
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,21 +44,27 @@ def commands(prompts: list[str], talk: Path, model_dir: Path) -> dict[str, list[
     }
 
 
-NAMES = (
-    "explain",
-    "explain --json",
-    "demo",
-    "calibrate",
-    "calibrate --json",
-    "--help",
-    "--version",
-)
+WITH_TORCH = ("demo", "calibrate", "calibrate --json")
+NAMES = ("explain", "explain --json", *WITH_TORCH, "--help", "--version")
 
 
 def start(args: list[str], **options: Any) -> subprocess.Popen[str]:
     env = {**os.environ, "OMP_NUM_THREADS": "1", **options.pop("env", {})}
     given = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
     return subprocess.Popen([*COMMAND, *args], text=True, env=env, **given)
+
+
+def start_into(
+    opened: Callable[[], int], commands: dict[str, list[str]], name: str
+) -> ForkedCommand | subprocess.Popen[str]:
+    """Start a command whose stdout is this."""
+    if name in WITH_TORCH:
+        return ForkedCommand(commands[name], stdout=opened)
+    stdout = opened()
+    try:
+        return start(commands[name], stdout=stdout)
+    finally:
+        os.close(stdout)
 
 
 def last_line(error: str) -> str:
@@ -68,19 +75,15 @@ def last_line(error: str) -> str:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_full_disk_is_one_sentence(commands: dict[str, list[str]], name: str) -> None:
-    with Path("/dev/full").open("w") as full:
-        process = start(commands[name], stdout=full)
-        _, error = process.communicate(timeout=PATIENCE)
+    process = start_into(full_disk, commands, name)
+    _, error = process.communicate(timeout=PATIENCE)
     assert process.returncode == 3
     assert last_line(error) == f"kvtrie: cannot write to standard output: {ENOSPC}"
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_closed_pipe_is_one_sentence(commands: dict[str, list[str]], name: str) -> None:
-    reader, writer = os.pipe()
-    os.close(reader)
-    process = start(commands[name], stdout=writer)
-    os.close(writer)
+    process = start_into(closed_pipe, commands, name)
     _, error = process.communicate(timeout=PATIENCE)
     assert process.returncode == 3
     assert last_line(error) == "kvtrie: cannot write to standard output: Broken pipe"
