@@ -34,7 +34,7 @@ TALK = [
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """For each test anew: the `--threads` of a command stays in this process."""
+    """Before each test: the `--threads` of a command stays in this process."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
