@@ -380,7 +380,7 @@ def test_a_store_of_another_is_refused_by_name_at_the_start(
 @pytest.mark.parametrize(
     ("reason", "old", "new"),
     [
-        ("version", b'"version": 1', b'"version": 9'),
+        ("version", b'"version": 2', b'"version": 9'),
         ("encryption", b'"none"', b'"some"'),
         ("malformed", b"kvtrie.store", b"other.format"),
     ],

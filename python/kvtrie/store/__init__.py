@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvtrie.store.backends.objects import ObjectBackend
     from kvtrie.store.backends.protocol import Backend
     from kvtrie.store.budget import TenantLimits
+    from kvtrie.store.contexts import PrefixMarks, PromptContexts, SpanContext
     from kvtrie.store.errors import BackendError, StoreRefused
     from kvtrie.store.estimate import Estimate, LoadChoice
     from kvtrie.store.keys import StoreKey
@@ -46,6 +47,9 @@ __all__ = [
     "ObjectBackend",
     "PlacedSpan",
     "PlacedSpans",
+    "PrefixMarks",
+    "PromptContexts",
+    "SpanContext",
     "SpanHeader",
     "SpanLoad",
     "SpanLoader",
@@ -74,6 +78,9 @@ _OWN = {
     "ObjectBackend": "backends",
     "PlacedSpan": "loading",
     "PlacedSpans": "loading",
+    "PrefixMarks": "contexts",
+    "PromptContexts": "contexts",
+    "SpanContext": "contexts",
     "SpanHeader": "value",
     "SpanLoad": "loading",
     "SpanLoader": "loading",

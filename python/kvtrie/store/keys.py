@@ -26,11 +26,13 @@ if TYPE_CHECKING:
 
 Encryption = Literal["none", "aes-256-gcm"]
 
-VERSION: Final = 1
+VERSION: Final = 2
 """Version of names and values."""
 ID_BYTES: Final = 16
 HEADER_UNIT: Final = (1 << 64) - 1
 """The number under which the header is sealed; units of KV count from 0."""
+CONTEXT_UNIT: Final = HEADER_UNIT - 1
+"""The number under which the marks of the prompt are sealed that a run is of."""
 
 
 def _digest(key: bytes, person: str, *parts: bytes, size: int = 32) -> bytes:
@@ -104,6 +106,14 @@ class TenantKey:
     def session(self, session: str) -> str:
         """A digest of a conversation's id."""
         return _digest(self._key, "session", session.encode(), size=16).hex()
+
+    def mark_key(self, space: bytes) -> bytes:
+        """Under which `PrefixMarks` are made."""
+        return _digest(self._key, "marks", space)
+
+    def turn(self, marks: bytes) -> str:
+        """The name of marks."""
+        return _digest(self._key, "turn", marks, size=16).hex()
 
     def prefixes(
         self, space: bytes, tokens: NDArray[np.uint32], items: Sequence[Item], starts: Sequence[int]

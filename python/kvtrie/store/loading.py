@@ -19,6 +19,7 @@ import torch
 from kvtrie._core import EXACT_ONLY, Imported, ReusePolicy
 from kvtrie.pool.kv_pool import KVPool
 from kvtrie.rope import ItemPositionsError
+from kvtrie.store.contexts import PrefixMarks, PromptContexts, SpanContext
 from kvtrie.store.shape import SpanRows, SpanShape
 from kvtrie.store.threads import Crew
 
@@ -55,6 +56,7 @@ class PlacedSpan:
         hops: 0 if exact; else those of the KV as it is in the pool.
         delta: Position in the prompt minus the position that it was computed at, by which K is
             rotated (rule D20).
+        context: What a moved span was computed after, if `SpanLoader.seek` was asked for it.
     """
 
     start: int
@@ -62,6 +64,7 @@ class PlacedSpan:
     is_exact: bool
     hops: int
     delta: int
+    context: SpanContext | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +181,8 @@ class SpanLoader:
         session: str | None = None,
         moved_end: int | None = None,
         to_first_gap: bool = False,
+        contexts: bool = False,
+        shared_prefix: int = 0,
         done: Callable[[], None] | None = None,
     ) -> SpanLoad:
         """Begin to load ranges of a prompt, for a caller that makes the plan itself.
@@ -193,6 +198,11 @@ class SpanLoader:
             session: The prompt's conversation, for ``scope="conversation"``.
             moved_end: As for `RadixIndex.plan`.
             to_first_gap: Whether only what continues the beginning of the first range is wanted.
+            contexts: Whether the caller judges what moved spans were computed after. Then only
+                those move whose `PlacedSpan.context` is known, and limits of contexts are left to
+                the caller.
+            shared_prefix: Tokens, a multiple of 16: a run of a prompt that begins with as many of
+                this one's is in scope too; 0: none is.
             done: Called when nothing more will arrive, in any thread.
         """
         asked = _Asked(
@@ -206,9 +216,16 @@ class SpanLoader:
             items=seq.items,
             is_whole=True,
             to_first_gap=to_first_gap,
+            contexts=contexts,
+            shared_prefix=shared_prefix if shared_prefix <= len(seq) else 0,
         )
         load = SpanLoad(self._store, asked, done)
-        self._offer(load, lambda: self._fetch(load, asked, _pieces_within(runs(), gaps)))
+
+        def work() -> None:
+            named = runs()
+            self._fetch(load, asked, _pieces_within(named, gaps), _Contexts(seq, named))
+
+        self._offer(load, work)
         return load
 
     def _offer(self, load: SpanLoad, work: Callable[[], None]) -> None:
@@ -226,7 +243,13 @@ class SpanLoader:
         """Take no more loads, and wait for those that run; whether all have ended."""
         return self._crew.close(timeout)
 
-    def _fetch(self, load: SpanLoad, asked: _Asked, pieces: list[tuple[SpanRun, _Ranges]]) -> None:
+    def _fetch(
+        self,
+        load: SpanLoad,
+        asked: _Asked,
+        pieces: list[tuple[SpanRun, _Ranges]],
+        contexts: _Contexts | None = None,
+    ) -> None:
         there = self._store.exists([run for run, _ in pieces])
         found = [one for one, is_there in zip(pieces, there, strict=True) if is_there]
         self._store.count("absent", len(pieces) - len(found))
@@ -244,10 +267,12 @@ class SpanLoader:
             # Nobody waits for more: what was read so far still says how slow the link is.
             if load.is_taken:
                 break
-            num_here = self._one(load, asked, run, part)
+            num_here = self._one(load, asked, run, part, contexts)
             num_read += num_here
             if asked.to_first_gap and num_here < sum(high - low for low, high in part):
                 break
+        if contexts is not None:
+            load.contexts = contexts.told(self._store)
         if self._estimate is not None and num_read:
             self._estimate.loaded(
                 num_bytes=num_read * self._store.shape.token_bytes,
@@ -261,7 +286,14 @@ class SpanLoader:
         self._store.count(f"chose_{chosen.choice}_{chosen.why}")
         return chosen.choice == "load"
 
-    def _one(self, load: SpanLoad, asked: _Asked, run: SpanRun, part: _Ranges) -> int:
+    def _one(
+        self,
+        load: SpanLoad,
+        asked: _Asked,
+        run: SpanRun,
+        part: _Ranges,
+        contexts: _Contexts | None,
+    ) -> int:
         """Read one run, hand over what of it may be used, and return how many tokens were read."""
         if not asked.policy.approximate:
             # Whether a run is exact here is in its header, which is small.
@@ -273,7 +305,7 @@ class SpanLoader:
         if found is None:
             return 0
         header, good = found
-        for span in _pieces(self._store, asked, run, part, header):
+        for span in _pieces(self._store, asked, run, part, header, contexts):
             for (low, high), is_good, rows in zip(part, good, into, strict=True):
                 at = run.start + low
                 if is_good and at <= span.start and span.end <= run.start + high:
@@ -309,6 +341,7 @@ class SpanLoad:
         self._lock = threading.Lock()
         self._done = threading.Event()
         self._arrived: list[_Arrived] = []
+        self.contexts: PromptContexts | None = None
         self._is_taken = self._is_over = False
         # What its rows take of the loader's room.
         self._room: _Room | None = None
@@ -371,7 +404,7 @@ class SpanLoad:
             ValueError: The pool has another geometry, or the load was taken before.
         """
         self._check("take", pool)
-        return TakenSpans(tuple(self._rotatable(self._take(), pool)))
+        return TakenSpans(tuple(self._rotatable(self._take(), pool)), self.contexts)
 
     def place(self, pool: KVPool, table: NDArray[np.integer[Any]]) -> PlacedSpans:
         """Write what has arrived into the blocks of a prompt; once.
@@ -469,9 +502,14 @@ class SpanLoad:
 
 @dataclass(frozen=True, slots=True)
 class TakenSpans:
-    """Verified rows for ranges of a prompt. `SpanLoad.take` makes it."""
+    """Verified rows for ranges of a prompt. `SpanLoad.take` makes it.
+
+    Attributes:
+        contexts: What the contexts of moved spans are compared by, if any was asked for.
+    """
 
     _arrived: tuple[_Arrived, ...]
+    contexts: PromptContexts | None = None
 
     @property
     def spans(self) -> tuple[PlacedSpan, ...]:
@@ -548,6 +586,43 @@ class _Asked:
     # Whether the caller cuts what arrives, and wants nothing after the first range that is missing.
     is_whole: bool = False
     to_first_gap: bool = False
+    # Whether the caller judges contexts, and the tokens that make two prompts one conversation.
+    contexts: bool = False
+    shared_prefix: int = 0
+
+
+class _Contexts:
+    """The marks of a prompt, and of the prompts that its runs were computed in, as needed."""
+
+    def __init__(self, seq: TokenSequence, runs: Sequence[SpanRun]) -> None:
+        self._seq = seq
+        self._runs = runs
+        self._own: PrefixMarks | None = None
+        self._turns: dict[str, PrefixMarks | None] = {}
+
+    def of(self, store: SpanStore, run: SpanRun, header: SpanHeader) -> PrefixMarks | None:
+        """Those of the prompt that a run was computed in; why there are none is counted."""
+        if header.turn is None or self._turns.get(header.turn) is None:
+            found = store.get_context(run, header)
+            if header.turn is None or found is None:
+                return None
+            self._turns[header.turn] = found
+        return self._turns[header.turn]
+
+    def own(self, store: SpanStore) -> PrefixMarks:
+        """Those of the prompt."""
+        if self._own is None:
+            ends = (at for run in self._runs for at in (run.start, run.end))
+            key = store.mark_key(self._seq.namespace)
+            self._own = PrefixMarks.of(key, self._seq[:], ends)
+        return self._own
+
+    def told(self, store: SpanStore) -> PromptContexts | None:
+        """What the caller compares by; None if no run has marks."""
+        turns = {name: one for name, one in self._turns.items() if one is not None}
+        if not turns:
+            return None
+        return PromptContexts(self.own(store), turns, store.mark_key(self._seq.namespace))
 
 
 def _approximate(plan: ReusePlan) -> tuple[int, int, int]:
@@ -602,9 +677,15 @@ def _say_positions(rope: RopeSpec, items: Sequence[Item]) -> bool:
 
 
 def _pieces(
-    store: SpanStore, asked: _Asked, run: SpanRun, part: _Ranges, header: SpanHeader
+    store: SpanStore,
+    asked: _Asked,
+    run: SpanRun,
+    part: _Ranges,
+    header: SpanHeader,
+    contexts: _Contexts | None = None,
 ) -> list[PlacedSpan]:
     """What may be used of a run's ranges, with labels. What may not is counted by reason."""
+    judged: _Judgement | None = None
     if header.is_at(run):
         exact = [(low, min(high, header.exact_until), True, 0) for low, high in part]
         rest = [(max(low, header.exact_until), high, False, header.hops) for low, high in part]
@@ -616,20 +697,70 @@ def _pieces(
     usable = []
     for low, high, is_exact, hops in sorted(found):
         start, end, delta = run.start + low, run.start + high, run.position - header.position
+        context = None
         if not is_exact:
             was_moved = not header.is_at(run)
             if was_moved:
                 end = min(end, asked.moved_end)
             why = _refusal(asked, run, header, end - start, hops, was_moved=was_moved)
+            if why is None and was_moved:
+                judged = judged or _judge(store, asked, run, header, contexts)
+                why = judged.why
+                if why is None and judged.has_context and header.turn is not None:
+                    context = SpanContext(
+                        header.turn,
+                        header.start + low,
+                        judged.same_conversation,
+                        low < header.exact_until,
+                    )
             if why is not None:
-                store.count(why)
+                if why != _COUNTED:
+                    store.count(why)
                 continue
             if was_moved and not asked.is_whole:
                 start += asked.policy.recompute_first
                 end -= asked.policy.recompute_last
         if start < end:
-            usable.append(PlacedSpan(start, end, is_exact, hops, delta))
+            usable.append(PlacedSpan(start, end, is_exact, hops, delta, context))
     return usable
+
+
+@dataclass(frozen=True, slots=True)
+class _Judgement:
+    """Whether a run may move by what it was computed after; ``why`` not."""
+
+    why: str | None
+    same_conversation: bool = False
+    has_context: bool = False
+
+
+# Why a run has no context is counted where it is read.
+_COUNTED: Final = ""
+
+
+def _judge(
+    store: SpanStore, asked: _Asked, run: SpanRun, header: SpanHeader, contexts: _Contexts | None
+) -> _Judgement:
+    """Whether a moved run is in scope, and its context is known where it has to be."""
+    policy = asked.policy
+    is_own = asked.session is not None and header.session == asked.session
+    wants_prefix = not is_own and asked.shared_prefix > 0 and header.turn is not None
+    marks = None
+    if contexts is not None and (asked.contexts or (wants_prefix and policy.scope != "namespace")):
+        marks = contexts.of(store, run, header)
+        if marks is None and asked.contexts:
+            return _Judgement(_COUNTED)
+    if marks is not None and contexts is not None and wants_prefix:
+        is_own = marks.num_common(contexts.own(store)) >= asked.shared_prefix
+    if policy.scope == "conversation" and not is_own:
+        return _Judgement("scope")
+    has_limits = (
+        policy.max_cuts is not None or policy.max_lost_context < 1 or policy.max_new_context < 1
+    )
+    if has_limits and not asked.contexts:
+        # Nobody compares which tokens were before the run.
+        return _Judgement("context")
+    return _Judgement(None, is_own, has_context=asked.contexts)
 
 
 def _refusal(
@@ -657,13 +788,6 @@ def _refusal(
         return None
     if not asked.is_whole and num_tokens < (policy.min_run or _MIN_RUN):
         return "short"
-    if policy.scope == "conversation" and (
-        asked.session is None or header.session != asked.session
-    ):
-        return "scope"
-    if policy.max_cuts is not None or policy.max_lost_context < 1 or policy.max_new_context < 1:
-        # The store does not know which tokens were before the run.
-        return "context"
     return "repair" if policy.recompute_share and not asked.is_whole else None
 
 

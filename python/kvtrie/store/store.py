@@ -9,11 +9,12 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtrie.store.budget import Budget, TenantLimits
+from kvtrie.store.contexts import MAX_MARKS, PrefixMarks
 from kvtrie.store.errors import BackendError, StoreRefused
-from kvtrie.store.keys import VERSION, is_run_name
+from kvtrie.store.keys import CONTEXT_UNIT, VERSION, is_run_name, space_of
 from kvtrie.store.runs import LONGEST, SpanRun, name_runs
-from kvtrie.store.shape import HEADER_BYTES, check_ranges
-from kvtrie.store.value import SpanHeader, read_header, read_range, write_value
+from kvtrie.store.shape import HEADER_BYTES, SEAL_BYTES, check_ranges
+from kvtrie.store.value import SpanHeader, context_at, read_header, read_range, write_value
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -130,6 +131,26 @@ class SpanStore:
         """The digest by which headers name a conversation."""
         return None if session is None else self._key.tenant(namespace.salt).session(session)
 
+    def mark_key(self, namespace: Namespace) -> bytes:
+        """The key under which marks of prompts of a namespace are made."""
+        space = space_of(namespace, self.shape)
+        return self._key.tenant(namespace.salt).mark_key(space)
+
+    def marks(self, seq: TokenSequence, borders: Iterable[int]) -> PrefixMarks | None:
+        """What `put` keeps with the runs of a sequence, so that a gate may judge them.
+
+        Args:
+            seq: The sequence.
+            borders: Where its runs begin and end.
+
+        Returns:
+            None if it has items, or more than 16,384 marks: such runs move under no gate.
+        """
+        if seq.items:
+            return None
+        found = PrefixMarks.of(self.mark_key(seq.namespace), seq[:], borders)
+        return found if len(found.marks) <= MAX_MARKS else None
+
     # --- reading -------------------------------------------------------------------------------
 
     def exists(self, runs: Sequence[SpanRun]) -> list[bool]:
@@ -215,6 +236,37 @@ class SpanStore:
             self._budget.touch(run.name)
         return header, good
 
+    def get_context(self, run: SpanRun, header: SpanHeader) -> PrefixMarks | None:
+        """Read the marks of the prompt that a run was computed in, and verify them.
+
+        Args:
+            run: Which run.
+            header: What `get_ranges` has returned for it.
+
+        Returns:
+            None if it has none (counted as ``context``), or if they cannot be read or are not what
+            was stored (``context_corrupt``).
+        """
+        if not header.context_bytes:
+            self.count("context")
+            return None
+        at = context_at(self.shape, header)
+        try:
+            found = self._backend.read(run.name, [(0, HEADER_BYTES), at])
+        except BackendError as error:
+            self.count(f"read_{error.reason}")
+            return None
+        head = None if found is None else read_header(run.key, run.name, found[0])
+        raw = None
+        if found is not None and isinstance(head, tuple) and head[0] == header:
+            raw = head[1].open(CONTEXT_UNIT, found[1]) if len(found[1]) >= SEAL_BYTES else None
+        marks = None if raw is None else PrefixMarks.read(bytes(raw))
+        if raw is None or marks is None or run.key.turn(bytes(raw)) != header.turn:
+            self.count("context_corrupt")
+            self._doubt(run)
+            return None
+        return marks
+
     # --- writing -------------------------------------------------------------------------------
 
     def put(
@@ -226,6 +278,7 @@ class SpanStore:
         hops: int | None = None,
         policy: ReusePolicy | None = None,
         session: str | None = None,
+        marks: PrefixMarks | None = None,
     ) -> bool:
         """Store a run, unless what is stored is as exact.
 
@@ -237,6 +290,7 @@ class SpanStore:
                 approximate KV.
             policy: The policy that the others were built under.
             session: The conversation, as `session_of` names it.
+            marks: Those of the sequence that it is of, as `marks` makes them.
 
         Returns:
             Whether it is stored now by this call. Why not is counted.
@@ -266,6 +320,7 @@ class SpanStore:
             if known is None and self._is_there(run, exactness):
                 return self._left("known")
             written = int(self._clock())
+            context = b"" if marks is None else marks.tobytes()
             header = SpanHeader(
                 start=run.start,
                 position=run.position,
@@ -277,9 +332,11 @@ class SpanStore:
                 session=session,
                 kinds=run.kinds,
                 written=written,
+                context_bytes=len(context),
+                turn=run.key.turn(context) if context else None,
             )
-            size = self.shape.num_bytes(num_tokens)
-            value = write_value(self.shape, run.key, run.name, header, slots)
+            value = write_value(self.shape, run.key, run.name, header, slots, context)
+            size = len(value)
             if not self._make_room(run, size):
                 return False
             try:

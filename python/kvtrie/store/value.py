@@ -1,4 +1,4 @@
-"""The value of a run as bytes: a sealed header that labels it, and sealed units of KV."""
+"""The value of a run as bytes: a sealed header that labels it, sealed units of KV, and marks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from kvtrie._core import ReusePolicy
-from kvtrie.store.keys import HEADER_UNIT, ID_BYTES, VERSION, Sealer, TenantKey
+from kvtrie.store.keys import CONTEXT_UNIT, HEADER_UNIT, ID_BYTES, VERSION, Sealer, TenantKey
 from kvtrie.store.shape import HEADER_BYTES, SEAL_BYTES, UNIT_TOKENS, SpanRows, SpanShape
 
 if TYPE_CHECKING:
@@ -41,6 +41,8 @@ class SpanHeader:
         session: Digest of the conversation that it was computed in, if one was named.
         kinds: Kinds of the spans that it overlaps.
         written: When it was stored, in seconds since 1970.
+        context_bytes: Bytes of the marks of the prompt that it was computed in; 0 for none.
+        turn: The name of these marks; None without them.
     """
 
     start: int
@@ -53,6 +55,8 @@ class SpanHeader:
     session: str | None
     kinds: tuple[str, ...]
     written: int
+    context_bytes: int = 0
+    turn: str | None = None
 
     def is_at(self, run: SpanRun) -> bool:
         """Whether a prompt's run has the position and all tokens before it that this one had."""
@@ -60,9 +64,14 @@ class SpanHeader:
 
 
 def write_value(
-    shape: SpanShape, tenant: TenantKey, name: str, header: SpanHeader, rows: SpanRows
+    shape: SpanShape,
+    tenant: TenantKey,
+    name: str,
+    header: SpanHeader,
+    rows: SpanRows,
+    context: bytes = b"",
 ) -> bytearray:
-    """Make the value of a run.
+    """Make the value of a run. ``context`` are the marks that the header counts.
 
     Raises:
         ValueError: The header has no room: too many kinds.
@@ -82,7 +91,15 @@ def write_value(
         for layer in range(shape.num_layers):
             unit = some.k[layer].tobytes() + some.v[layer].tobytes()
             parts.append(sealer.seal(block * shape.num_layers + layer, unit))
+    if context:
+        parts.append(sealer.seal(CONTEXT_UNIT, context))
     return bytearray().join(parts)
+
+
+def context_at(shape: SpanShape, header: SpanHeader) -> tuple[int, int]:
+    """Where the marks are in the value of a run that has some."""
+    start = shape.num_bytes(header.num_tokens)
+    return start, start + header.context_bytes + SEAL_BYTES
 
 
 def read_header(tenant: TenantKey, name: str, raw: memoryview) -> tuple[SpanHeader, Sealer] | str:
