@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from tests.cleared import BAD
+from tests.cleared import gate as gate_of
+from tests.cleared import kind as kind_of
 from tests.store.kit import MooncakeMaster, needs_mooncake
 from tests.vllm import chat, models
 from tests.vllm.prompts import joined, words
@@ -21,10 +24,12 @@ from tests.vllm.reference import Reference
 from tests.vllm.test_startup import refused
 
 import kvtrie
+from kvtrie import gates
 from kvtrie.integrations._asked import SettingsError
-from kvtrie.integrations.vllm import _store_worker, _support
+from kvtrie.integrations.vllm import _gate, _store_worker, _support
 from kvtrie.integrations.vllm._filled_plan import FilledPlan, fillable
 from kvtrie.integrations.vllm._metadata import (
+    FoundSpans,
     Load,
     Seek,
     StepMetadata,
@@ -188,6 +193,27 @@ def test_moved_runs_are_those_of_the_pool_and_labelled(
         assert all(abs(mine[one] - others[one]) < ROUNDING for one in mine)
     exact = Reference(llama).kv(EDITED)[0]
     assert not torch.allclose(store_kv[0].reshape(exact.shape), exact, atol=ROUNDING)
+
+
+@pytest.mark.parametrize("clears", [True, False])
+def test_under_a_gate_the_store_supplies_what_the_pool_would(
+    engines: Kept, llama: Path, monkeypatch: pytest.MonkeyPatch, *, clears: bool
+) -> None:
+    policy = kvtrie.ReusePolicy(min_run=16, scope="namespace")
+    one_cut = gates.Box(cuts=gates.Range(most=1), new_context=gates.Range(most=0.0))
+    many_cuts = gates.Box(cuts=gates.Range(above=1))
+    kinds = [kind_of(box=one_cut), kind_of("many cuts", many_cuts)]
+    if not clears:
+        kinds[0] = kind_of(box=one_cut, own=BAD)
+    decision = gate_of(*kinds, policy=policy).policy(policy, model="m@1")
+    monkeypatch.setattr(_gate, "decision_of", lambda *_: decision)
+    (pool, _, of_pool), (store, _, of_store) = served_twice(engines, llama, MOVES)
+    assert of_store["tokens_moved"] == of_pool["tokens_moved"]
+    assert of_store["store_tokens_moved"] == of_store["tokens_moved"]
+    assert (of_store["store_tokens_moved"] > 0) == clears
+    assert all((one.get("plans_not_cleared", 0) > 0) != clears for one in (of_pool, of_store))
+    assert of_store["store_tokens_exact"] == len(SYSTEM_PROMPT) + len(QUESTION)
+    assert pool.tokens == store.tokens
 
 
 def test_exact_mode_takes_no_moved_run(engine: Callable[..., Engine]) -> None:
@@ -817,8 +843,8 @@ def test_the_halves_send_each_other_what_pickle_takes() -> None:
     assert metadata.store.seeks[0].policy == policy
     assert metadata.store.turns[0].prompt.tokens.tolist() == tokens.tolist()
     span = PlacedSpan(0, 4, is_exact=True, hops=0, delta=0)
-    report = pickle.loads(pickle.dumps(StoreReport({"r": (span,)}, 1)))  # noqa: S301 - its own
-    assert report == StoreReport({"r": (span,)}, 1)
+    given = StoreReport({"r": FoundSpans((span,))}, 1)
+    assert pickle.loads(pickle.dumps(given)) == given  # noqa: S301 - its own
 
 
 # --- the plan -------------------------------------------------------------------------------

@@ -124,8 +124,8 @@ class ExactPlanner(Half):
             live.why = None
             return 0
         plan: ReusePlan | FilledPlan = made
-        if live.stored:
-            plan = FilledPlan(made, live.stored, EXACT_ONLY, is_judged=False)
+        if live.stored is not None:
+            plan = FilledPlan(made, live.stored.spans, EXACT_ONLY, is_judged=False)
         if self._seeks(request, live, plan, num_local, resumes=False):
             plan.release()
             return None

@@ -1,27 +1,59 @@
 """A plan of the pool with runs of the store where it would compute.
 
-It has what the planner and the gate read of a `kvtrie.ReusePlan`. The store does not know which
-tokens were before a run that was moved, so a gate file, which judges by that, gets no such run.
+It has what the planner and the gate read of a `kvtrie.ReusePlan`. Where a gate or a policy judges
+moved runs by what they were computed after, they are judged together: what the store supplies is
+context of the pool's runs, and the other way round.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from kvtrie.integrations._served import LEAST_RUN
 from kvtrie.integrations.vllm._ranges import APPROXIMATE, COMPUTE
+from kvtrie.store.contexts import Kept, PathStretch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from numpy.typing import NDArray
 
     from kvtrie._core import MovedRun, ReusePlan, ReusePolicy
     from kvtrie.integrations.vllm._requests import Range
-    from kvtrie.store import PlacedSpan
+    from kvtrie.integrations.vllm._sources import Sources
+    from kvtrie.store import PlacedSpan, PromptContexts
+    from kvtrie.store.contexts import JudgedRun, PrefixMarks
+
+# Paths of the pool that are compared with what the store supplies; runs of others are the worst.
+_MOST_PATHS: Final = 64
+_OWN: Final = "own"
+
+
+@dataclass(frozen=True, slots=True)
+class _Used:
+    """A part of a span, in a gap of the plan."""
+
+    start: int
+    end: int
+    span: PlacedSpan
+
+    @property
+    def is_moved(self) -> bool:
+        """Whether it was moved, and not computed here after approximate KV."""
+        return not self.span.is_exact and bool(self.span.hops)
+
+    @property
+    def old_start(self) -> int:
+        context = self.span.context
+        return 0 if context is None else context.old_start + self.start - self.span.start
+
+    def cut(self, start: int, end: int) -> _Used | None:
+        low, high = max(self.start, start), min(self.end, end)
+        return replace(self, start=low, end=high) if low < high else None
 
 
 class FilledPlan:
@@ -34,6 +66,8 @@ class FilledPlan:
         is_judged: Whether a gate judges plans by the context of their moved runs.
         sought: The policy that the spans were looked up under, if it is another one. What was
             built under it may be too lax for ``policy``.
+        contexts: What the spans were computed after. Without it none moves that has to be judged.
+        sources: The pool's blocks, whose paths the spans' are compared with.
     """
 
     def __init__(
@@ -44,20 +78,35 @@ class FilledPlan:
         *,
         is_judged: bool,
         sought: ReusePolicy | None = None,
+        contexts: PromptContexts | None = None,
+        sources: Sources | None = None,
     ) -> None:
         self.pool = plan
         self._segments = plan.segments
         rows = self._segments.tolist()
         num_tokens = rows[-1][1] if rows else 0
+        self._moved_runs: tuple[MovedRun | JudgedRun, ...] = plan.moved_runs
         gaps = fillable(plan, policy)
-        allows = policy.approximate and (sought or policy).is_at_least_as_strict_as(policy)
-        used = _inside([one for one in spans if one.is_exact or allows], gaps)
+        may = _may_use(policy, sought or policy)
+        used = _inside([one for one in spans if one.is_exact or may(one)], gaps)
         if policy.approximate:
-            used = _cut(used, policy, is_judged=is_judged)
-            count = sum(end - start for start, end, *_, is_exact in used if not is_exact)
+            runs, rest = _runs(used, policy, contexts)
+            judged: _Judged | None = None
+            if is_judged or limits_contexts(policy):
+                judged = _judged(plan, runs, rest, policy, contexts, sources)
+                runs = judged.runs
+            moved = _cut(runs, policy)
+            count = sum(one.end - one.start for one in (*rest, *moved) if not one.span.is_exact)
             if plan.num_approximate + count > policy.max_approximate_share * num_tokens:
-                used = [one for one in used if one[4]]
-        self.stored: list[Range] = [(one[0], one[1]) for one in used]
+                rest, moved = [one for one in rest if one.span.is_exact], []
+                if judged is not None:
+                    judged = _judged(plan, [], rest, policy, contexts, sources)
+            if judged is not None:
+                self._moved_runs = judged.entries
+                if not judged.is_allowed:
+                    rest, moved = [], []
+            used = sorted([*rest, *moved], key=lambda one: one.start)
+        self.stored: list[Range] = [(one.start, one.end) for one in used]
         self._segments = _laid_over(self._segments, used)
 
     @property
@@ -76,9 +125,9 @@ class FilledPlan:
         return self.pool.source_blocks
 
     @property
-    def moved_runs(self) -> tuple[MovedRun, ...]:
-        """Those of the pool's plan."""
-        return self.pool.moved_runs
+    def moved_runs(self) -> tuple[MovedRun | JudgedRun, ...]:
+        """As of a plan; only those of the pool, where nobody judges them."""
+        return self._moved_runs
 
     @property
     def gaps(self) -> NDArray[np.int64]:
@@ -142,8 +191,31 @@ def fillable(plan: ReusePlan | FilledPlan, policy: ReusePolicy) -> list[Range]:
     return left
 
 
-# Start, end, hops, delta, whether it is exact.
-_Used = tuple[int, int, int, int, bool]
+def limits_contexts(policy: ReusePolicy) -> bool:
+    """Whether a policy limits what moved runs were computed after."""
+    return policy.approximate and (
+        policy.max_cuts is not None or policy.max_lost_context < 1 or policy.max_new_context < 1
+    )
+
+
+def _may_use(policy: ReusePolicy, sought: ReusePolicy) -> Callable[[PlacedSpan], bool]:
+    """Whether a policy may use an approximate span that was looked up under another one."""
+    is_as_strict = sought.is_at_least_as_strict_as(policy)
+    kinds_are_known = set(policy.forbid_kinds) <= set(sought.forbid_kinds)
+    has_prefix = policy.shared_prefix == sought.shared_prefix
+
+    def may(span: PlacedSpan) -> bool:
+        context = span.context
+        if not policy.approximate or span.hops > policy.max_hops:
+            return False
+        if is_as_strict:
+            return True
+        # What was exact before it moved was built under no policy.
+        if context is None or not context.was_exact or not kinds_are_known:
+            return False
+        return policy.scope == "namespace" or (context.same_conversation and has_prefix)
+
+    return may
 
 
 def _inside(spans: Sequence[PlacedSpan], gaps: Sequence[Range]) -> list[_Used]:
@@ -156,38 +228,208 @@ def _inside(spans: Sequence[PlacedSpan], gaps: Sequence[Range]) -> list[_Used]:
         at = first
         while at < len(gaps) and gaps[at][0] < one.end:
             low, high = max(one.start, gaps[at][0]), min(one.end, gaps[at][1])
-            found.append((low, high, one.hops, one.delta, one.is_exact))
+            found.append(_Used(low, high, one))
             at += 1
     return found
 
 
-def _cut(used: list[_Used], policy: ReusePolicy, *, is_judged: bool) -> list[_Used]:
-    """Without what the policy computes of moved runs, which are of any number of spans."""
+def _runs(
+    used: Sequence[_Used], policy: ReusePolicy, contexts: PromptContexts | None
+) -> tuple[list[list[_Used]], list[_Used]]:
+    """The moved runs, which are of any number of spans, and what was not moved."""
+    kept = None if contexts is None else Kept({**contexts.turns})
     runs: list[list[_Used]] = []
     rest = []
     for one in used:
-        if one[4] or not one[2]:
-            # Exact, or computed here after approximate KV: nothing of it was moved.
+        if not one.is_moved:
             rest.append(one)
-        elif runs and runs[-1][-1][1] == one[0] and runs[-1][-1][3] == one[3]:
+        elif runs and _continues(runs[-1][-1], one, kept):
             runs[-1].append(one)
         else:
             runs.append([one])
     least = LEAST_RUN if policy.min_run is None else policy.min_run
-    runs = [run for run in runs if run[-1][1] - run[0][0] >= least]
-    if is_judged:
-        runs = []
-    lengths = [run[-1][1] - run[0][0] for run in runs]
+    return [run for run in runs if run[-1].end - run[0].start >= least], rest
+
+
+def _continues(before: _Used, one: _Used, kept: Kept | None) -> bool:
+    """Whether two parts are of one moved run: also of one prompt, where that is known."""
+    if before.end != one.start or before.span.delta != one.span.delta:
+        return False
+    mine, others = before.span.context, one.span.context
+    if kept is None or mine is None or others is None:
+        return True
+    return kept.num_common(mine.turn, others.turn) >= one.old_start
+
+
+def _cut(runs: Sequence[Sequence[_Used]], policy: ReusePolicy) -> list[_Used]:
+    """Moved runs without what the policy computes of them."""
+    lengths = [run[-1].end - run[0].start for run in runs]
     # As of a plan: the same number of tokens at the start of each, the fewest that are the share.
     front = _front(lengths, math.ceil(policy.recompute_share * sum(lengths)))
-    front = max(front, policy.recompute_first)
-    for run in runs:
-        start, end = run[0][0] + front, run[-1][1] - policy.recompute_last
-        for one in run:
-            low, high = max(one[0], start), min(one[1], end)
-            if low < high:
-                rest.append((low, high, *one[2:]))
-    return sorted(rest)
+    return [
+        part for run in runs for part in _inner(run, max(front, policy.recompute_first), policy)
+    ]
+
+
+def _inner(run: Sequence[_Used], front: int, policy: ReusePolicy) -> list[_Used]:
+    """A run without as many tokens at its start, and those that a policy computes at its end."""
+    low, high = run[0].start + front, run[-1].end - policy.recompute_last
+    return [part for one in run if (part := one.cut(low, high)) is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Judged:
+    """Moved runs of the store that a policy allows, and the entries of all moved runs of the plan.
+
+    Without ``is_allowed`` nothing of the store may be used: next to it, a run of the pool would
+    have a context that the policy does not allow.
+    """
+
+    runs: list[list[_Used]]
+    entries: tuple[MovedRun | JudgedRun, ...]
+    is_allowed: bool = True
+
+
+def _judged(
+    plan: ReusePlan,
+    runs: Sequence[list[_Used]],
+    rest: Sequence[_Used],
+    policy: ReusePolicy,
+    contexts: PromptContexts | None,
+    sources: Sources | None,
+) -> _Judged:
+    """Judge the moved runs of a plan by what they were computed after (rule P17)."""
+    if contexts is None:
+        # What is exact is at most context of the pool's runs, and nothing moves.
+        return _Judged([], plan.moved_runs)
+    paths: dict[Any, PrefixMarks] = {_OWN: contexts.own, **contexts.turns}
+    before, of_pool = _of_pool(plan, sources, contexts, paths)
+    own = _stretches(rest)
+    # Stretches, runs of the pool and runs of the store, from left to right.
+    order: list[tuple[int, PathStretch | tuple[PathStretch, MovedRun] | list[_Used]]]
+    order = [(one.start, one) for one in (*before, *own)]
+    order += [(one.start, (one, run)) for one, run in of_pool]
+    order += [(run[0].start, run) for run in runs]
+    order.sort(key=lambda pair: pair[0])
+    kept = Kept(paths)
+    found: list[list[_Used]] = []
+    entries: list[MovedRun | JudgedRun] = []
+    # Where the store begins. What the pool has before is as the pool's plan says.
+    first = min((one.start for one in own), default=plan.segments["end"].max(initial=0))
+    for start, one in order:
+        if isinstance(one, PathStretch):
+            kept.keep(one)
+        elif isinstance(one, tuple):
+            stretch, known = one
+            judged: MovedRun | JudgedRun = known
+            if first < start:
+                judged = kept.judge(stretch, same_conversation=known.same_conversation)
+                if not judged.is_within(policy):
+                    return _Judged([], plan.moved_runs, is_allowed=False)
+            entries.append(judged)
+            kept.keep(stretch)
+        else:
+            # Tokens of ``recompute_first`` and ``recompute_last`` count as computed.
+            parts = _inner(one, policy.recompute_first, policy)
+            if not parts:
+                continue
+            judged = kept.judge(_whole(parts), same_conversation=_is_own(parts))
+            if judged.is_within(policy):
+                first = min(first, start)
+                found.append(one)
+                entries.append(judged)
+                for part in _stretches(parts):
+                    kept.keep(part)
+    return _Judged(found, tuple(entries))
+
+
+def _of_pool(
+    plan: ReusePlan,
+    sources: Sources | None,
+    contexts: PromptContexts,
+    paths: dict[Any, PrefixMarks],
+) -> tuple[list[PathStretch], list[tuple[PathStretch, MovedRun]]]:
+    """What the pool supplies, and its moved runs, each with its path."""
+    in_place = 0 if sources is None else len(plan.blocks) * sources.block_size
+    rest = [PathStretch(0, in_place, 0, _OWN)] if in_place else []
+    path_of = _paths_of_pool(plan, sources, contexts, paths)
+    runs = plan.moved_runs
+    of_pool = [
+        (PathStretch(run.start, run.end, run.old_start, path_of(run.end - 1)), run) for run in runs
+    ]
+    for row in plan.segments.tolist():
+        start, end = max(row[0], in_place), row[1]
+        if row[4] == COMPUTE or start >= end or any(run.start <= start < run.end for run in runs):
+            continue
+        rest.append(PathStretch(start, end, row[2] + start - row[0], path_of(end - 1)))
+    return rest, of_pool
+
+
+def _paths_of_pool(
+    plan: ReusePlan,
+    sources: Sources | None,
+    contexts: PromptContexts,
+    paths: dict[Any, PrefixMarks],
+) -> Callable[[int], object]:
+    """A function that names the path of the block that a token of the prompt is copied from.
+
+    Its marks are then in ``paths``. It is None where the path is not known.
+    """
+    if sources is None or not len(plan.source_blocks):
+        return lambda _: None
+    size = sources.block_size
+    own = plan.blocks
+    taken = {*own.tolist(), *plan.source_blocks.tolist()}
+    num_free = -(-int(plan.segments["end"].max()) // size) - len(own)
+    free = [one for one in range(sources.num_blocks) if one not in taken][:num_free]
+    if len(free) < num_free:
+        return lambda _: None
+    table = np.concatenate([own, np.array(free, own.dtype)])
+    moves = plan.moves(table)
+    place = {block: number * size for number, block in enumerate(table.tolist())}
+    starts = [place[slot // size] + slot % size for slot in moves["dest_slot"].tolist()]
+    order = sorted(zip(starts, moves[["source_slot", "num_tokens"]].tolist(), strict=True))
+    firsts = np.array([start for start, _ in order], np.int64)
+
+    def path_of(token: int) -> object:
+        number = int(np.searchsorted(firsts, token, side="right")) - 1
+        if number < 0:
+            return None
+        start, (slot, count) = order[number]
+        block = slot // size
+        if token >= start + count:
+            return None
+        if block not in paths:
+            tokens = sources.index.path_tokens(block)
+            if tokens is None or len(paths) >= _MOST_PATHS:
+                return None
+            paths[block] = contexts.marks_of(tokens)
+        return block
+
+    return path_of
+
+
+def _stretches(used: Iterable[_Used]) -> list[PathStretch]:
+    """Parts as context of later runs. What was not moved is where the prompt has it."""
+    found = []
+    for one in used:
+        context = one.span.context
+        if one.is_moved and context is not None:
+            found.append(PathStretch(one.start, one.end, one.old_start, context.turn))
+        elif not one.is_moved:
+            found.append(PathStretch(one.start, one.end, one.start, _OWN))
+    return found
+
+
+def _whole(parts: Sequence[_Used]) -> PathStretch:
+    """A moved run as one; its path is that of its last part, which has those of the others."""
+    context = parts[-1].span.context
+    path = None if context is None else context.turn
+    return PathStretch(parts[0].start, parts[-1].end, parts[0].old_start, path)
+
+
+def _is_own(parts: Sequence[_Used]) -> bool:
+    return all(one.span.context is not None and one.span.context.same_conversation for one in parts)
 
 
 def _front(lengths: Sequence[int], wanted: int) -> int:
@@ -209,12 +451,12 @@ def _laid_over(segments: NDArray[np.void], used: Sequence[_Used]) -> NDArray[np.
             rows.append(row)
             continue
         at, end = row[0], row[1]
-        while number < len(used) and used[number][0] < end:
-            low, high, hops, delta, is_exact = used[number]
+        while number < len(used) and used[number].start < end:
+            low, high, span = used[number].start, used[number].end, used[number].span
             if at < low:
                 rows.append((at, low, *row[2:]))
-            kind = 0 if is_exact else APPROXIMATE
-            rows.append((low, high, low - delta, delta, kind, hops, 0, delta))
+            kind = 0 if span.is_exact else APPROXIMATE
+            rows.append((low, high, low - span.delta, span.delta, kind, span.hops, 0, span.delta))
             at = high
             number += 1
         if at < end:

@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from kvtrie._core import SHARED, Namespace
+from kvtrie.integrations.vllm import _gate
 from kvtrie.integrations.vllm._dead import DeadReasoning
 from kvtrie.integrations.vllm._failures import Failures, first_of
 from kvtrie.integrations.vllm._held import Held
@@ -109,7 +110,7 @@ class Half:
         stored = settings.stored()
         self.stored: StoreRequests | None = None
         if stored is not None:
-            self.stored = StoreRequests(stored, block_size, counts)
+            self.stored = StoreRequests(stored, block_size, counts, judges=_gate.judges(decision))
         options = settings.recorded()
         self._recording: Recording | None = None
         if options is not None:

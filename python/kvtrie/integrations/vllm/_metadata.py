@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from kvtrie._core import ReusePolicy
     from kvtrie.integrations.vllm._requests import Range
-    from kvtrie.store import PlacedSpan
+    from kvtrie.store import PlacedSpan, PromptContexts
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,10 @@ class StorePrompt:
 
 @dataclass(frozen=True, slots=True)
 class Seek:
-    """What is looked for in the store for a request that waits."""
+    """What is looked for in the store for a request that waits.
+
+    ``judges`` says whether moved runs are judged by what they were computed after.
+    """
 
     request_id: str
     prompt: StorePrompt
@@ -55,6 +58,7 @@ class Seek:
     policy: ReusePolicy
     moved_end: int | None
     to_first_gap: bool
+    judges: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +103,14 @@ class StepMetadata(KVConnectorMetadata):
     store: StoreStep | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class FoundSpans:
+    """What has been loaded for a request, and what its moved spans are judged by."""
+
+    spans: tuple[PlacedSpan, ...]
+    contexts: PromptContexts | None = None
+
+
 @dataclass(slots=True)
 class StoreReport(KVConnectorWorkerMetadata):
     """What has happened with the store since the last report.
@@ -108,7 +120,7 @@ class StoreReport(KVConnectorWorkerMetadata):
         num_written: Turns that were written, or given up.
     """
 
-    found: dict[str, tuple[PlacedSpan, ...]] = field(default_factory=dict)
+    found: dict[str, FoundSpans] = field(default_factory=dict)
     num_written: int = 0
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:

@@ -6,7 +6,6 @@ import logging
 from typing import TYPE_CHECKING
 
 from kvtrie._core import EXACT_ONLY, TokenSequence
-from kvtrie.gates import Ladder
 from kvtrie.integrations.vllm import _gate, _lineage, _ranges, _shadow, _template
 from kvtrie.integrations.vllm._events import MOVED, Events
 from kvtrie.integrations.vllm._filled_plan import FilledPlan
@@ -157,10 +156,17 @@ class Planner(Half):
     def _made(self, live: LiveRequest, policy: ReusePolicy) -> ReusePlan | FilledPlan | None:
         """A plan of the pool, with what the store has loaded."""
         plan = self.sources.plan(live.seq, policy, live.session, live.moved_end)
-        if plan is None or not live.stored:
+        if plan is None or live.stored is None:
             return plan
-        is_judged = isinstance(self._decision, Ladder) or self._decision.kinds is not None
-        return FilledPlan(plan, live.stored, policy, is_judged=is_judged, sought=live.policy)
+        return FilledPlan(
+            plan,
+            live.stored.spans,
+            policy,
+            is_judged=_gate.judges(self._decision),
+            sought=live.policy,
+            contexts=live.stored.contexts,
+            sources=self.sources,
+        )
 
     def _look_in_shadow(self, request: Request, live: LiveRequest, num_local: int) -> None:
         """Plan as if KV were moved, at the first admission, and keep the counts."""

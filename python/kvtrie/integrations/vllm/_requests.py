@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from kvtrie._core import ComputedSource, ReusePlan, ReusePolicy, Span, TokenSequence
     from kvtrie.integrations.vllm._events import Contents
     from kvtrie.integrations.vllm._filled_plan import FilledPlan
+    from kvtrie.integrations.vllm._metadata import FoundSpans
     from kvtrie.integrations.vllm._tags import Reading
     from kvtrie.record import Would
-    from kvtrie.store import PlacedSpan
 
 Range = tuple[int, int]
 # A range and the label of its tokens.
@@ -106,7 +106,7 @@ class LiveRequest:
         is_counted: Whether `account` is in the stats.
         built_under: What its plans are as strict as at least, which the index keeps as the grade
             of its approximate blocks; None before the first plan with any.
-        stored: What the store has loaded for it, until it is copied.
+        stored: What the store has loaded for it, until it is copied; None for nothing.
     """
 
     seq: TokenSequence
@@ -134,7 +134,7 @@ class LiveRequest:
     computed: dict[str, int] = field(default_factory=dict)
     shadow_policy: ReusePolicy | None = None
     would: Would | None = None
-    stored: tuple[PlacedSpan, ...] = ()
+    stored: FoundSpans | None = None
 
     def is_built_under(self, policy: ReusePolicy) -> None:
         """Take note of a plan with approximate KV. Its request may have used others before."""

@@ -54,6 +54,16 @@ class Sources:
         self._gone: list[int] = []
         self.num_stale = 0
 
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        return self._block_size
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the pool; their ids are below it."""
+        return self._pool.num_gpu_blocks
+
     def __len__(self) -> int:
         self._settle()
         return len(self._hashes)

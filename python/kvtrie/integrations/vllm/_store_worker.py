@@ -21,7 +21,7 @@ from kvtrie.gates import GateMismatchError
 from kvtrie.integrations import _served
 from kvtrie.integrations._asked import SettingsError
 from kvtrie.integrations.vllm import _gate
-from kvtrie.integrations.vllm._metadata import StoreReport
+from kvtrie.integrations.vllm._metadata import FoundSpans, StoreReport
 from kvtrie.integrations.vllm._settings import WHERE
 from kvtrie.models.fingerprint import CheckpointError
 from kvtrie.store import (
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from kvtrie.integrations.vllm._stats import Counts
     from kvtrie.integrations.vllm._store_settings import StoreSettings
     from kvtrie.pool.kv_pool import KVPool
-    from kvtrie.store import SpanLoad, SpanRun, TakenSpans
+    from kvtrie.store import PrefixMarks, SpanLoad, SpanRun, TakenSpans
 
 _LOG: Final = logging.getLogger("vllm.kvtrie")
 # Runs of one prompt that are looked up.
@@ -217,7 +217,7 @@ class StoreWorker:
         for request_id, load in self._loads.items():
             if load.is_done and request_id not in self._taken and self._pool is not None:
                 taken = self._taken[request_id] = load.take(self._pool)
-                report.found[request_id] = taken.spans
+                report.found[request_id] = FoundSpans(taken.spans, taken.contexts)
         return report if report.found or report.num_written else None
 
     def wait(self, timeout: float) -> bool:
@@ -258,8 +258,13 @@ class StoreWorker:
             session=seek.prompt.session,
             moved_end=seek.moved_end,
             to_first_gap=seek.to_first_gap,
+            contexts=seek.judges,
+            shared_prefix=seek.policy.shared_prefix * self._block_size(),
             done=self._arrival.set,
         )
+
+    def _block_size(self) -> int:
+        return 0 if self._pool is None else self._pool.layout.block_size
 
     def _sequence(self, prompt: StorePrompt) -> TokenSequence:
         return TokenSequence(prompt.tokens, self._space.replace(salt=prompt.salt or SHARED))
@@ -348,7 +353,9 @@ class _Turns:
             labels = {(start, end): (exact, hops) for start, end, exact, hops in turn.pieces}
             seq = self._sequence(turn.prompt)
             session = self._store.session_of(seq.namespace, turn.prompt.session)
-            for run in runs_of(self._store, seq, turn.prompt):
+            runs = runs_of(self._store, seq, turn.prompt)
+            marks: PrefixMarks | None = None
+            for run in runs:
                 found = labels.get((run.start, run.end))
                 if found is None:
                     continue
@@ -360,8 +367,17 @@ class _Turns:
                 if rows is None:
                     self._store.count("overwritten")
                     continue
+                if marks is None:
+                    borders = [at for one in runs for at in (one.start, one.end)]
+                    marks = self._store.marks(seq, borders)
                 self._store.put(
-                    run, rows, exact_until=exact, hops=hops, policy=turn.policy, session=session
+                    run,
+                    rows,
+                    exact_until=exact,
+                    hops=hops,
+                    policy=turn.policy,
+                    session=session,
+                    marks=marks,
                 )
             self._num_written += 1
             if self._num_written % _SWEEP_EVERY == 0:

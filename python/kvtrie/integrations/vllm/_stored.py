@@ -12,7 +12,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from kvtrie.integrations.vllm._filled_plan import fillable
+from kvtrie.integrations.vllm._filled_plan import fillable, limits_contexts
 from kvtrie.integrations.vllm._metadata import (
     Seek,
     StorePrompt,
@@ -80,12 +80,16 @@ class StoreRequests:
         settings: The setting ``store``.
         block_size: Tokens of a block.
         counts: Where everything is counted.
+        judges: Whether a gate judges plans by the context of their moved runs.
     """
 
-    def __init__(self, settings: StoreSettings, block_size: int, counts: Counts) -> None:
+    def __init__(
+        self, settings: StoreSettings, block_size: int, counts: Counts, *, judges: bool
+    ) -> None:
         self._settings = settings
         self._block_size = block_size
         self._counts = counts
+        self._judges = judges
         self._sought: dict[str, _Sought] = {}
         self._next = StoreStep()
         # Turns that were sent and not reported.
@@ -146,6 +150,7 @@ class StoreRequests:
                 live.policy,
                 live.moved_end,
                 to_first_gap=not resumes,
+                judges=self._judges or limits_contexts(live.policy),
             )
         )
         return True
@@ -153,14 +158,14 @@ class StoreRequests:
     def arrived(self, report: StoreReport, lives: Mapping[str, LiveRequest]) -> None:
         """Take what the worker's half has loaded and written."""
         self._num_turns -= report.num_written
-        for request_id, spans in report.found.items():
+        for request_id, given in report.found.items():
             found = self._sought.get(request_id)
             live = lives.get(request_id)
             if found is None or live is None or not found.waits:
                 continue
             found.waits = False
-            live.stored = spans
-            if spans:
+            live.stored = given if given.spans else None
+            if given.spans:
                 self._counts.add("store_found")
             else:
                 self._drop(request_id, found)
@@ -241,7 +246,7 @@ class StoreRequests:
                 continue
             if request.status == RequestStatus.RUNNING and live.pending is None:
                 # All that it could use is copied.
-                live.stored = ()
+                live.stored = None
                 self._drop(request_id, found)
         step, self._next = self._next, StoreStep()
         if self._num_turns:

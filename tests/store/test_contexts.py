@@ -1,0 +1,420 @@
+"""Moved runs from the store in the terms of a gate: those of the same plan from the pool."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from tests.cleared import BAD
+from tests.cleared import gate as gate_of
+from tests.cleared import kind as kind_of
+from tests.store.kit import SECONDS, SPACE, make_store, rows, run_of
+
+import kvtrie
+from kvtrie import gates
+from kvtrie.integrations.vllm._filled_plan import FilledPlan
+from kvtrie.store import HostBackend, PrefixMarks, SpanLoader, SpanShape, TakenSpans
+from kvtrie.store.shape import HEADER_BYTES, SEAL_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from kvtrie.store import SpanStore
+
+BLOCK = 16
+BLOCKS = 256
+LAYOUT = kvtrie.KVLayout(
+    num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32", block_size=BLOCK
+)
+ROPE = kvtrie.RopeSpec(layers=(kvtrie.rope.Rotary((1.0,)),), head_dim=2)
+SHAPE = SpanShape.of(LAYOUT)
+POLICY = kvtrie.ReusePolicy(min_run=16, shared_prefix=1)
+COMPUTE = 2
+
+
+@dataclass
+class Sources:
+    """What a plan is told of the pool's blocks."""
+
+    index: kvtrie.RadixIndex
+    block_size: int = BLOCK
+    num_blocks: int = BLOCKS
+
+
+class Both:
+    """The same turns in a pool's index and in a store."""
+
+    def __init__(self) -> None:
+        self.pool = kvtrie.RadixIndex(num_blocks=BLOCKS, block_size=BLOCK, min_run=16)
+        self.backend = HostBackend(1 << 26)
+        self.store = make_store(self.backend, shape=SHAPE, max_bytes=1 << 26)
+        self.loader = SpanLoader(self.store, threads=1)
+        self.kv = kvtrie.KVPool(LAYOUT, ROPE, num_blocks=4)
+        self.free = list(range(BLOCKS))
+        self.plans: list[kvtrie.ReusePlan] = []
+
+    def close(self) -> None:
+        self.release()
+        assert self.loader.close(SECONDS)
+
+    def turn(self, messages: Sequence[Sequence[int]], session: str | None = None) -> None:
+        seq, borders = joined(messages)
+        have = self.pool.lookup(seq).blocks.tolist()
+        new = self.free[: len(seq) // BLOCK - len(have)]
+        self.free = self.free[len(new) :]
+        ids = [*have, *new]
+        self.pool.insert(seq, ids, num_computed=len(seq), source=kvtrie.COMPUTED, session=session)
+        runs = self.store.runs(seq, borders)
+        marks = self.store.marks(seq, [at for run in runs for at in (run.start, run.end)])
+        name = self.store.session_of(SPACE, session)
+        for run in runs:
+            self.store.put(run, rows(run.num_tokens, shape=SHAPE), session=name, marks=marks)
+
+    def found(
+        self,
+        plan: kvtrie.ReusePlan,
+        messages: Sequence[Sequence[int]],
+        policy: kvtrie.ReusePolicy,
+        session: str | None,
+    ) -> TakenSpans:
+        seq, borders = joined(messages)
+        gaps = [tuple(one) for one in plan.gaps.tolist()]
+        gaps[-1] = (gaps[-1][0], min(gaps[-1][1], len(seq) - 1))
+        load = self.loader.seek(
+            seq,
+            gaps,
+            lambda: self.store.runs(seq, borders),
+            policy,
+            session=session,
+            contexts=True,
+            shared_prefix=policy.shared_prefix * BLOCK,
+        )
+        assert load.wait(SECONDS)
+        taken = load.take(self.kv)
+        load.cancel()
+        return taken
+
+    def filled(
+        self,
+        messages: Sequence[Sequence[int]],
+        policy: kvtrie.ReusePolicy = POLICY,
+        *,
+        session: str | None = None,
+        pool: kvtrie.RadixIndex | None = None,
+    ) -> FilledPlan:
+        """The plan of a pool, which has nothing if none is given, with what the store has."""
+        index = pool or kvtrie.RadixIndex(num_blocks=BLOCKS, block_size=BLOCK, min_run=16)
+        seq, _ = joined(messages)
+        plan = index.plan(seq, policy, keep_last=1, pin=False, session=session)
+        self.plans.append(plan)
+        taken = self.found(plan, messages, policy, session)
+        sources: Any = Sources(index)
+        return FilledPlan(
+            plan,
+            taken.spans,
+            policy,
+            is_judged=True,
+            sought=policy,
+            contexts=taken.contexts,
+            sources=sources,
+        )
+
+    def release(self) -> None:
+        for plan in self.plans:
+            plan.release()
+
+
+@pytest.fixture
+def both() -> Iterator[Both]:
+    made = Both()
+    yield made
+    made.close()
+
+
+def joined(messages: Sequence[Sequence[int]]) -> tuple[kvtrie.TokenSequence, list[int]]:
+    tokens: list[int] = []
+    borders = []
+    for one in messages:
+        borders.append(len(tokens))
+        tokens += one
+    return kvtrie.TokenSequence(tokens, SPACE), borders
+
+
+def reused(plan: Any) -> set[int]:
+    return {
+        token
+        for row in plan.segments.tolist()
+        if row[4] != COMPUTE
+        for token in range(row[0], row[1])
+    }
+
+
+def described(plan: Any) -> list[tuple[object, ...]]:
+    return [
+        (
+            *(one.start, one.end, one.old_start, one.cuts),
+            *(one.lost_context, one.new_context, one.same_conversation),
+        )
+        for one in plan.moved_runs
+    ]
+
+
+class Talk:
+    """A random conversation, and a prompt that a client has edited."""
+
+    def __init__(self, seed: int) -> None:
+        self.draw = random.Random(seed)
+        self._next = 1_000
+
+    def message(self, least: int = 17, most: int = 300) -> list[int]:
+        """No two messages begin or go on alike, as in prompts whose template says who speaks."""
+        first, count = self._next, self.draw.randrange(least, most)
+        self._next += count
+        return list(range(first, first + count))
+
+    def turns(self) -> list[list[list[int]]]:
+        """Prompts of which each begins with the last one, and ends with a whole block."""
+        made: list[list[list[int]]] = []
+        messages: list[list[int]] = [self.message(17, 60)]
+        for _ in range(self.draw.randrange(1, 4)):
+            messages = [*messages, *(self.message() for _ in range(self.draw.randrange(1, 4)))]
+            last = self.message(2 * BLOCK)
+            rest = (sum(map(len, messages)) + len(last)) % BLOCK
+            messages = [*messages, last[: len(last) - rest]]
+            made.append(messages)
+        return made
+
+    def edited(self, messages: list[list[int]]) -> list[list[int]]:
+        new = [one for one in messages if self.draw.random() > 0.25] or messages[:1]
+        if self.draw.random() < 0.3:
+            at = self.draw.randrange(len(new))
+            new[at] = self.message()
+        if self.draw.random() < 0.3 and len(new) > 2:
+            one, other = self.draw.sample(range(len(new)), 2)
+            new[one], new[other] = new[other], new[one]
+        return [*new, self.message()]
+
+
+POLICIES = {
+    "default": POLICY,
+    "namespace": POLICY.replace(scope="namespace"),
+    "first": POLICY.replace(recompute_first=8, recompute_last=3),
+    "share": POLICY.replace(recompute_share=0.2),
+    "limits": POLICY.replace(max_cuts=2, max_lost_context=0.5, max_new_context=0.5),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("seed", range(40))
+def test_a_plan_from_the_store_is_described_as_that_from_the_pool(
+    both: Both, name: str, seed: int
+) -> None:
+    """Same tokens, same moved runs in the same terms, and so the same box."""
+    talk, policy = Talk(seed), POLICIES[name]
+    turns = talk.turns()
+    for one in turns:
+        both.turn(one, session="chat")
+    for _ in range(4):
+        prompt = talk.edited(turns[-1])
+        seq, _ = joined(prompt)
+        session = "chat" if talk.draw.random() < 0.7 else "another"
+        with both.pool.plan(seq, policy, keep_last=1, session=session) as wanted:
+            found = both.filled(prompt, policy, session=session)
+            assert described(found) == described(wanted)
+            assert reused(found) == reused(wanted)
+            assert gates.terms(found) == gates.terms(wanted)
+
+
+def test_random_edits_are_of_many_kinds() -> None:
+    """Else the tests around this one would compare nothing."""
+    seen = set()
+    for seed in range(40):
+        talk, both = Talk(seed), Both()
+        turns = talk.turns()
+        both.turn(turns[-1], session="chat")
+        found = gates.terms(both.filled(talk.edited(turns[-1]), session="chat"))
+        both.close()
+        if found is not None:
+            seen.add((found.cuts, found.new_context > 0, found.same_conversation))
+    assert {one[0] for one in seen} >= {1, 2, 3}
+    assert {one[1:] for one in seen} == {(True, True), (False, True)}
+
+
+@pytest.mark.parametrize("name", ["default", "namespace", "limits"])
+@pytest.mark.parametrize("seed", range(40))
+def test_a_pool_that_has_lost_some_blocks_is_filled_up(both: Both, name: str, seed: int) -> None:
+    """The store's runs are context of the pool's, and the other way round."""
+    talk, policy = Talk(seed), POLICIES[name]
+    turns = talk.turns()
+    for one in turns:
+        both.turn(one, session="chat")
+    part = kvtrie.RadixIndex(num_blocks=BLOCKS, block_size=BLOCK, min_run=16)
+    last, _ = joined(turns[-1])
+    ids = both.pool.lookup(last).blocks
+    part.insert(last, ids, num_computed=len(last), source=kvtrie.COMPUTED, session="chat")
+    part.evict(talk.draw.randrange(1, len(ids)))
+    for _ in range(4):
+        prompt = talk.edited(turns[-1])
+        seq, _ = joined(prompt)
+        with both.pool.plan(seq, policy, keep_last=1, session="chat") as wanted:
+            found = both.filled(prompt, policy, session="chat", pool=part)
+            # What is left of a message between a block of the pool and its end may be short.
+            missing = reused(wanted) - reused(found)
+            assert len(missing) < 16
+            assert reused(found) <= reused(wanted)
+            if not missing:
+                assert gates.terms(found) == gates.terms(wanted)
+
+
+# Whole blocks together, so that the pool has all of them.
+A, B, C = list(range(100, 150)), list(range(200, 260)), list(range(300, 366))
+END = list(range(900, 930))
+
+
+def kept(both: Both, session: str | None = "chat") -> kvtrie.store.SpanRun:
+    """The run of C, stored after A and B."""
+    both.turn([A, B, C], session=session)
+    return run_of(both.store, C)
+
+
+def test_a_gate_clears_what_the_store_supplies_as_it_clears_the_pool(both: Both) -> None:
+    kept(both)
+    box = gates.Box(cuts=gates.Range(most=1), new_context=gates.Range(most=0.0))
+    cleared = gate_of(kind_of(box=box), policy=POLICY).policy(POLICY, model="m@1")
+    many = kind_of("many cuts", gates.Box(cuts=gates.Range(above=1)))
+    bad = kind_of(box=box, own=BAD)
+    refused = gate_of(bad, many, policy=POLICY).policy(POLICY, model="m@1")
+    for prompt, decision, moves in (
+        ([A, C, END], cleared, True),
+        # The kind was measured, and is not cleared.
+        ([A, C, END], refused, False),
+        # Nothing of this kind was measured.
+        ([END, C, [7]], cleared, False),
+    ):
+        seq, _ = joined(prompt)
+        found = both.filled(prompt, decision.policy, session="chat")
+        with both.pool.plan(seq, decision.policy, keep_last=1, session="chat") as wanted:
+            assert found.num_approximate == wanted.num_approximate > 0
+            assert (decision.of(wanted) is decision) == moves
+            assert (decision.of(found) is decision) == moves
+
+
+def damaged(store: SpanStore, backend: HostBackend, name: str, how: str) -> None:
+    value = backend._values[name]
+    context = len(value) - SHAPE.num_bytes(len(C))
+    assert context > SEAL_BYTES
+    if how == "missing":
+        del value[-context:]
+    elif how == "altered":
+        value[-context + 3] ^= 1
+    elif how == "of another run":
+        other = run_of(store, B)
+        value[-context:] = backend._values[other.name][-context:]
+    else:
+        value[-1] ^= 1
+
+
+@pytest.mark.parametrize("how", ["missing", "altered", "of another run", "unsealed"])
+def test_a_context_that_cannot_be_verified_moves_nothing_and_is_counted(
+    both: Both, how: str
+) -> None:
+    run = kept(both)
+    damaged(both.store, both.backend, run.name, how)
+    found = both.filled([A, C, END], session="chat")
+    assert reused(found) == set(range(len(A)))
+    assert found.num_approximate == 0
+    assert both.store.counts()["context_corrupt"] == 1
+    # The run itself is as it was: at its own place it is exact, and needs no context.
+    found = both.filled([A, B, C, END], session="chat")
+    assert len(reused(found)) == len(A + B + C)
+    assert found.num_approximate == 0
+
+
+def test_a_run_that_was_stored_without_its_context_moves_under_no_gate(both: Both) -> None:
+    seq, borders = joined([A, B, C])
+    for run in both.store.runs(seq, borders):
+        both.store.put(run, rows(run.num_tokens, shape=SHAPE))
+    found = both.filled([A, C, END], POLICY.replace(scope="namespace"))
+    assert reused(found) == set(range(len(A)))
+    assert both.store.counts()["context"] == 1
+
+
+def test_a_run_of_another_salt_is_refused_with_its_context(both: Both) -> None:
+    run = kept(both)
+    theirs = SPACE.replace(salt="another tenant")
+    seq = kvtrie.TokenSequence([*A, *B, *C], theirs)
+    (other,) = (one for one in both.store.runs(seq, [50, 110]) if one.start == 110)
+    marks = both.store.marks(seq, [50, 110])
+    assert both.store.put(other, rows(len(C), shape=SHAPE), marks=marks)
+    both.backend._values[run.name] = both.backend._values[other.name]
+    found = both.filled([A, C, END], session="chat")
+    assert reused(found) == set(range(len(A)))
+    assert both.store.counts()["forged"] == 1
+    # Marks say nothing to whoever has another key.
+    mine = both.store.marks(kvtrie.TokenSequence([*A, *B, *C], SPACE), [50, 110])
+    assert marks is not None
+    assert mine is not None
+    assert mine.num_common(marks) == 0
+    assert mine.num_common(mine) == 176
+
+
+def test_a_shared_prefix_is_one_conversation_as_in_the_pool(both: Both) -> None:
+    kept(both, session="somebody else's")
+    for prompt in ([A, C, END], [A[:16], C, END], [C, END]):
+        seq, _ = joined(prompt)
+        found = both.filled(prompt, session="chat")
+        with both.pool.plan(seq, POLICY, keep_last=1, session="chat") as wanted:
+            assert reused(found) == reused(wanted) or prompt[0] == A[:16]
+            assert found.num_approximate == wanted.num_approximate
+            assert (found.num_approximate > 0) == (prompt[0] is not C)
+
+
+def test_a_stricter_rung_takes_what_was_exact_before_it_moved(both: Both) -> None:
+    kept(both)
+    strict = POLICY.replace(recompute_first=8)
+    empty = kvtrie.RadixIndex(num_blocks=BLOCKS, block_size=BLOCK, min_run=16)
+    seq, _ = joined([A, C, END])
+    with empty.plan(seq, POLICY, keep_last=1, session="chat") as plan:
+        taken = both.found(plan, [A, C, END], POLICY, "chat")
+        found = FilledPlan(
+            plan,
+            taken.spans,
+            strict,
+            is_judged=True,
+            sought=POLICY,
+            contexts=taken.contexts,
+            sources=None,
+        )
+        assert found.stored == [(0, 50), (58, 116)]
+
+
+def test_marks_are_bounded_and_say_when_they_are_none() -> None:
+    marks = PrefixMarks.of(b"key", np.arange(40, dtype=np.uint32), [7, 33])
+    assert marks.marks["position"].tolist() == [7, 16, 32, 33]
+    again = PrefixMarks.read(marks.tobytes())
+    assert again is not None
+    assert again.num_common(marks) == 33
+    assert PrefixMarks.read(marks.tobytes()[:-1]) is None
+    turned = PrefixMarks(marks.marks[::-1].copy())
+    assert PrefixMarks.read(turned.tobytes()) is None
+    store = make_store(shape=SHAPE)
+    long = kvtrie.TokenSequence(np.arange(16 * 16_385, dtype=np.uint32), SPACE)
+    assert store.marks(long, []) is None
+    assert store.marks(kvtrie.TokenSequence(long[: 16 * 16_384], SPACE), []) is not None
+
+
+def test_a_header_has_the_size_of_its_context() -> None:
+    store = make_store(shape=SHAPE)
+    seq = kvtrie.TokenSequence(A, SPACE)
+    (run,) = store.runs(seq, [])
+    marks = store.marks(seq, [50])
+    assert marks is not None
+    assert store.put(run, rows(50, shape=SHAPE), marks=marks)
+    assert store.num_bytes == SHAPE.num_bytes(50) + len(marks.tobytes()) + SEAL_BYTES
+    found = store.get_ranges(run, [], [])
+    assert found is not None
+    assert found[0].context_bytes == len(marks.tobytes())
+    assert HEADER_BYTES < store.num_bytes
