@@ -9,7 +9,7 @@ import pytest
 from tests.store.kit import SECONDS, SHAPE, make_store, read, rows, run_of, same
 
 from kvtrie.store import Estimate, HostBackend, SpanRows, SpanWriter
-from kvtrie.store.threads import Crew
+from kvtrie.store.threads import Crew, Shares
 
 
 class Gated(HostBackend):
@@ -185,3 +185,43 @@ def test_a_measurement_that_is_none_changes_no_estimate(seconds: float) -> None:
     with pytest.raises(ValueError, match=r"Estimate\.computed"):
         estimate.computed(num_tokens=1, seconds=seconds)
     assert estimate.choose(num_tokens=1, num_bytes=1).why == "unknown"
+
+
+def taken(shares: Shares, owner: str, most: int = 1_000) -> int:
+    return next(count for count in range(most) if not shares.take(owner))
+
+
+def test_an_owner_takes_no_more_than_it_leaves() -> None:
+    shares = Shares(64)
+    assert [taken(shares, owner) for owner in "abcdefgh"] == [32, 16, 8, 4, 2, 1, 1, 0]
+    shares.give("a")
+    assert taken(shares, "h") == 1
+    assert not shares.take("a")
+    assert taken(Shares(1), "a") == 1
+    some = Shares(100)
+    assert not some.take("a", 51)
+    assert some.take("a", 50)
+    assert not some.take("b", 26)
+    assert some.take("b", 25)
+    some.give("a", 50)
+    some.give("b", 25)
+    assert some.take("a", 50)
+
+
+def test_nobody_waits_for_all_that_another_one_has_offered() -> None:
+    crew = Crew("crew", threads=1, max_waiting=64, failed=print, is_shared=True)
+    goes, began, done = threading.Event(), threading.Event(), list[str]()
+
+    def first() -> None:
+        began.set()
+        assert goes.wait(SECONDS)
+
+    assert crew.offer(first, "hostile")
+    assert began.wait(SECONDS)
+    offered = [crew.offer(lambda: done.append("hostile"), "hostile") for _ in range(64)]
+    assert sum(offered) == 32
+    assert all(crew.offer(lambda: done.append("other"), "other") for _ in range(2))
+    goes.set()
+    assert crew.close(SECONDS)
+    assert done[:4] == ["hostile", "other", "hostile", "other"]
+    assert len(done) == 34

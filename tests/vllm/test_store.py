@@ -832,18 +832,18 @@ def test_the_halves_send_each_other_what_pickle_takes() -> None:
     prompt = StorePrompt(tokens, "salt", (2,), ((0, 2, "user"),), "chat-7")
     policy = kvtrie.ReusePolicy(approximate=True, scope="namespace")
     step = StoreStep(
-        seeks=[Seek("r", prompt, ((0, 4),), policy, None, to_first_gap=True)],
+        seeks=[Seek(7, prompt, ((0, 4),), policy, None, to_first_gap=True)],
         turns=[TurnToWrite(prompt, (3,), ((0, 5, 5, None),), policy)],
         overwritten=[1],
-        drops=["q"],
+        drops=[6],
     )
-    load = Load(None, (3,), ((0, 4),), "r", 0)
+    load = Load(None, (3,), ((0, 4),), "r", 0, 7)
     metadata = pickle.loads(pickle.dumps(StepMetadata([load], step)))  # noqa: S301 - its own
     assert metadata.loads == [load]
     assert metadata.store.seeks[0].policy == policy
     assert metadata.store.turns[0].prompt.tokens.tolist() == tokens.tolist()
     span = PlacedSpan(0, 4, is_exact=True, hops=0, delta=0)
-    given = StoreReport({"r": FoundSpans((span,))}, 1)
+    given = StoreReport({7: FoundSpans((span,))}, 1)
     assert pickle.loads(pickle.dumps(given)) == given  # noqa: S301 - its own
 
 

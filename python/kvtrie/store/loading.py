@@ -21,7 +21,7 @@ from kvtrie.pool.kv_pool import KVPool
 from kvtrie.rope import ItemPositionsError
 from kvtrie.store.contexts import PrefixMarks, PromptContexts, SpanContext
 from kvtrie.store.shape import SpanRows, SpanShape
-from kvtrie.store.threads import Crew
+from kvtrie.store.threads import Crew, Shares
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -103,6 +103,8 @@ class SpanLoader:
         pinned: Whether rows arrive in pinned memory, for pools on a GPU.
         max_bytes: Bytes of the rows of all loads that were neither placed nor cancelled. A load
             that would need more is recomputed, and counted as ``busy``.
+        is_shared: Whether tenants share ``max_waiting`` and ``max_bytes``: each takes no more of
+            them than it leaves free, and they take turns. Else who comes first takes all.
 
     Raises:
         ValueError: A number is below 1.
@@ -117,6 +119,7 @@ class SpanLoader:
         max_waiting: int = 64,
         pinned: bool = False,
         max_bytes: int = 1 << 30,
+        is_shared: bool = False,
     ) -> None:
         if max_bytes < 1:
             msg = f"SpanLoader: max_bytes is {max_bytes}; it must be at least 1"
@@ -124,9 +127,13 @@ class SpanLoader:
         self._store = store
         self._estimate = estimate
         self._pinned = pinned
-        self._room = _Room(max_bytes)
+        self._room = _Room(max_bytes, is_shared=is_shared)
         self._crew = Crew(
-            "SpanLoader", threads=threads, max_waiting=max_waiting, failed=self._failed
+            "SpanLoader",
+            threads=threads,
+            max_waiting=max_waiting,
+            failed=self._failed,
+            is_shared=is_shared,
         )
 
     def start(
@@ -163,7 +170,7 @@ class SpanLoader:
             planned=_approximate(plan),
             items=seq.items,
         )
-        load = SpanLoad(self._store, asked)
+        load = SpanLoad(self._store, asked, owner=_owner(seq))
         pieces = _pieces_within(runs, gaps)
         if not pieces:
             load.finish()
@@ -219,7 +226,7 @@ class SpanLoader:
             contexts=contexts,
             shared_prefix=shared_prefix if shared_prefix <= len(seq) else 0,
         )
-        load = SpanLoad(self._store, asked, done)
+        load = SpanLoad(self._store, asked, done, owner=_owner(seq))
 
         def work() -> None:
             named = runs()
@@ -235,7 +242,7 @@ class SpanLoader:
             finally:
                 load.finish()
 
-        if not self._crew.offer(guarded):
+        if not self._crew.offer(guarded, load.owner):
             self._store.count("busy")
             load.finish()
 
@@ -333,8 +340,14 @@ class SpanLoad:
     """One load under way. `SpanLoader.start` makes it."""
 
     def __init__(
-        self, store: SpanStore, asked: _Asked, done: Callable[[], None] | None = None
+        self,
+        store: SpanStore,
+        asked: _Asked,
+        done: Callable[[], None] | None = None,
+        *,
+        owner: str | None = None,
     ) -> None:
+        self.owner = owner
         self._store = store
         self._asked = asked
         self._say_done = done
@@ -384,7 +397,7 @@ class SpanLoad:
         with self._lock:
             if self._is_over:
                 return False
-            if not room.take(num_bytes):
+            if not room.take(num_bytes, self.owner):
                 return False
             self._room, self._num_bytes = room, num_bytes
         return True
@@ -456,7 +469,7 @@ class SpanLoad:
             self._is_over = True
             room, self._room = self._room, None
         if room is not None:
-            room.give(self._num_bytes)
+            room.give(self._num_bytes, self.owner)
 
     def _take(self) -> list[_Arrived]:
         with self._lock:
@@ -548,23 +561,34 @@ class TakenSpans:
         return sum(one.rows.num_tokens for one in some)
 
 
+def _owner(seq: TokenSequence) -> str | None:
+    """The tenant of a sequence; None for everybody."""
+    salt = seq.namespace.salt
+    return salt if isinstance(salt, str) else None
+
+
 class _Room:
     """Bytes that rows may take."""
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, num_bytes: int, *, is_shared: bool) -> None:
         self._left = num_bytes
+        self._shares = Shares(num_bytes) if is_shared else None
         self._lock = threading.Lock()
 
-    def take(self, num_bytes: int) -> bool:
+    def take(self, num_bytes: int, owner: str | None) -> bool:
         with self._lock:
             if num_bytes > self._left:
+                return False
+            if self._shares is not None and not self._shares.take(owner, num_bytes):
                 return False
             self._left -= num_bytes
         return True
 
-    def give(self, num_bytes: int) -> None:
+    def give(self, num_bytes: int, owner: str | None) -> None:
         with self._lock:
             self._left += num_bytes
+            if self._shares is not None:
+                self._shares.give(owner, num_bytes)
 
 
 _Ranges = tuple[tuple[int, int], ...]

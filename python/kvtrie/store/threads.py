@@ -1,13 +1,45 @@
-"""Threads that work off a bounded queue, and that nobody has to wait for."""
+"""Threads that work off a bounded queue, and that nobody has to wait for, and shares of it."""
 
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import OrderedDict, deque
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Hashable
+
+
+class Shares:
+    """A number of places that owners share: each takes no more than it leaves free.
+
+    So one owner gets half of them, and a second one half of the rest. Who has none gets the last
+    one. It is not safe for threads.
+
+    Args:
+        total: All places.
+    """
+
+    def __init__(self, total: int) -> None:
+        self._free = total
+        self._of: dict[Hashable, int] = {}
+
+    def take(self, owner: Hashable, count: int = 1) -> bool:
+        """Take places; false, and none taken, where they are too many for one owner."""
+        before, left = self._of.get(owner, 0), self._free - count
+        is_last = not before and count == 1 and not left
+        if before + count > left and not is_last:
+            return False
+        self._free = left
+        self._of[owner] = before + count
+        return True
+
+    def give(self, owner: Hashable, count: int = 1) -> None:
+        """Give places back."""
+        self._free += count
+        self._of[owner] -= count
+        if not self._of[owner]:
+            del self._of[owner]
 
 
 class Crew:
@@ -18,13 +50,20 @@ class Crew:
         threads: How many.
         max_waiting: Work that may wait. More is refused.
         failed: Called with what a piece of work raises.
+        is_shared: Whether owners share the queue as `Shares` has it.
 
     Raises:
         ValueError: A number is below 1.
     """
 
     def __init__(
-        self, name: str, *, threads: int, max_waiting: int, failed: Callable[[Exception], None]
+        self,
+        name: str,
+        *,
+        threads: int,
+        max_waiting: int,
+        failed: Callable[[Exception], None],
+        is_shared: bool = False,
     ) -> None:
         for what, value in (("threads", threads), ("max_waiting", max_waiting)):
             if value < 1:
@@ -33,18 +72,27 @@ class Crew:
         self._max_waiting = max_waiting
         self._failed = failed
         self._changed = threading.Condition()
-        self._waiting: deque[Callable[[], None]] = deque()
+        # By owner, the next one first.
+        self._waiting: OrderedDict[Hashable, deque[Callable[[], None]]] = OrderedDict()
+        self._places = Shares(max_waiting) if is_shared else None
+        self._num_waiting = 0
         self._unfinished = 0
         self._is_closed = False
         for number in range(threads):
             threading.Thread(target=self._run, name=f"{name}-{number}", daemon=True).start()
 
-    def offer(self, work: Callable[[], None]) -> bool:
-        """Have something done, if there is room in the queue; it never waits."""
+    def offer(self, work: Callable[[], None], owner: Hashable = None) -> bool:
+        """Have something done, if there is room in the queue; it never waits.
+
+        Owners take turns, so nobody waits for all that another one has offered.
+        """
         with self._changed:
-            if self._is_closed or len(self._waiting) >= self._max_waiting:
+            if self._is_closed or self._num_waiting >= self._max_waiting:
                 return False
-            self._waiting.append(work)
+            if self._places is not None and not self._places.take(owner):
+                return False
+            self._waiting.setdefault(owner, deque()).append(work)
+            self._num_waiting += 1
             self._unfinished += 1
             self._changed.notify_all()
         return True
@@ -64,13 +112,23 @@ class Crew:
             self._changed.notify_all()
         return self.wait(timeout)
 
+    def _next(self) -> Callable[[], None]:
+        owner, works = self._waiting.popitem(last=False)
+        work = works.popleft()
+        self._num_waiting -= 1
+        if self._places is not None:
+            self._places.give(owner)
+        if works:
+            self._waiting[owner] = works
+        return work
+
     def _run(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._is_closed)
                 if not self._waiting:
                     return
-                work = self._waiting.popleft()
+                work = self._next()
             try:
                 work()
             except Exception as error:  # noqa: BLE001 - a thread lives on, and it is reported

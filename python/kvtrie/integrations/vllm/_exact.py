@@ -125,7 +125,8 @@ class ExactPlanner(Half):
             return 0
         plan: ReusePlan | FilledPlan = made
         if live.stored is not None:
-            plan = FilledPlan(made, live.stored.spans, EXACT_ONLY, is_judged=False)
+            spans, ticket = live.stored.spans, live.ticket
+            plan = FilledPlan(made, spans, EXACT_ONLY, is_judged=False, ticket=ticket)
         if self._seeks(request, live, plan, num_local, resumes=False):
             plan.release()
             return None

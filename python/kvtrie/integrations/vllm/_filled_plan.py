@@ -68,6 +68,7 @@ class FilledPlan:
             built under it may be too lax for ``policy``.
         contexts: What the spans were computed after. Without it none moves that has to be judged.
         sources: The pool's blocks, whose paths the spans' are compared with.
+        ticket: What the worker's half has loaded the spans under.
     """
 
     def __init__(
@@ -80,8 +81,10 @@ class FilledPlan:
         sought: ReusePolicy | None = None,
         contexts: PromptContexts | None = None,
         sources: Sources | None = None,
+        ticket: int = 0,
     ) -> None:
         self.pool = plan
+        self.ticket = ticket
         self._segments = plan.segments
         rows = self._segments.tolist()
         num_tokens = rows[-1][1] if rows else 0

@@ -74,10 +74,11 @@ class Loads:
             self._loads.append(Load(None, blocks, request_id=request.request_id))
             return False
         stored: list[Range] = []
+        ticket = 0
         if isinstance(plan, FilledPlan):
-            stored = _ranges.inside(plan.stored, (start, end))
+            stored, ticket = _ranges.inside(plan.stored, (start, end)), plan.ticket
         first = start // self._block_size * self._block_size
-        self._loads.append(Load(moves, blocks, tuple(stored), request.request_id, first))
+        self._loads.append(Load(moves, blocks, tuple(stored), request.request_id, first, ticket))
         if live.pending is not None:
             live.pending.is_read = True
         segments = plan.segments

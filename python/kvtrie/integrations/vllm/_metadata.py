@@ -20,7 +20,7 @@ class Load:
     """The copies into one request, and the blocks that they write.
 
     ``moves`` is None if they could not be made: the workers then report the blocks as failed.
-    ``stored`` are ranges of its tokens whose KV the worker's half has loaded for ``request_id``;
+    ``stored`` are ranges of its tokens whose KV the worker's half has loaded under ``ticket``;
     ``first`` is the position of the first block.
     """
 
@@ -29,6 +29,7 @@ class Load:
     stored: tuple[Range, ...] = ()
     request_id: str = ""
     first: int = 0
+    ticket: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +50,11 @@ class StorePrompt:
 class Seek:
     """What is looked for in the store for a request that waits.
 
-    ``judges`` says whether moved runs are judged by what they were computed after.
+    ``ticket`` is its number, which no other has: an id of a request may be used again. ``judges``
+    says whether moved runs are judged by what they were computed after.
     """
 
-    request_id: str
+    ticket: int
     prompt: StorePrompt
     gaps: tuple[Range, ...]
     policy: ReusePolicy
@@ -82,7 +84,7 @@ class StoreStep:
         seeks: Loads that begin.
         turns: What is to be written.
         overwritten: Blocks that this step writes.
-        drops: Requests whose loaded rows are not needed, after the copies of this step.
+        drops: Tickets whose loaded rows are not needed, after the copies of this step.
         prefills: Tokens and seconds of steps.
         waits: Whether the step computes nothing, while requests wait for the store.
     """
@@ -90,7 +92,7 @@ class StoreStep:
     seeks: list[Seek] = field(default_factory=list)
     turns: list[TurnToWrite] = field(default_factory=list)
     overwritten: list[int] = field(default_factory=list)
-    drops: list[str] = field(default_factory=list)
+    drops: list[int] = field(default_factory=list)
     prefills: list[tuple[int, float]] = field(default_factory=list)
     waits: bool = False
 
@@ -105,7 +107,7 @@ class StepMetadata(KVConnectorMetadata):
 
 @dataclass(frozen=True, slots=True)
 class FoundSpans:
-    """What has been loaded for a request, and what its moved spans are judged by."""
+    """What has been loaded under a ticket, and what its moved spans are judged by."""
 
     spans: tuple[PlacedSpan, ...]
     contexts: PromptContexts | None = None
@@ -116,11 +118,11 @@ class StoreReport(KVConnectorWorkerMetadata):
     """What has happened with the store since the last report.
 
     Attributes:
-        found: What has been loaded, by request.
+        found: What has been loaded, by ticket.
         num_written: Turns that were written, or given up.
     """
 
-    found: dict[str, FoundSpans] = field(default_factory=dict)
+    found: dict[int, FoundSpans] = field(default_factory=dict)
     num_written: int = 0
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:

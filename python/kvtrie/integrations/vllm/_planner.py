@@ -165,6 +165,7 @@ class Planner(Half):
             is_judged=_gate.judges(self._decision),
             sought=live.policy,
             contexts=live.stored.contexts,
+            ticket=live.ticket,
             sources=self.sources,
         )
 

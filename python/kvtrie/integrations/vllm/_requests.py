@@ -107,6 +107,8 @@ class LiveRequest:
         built_under: What its plans are as strict as at least, which the index keeps as the grade
             of its approximate blocks; None before the first plan with any.
         stored: What the store has loaded for it, until it is copied; None for nothing.
+        ticket: What that is known by to the worker's half.
+        is_before_reset: Whether it may have KV from before a reset; it is not stored then.
     """
 
     seq: TokenSequence
@@ -135,6 +137,8 @@ class LiveRequest:
     shadow_policy: ReusePolicy | None = None
     would: Would | None = None
     stored: FoundSpans | None = None
+    ticket: int = 0
+    is_before_reset: bool = False
 
     def is_built_under(self, policy: ReusePolicy) -> None:
         """Take note of a plan with approximate KV. Its request may have used others before."""

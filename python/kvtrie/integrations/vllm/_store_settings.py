@@ -46,7 +46,7 @@ class StoreSettings:
     run_tokens: int = 256
     turns: int = 64
     threads: int = 4
-    load_bytes: int = 1 << 30
+    load_bytes: int = 2 << 30
     wait: float = 2.0
     min_tokens: int = 64
     prefill_tokens_per_s: float | None = None

@@ -149,14 +149,16 @@ class StoreWorker:
         self._estimate = Estimate(prefill_tokens_per_s=settings.prefill_tokens_per_s)
         self._pool: KVPool | None = None
         self._arrival = threading.Event()
-        self._loads: dict[str, SpanLoad] = {}
-        self._taken: dict[str, TakenSpans] = {}
+        # By ticket.
+        self._loads: dict[int, SpanLoad] = {}
+        self._taken: dict[int, TakenSpans] = {}
         self._loader = SpanLoader(
             store,
             estimate=self._estimate,
             threads=settings.threads,
             max_waiting=_MAX_WAITING,
             max_bytes=settings.load_bytes,
+            is_shared=True,
         )
         self._turns = _Turns(store, self._sequence, max(1, settings.turns))
 
@@ -184,7 +186,7 @@ class StoreWorker:
         Raises:
             RuntimeError: Rows are missing.
         """
-        taken = self._taken.get(load.request_id)
+        taken = self._taken.get(load.ticket)
         table = np.array(load.blocks, np.int64)
         for start, end in load.stored:
             written = 0
@@ -198,13 +200,13 @@ class StoreWorker:
         """After the copies of the step."""
         for tokens, seconds in step.prefills:
             self._estimate.computed(num_tokens=tokens, seconds=seconds)
-        for request_id in step.drops:
-            self._taken.pop(request_id, None)
-            load = self._loads.pop(request_id, None)
+        for ticket in step.drops:
+            self._taken.pop(ticket, None)
+            load = self._loads.pop(ticket, None)
             if load is not None:
                 load.cancel()
         for seek in step.seeks:
-            self._loads[seek.request_id] = self._seek(seek)
+            self._loads[seek.ticket] = self._seek(seek)
         if step.waits and not self._has_news():
             # Else the engine would run without pause, and keep the threads from running.
             self._arrival.wait(_PAUSE)
@@ -214,10 +216,10 @@ class StoreWorker:
         """What has happened since the last report; None for nothing."""
         self._tell()
         report = StoreReport(num_written=self._turns.take_done())
-        for request_id, load in self._loads.items():
-            if load.is_done and request_id not in self._taken and self._pool is not None:
-                taken = self._taken[request_id] = load.take(self._pool)
-                report.found[request_id] = FoundSpans(taken.spans, taken.contexts)
+        for ticket, load in self._loads.items():
+            if load.is_done and ticket not in self._taken and self._pool is not None:
+                taken = self._taken[ticket] = load.take(self._pool)
+                report.found[ticket] = FoundSpans(taken.spans, taken.contexts)
         return report if report.found or report.num_written else None
 
     def wait(self, timeout: float) -> bool:
@@ -235,9 +237,7 @@ class StoreWorker:
 
     def _has_news(self) -> bool:
         return any(
-            load.is_done
-            for request_id, load in self._loads.items()
-            if request_id not in self._taken
+            load.is_done for ticket, load in self._loads.items() if ticket not in self._taken
         )
 
     def _seek(self, seek: Seek) -> SpanLoad:
@@ -308,13 +308,19 @@ class _Turns:
         self._reading: frozenset[int] = frozenset()
         self._jobs: list[_Writing] = []
         self._num_done = self._num_written = 0
-        self._crew = Crew("kvtrie-turns", threads=1, max_waiting=max_waiting, failed=self._failed)
+        self._crew = Crew(
+            "kvtrie-turns",
+            threads=1,
+            max_waiting=max_waiting,
+            failed=self._failed,
+            is_shared=True,
+        )
 
     def offer(self, turn: TurnToWrite) -> None:
         job = _Writing(turn)
         with self._changed:
             self._jobs.append(job)
-        if not self._crew.offer(lambda: self._write(job)):
+        if not self._crew.offer(lambda: self._write(job), turn.prompt.salt):
             self._store.count("dropped", len(turn.pieces))
             self._end(job)
 

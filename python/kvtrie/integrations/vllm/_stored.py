@@ -23,6 +23,7 @@ from kvtrie.integrations.vllm._metadata import (
 from kvtrie.integrations.vllm._requests import adapter_of
 from kvtrie.integrations.vllm._vllm import RequestStatus
 from kvtrie.store.runs import Gone, gone_of, pieces
+from kvtrie.store.threads import Shares
 from kvtrie.tags import TurnPolicy
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from kvtrie.integrations.vllm._store_settings import StoreSettings
     from kvtrie.integrations.vllm._tags import Reading
 
-# Requests that may wait for the store at a time.
+# Requests that may wait for the store at a time; tenants share them.
 _MAX_WAITING: Final = 64
 # Fewer tokens in a step say little of how fast a prompt is computed.
 _LEAST_PREFILL: Final = 64
@@ -64,13 +65,13 @@ class _OpenStep:
     begun: frozenset[str]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Sought:
-    """A request that was looked up; ``is_over``: nothing of it is kept any more."""
+    """A request that waits for the store, or has found something there."""
 
+    request_id: str
+    tenant: str | None
     since: float
-    waits: bool = True
-    is_over: bool = False
 
 
 class StoreRequests:
@@ -90,7 +91,13 @@ class StoreRequests:
         self._block_size = block_size
         self._counts = counts
         self._judges = judges
-        self._sought: dict[str, _Sought] = {}
+        # Requests that were looked up and have not ended, with their tickets; 0: nothing is kept.
+        self._tickets: dict[str, int] = {}
+        # By ticket: those that wait for the store, and those that wait for vLLM with what it has.
+        self._waiting: dict[int, _Sought] = {}
+        self._loaded: dict[int, _Sought] = {}
+        self._places = Shares(_MAX_WAITING)
+        self._last_ticket = 0
         self._next = StoreStep()
         # Turns that were sent and not reported.
         self._num_turns = 0
@@ -100,19 +107,20 @@ class StoreRequests:
 
     def __len__(self) -> int:
         """The number of requests that were looked up and have not ended."""
-        return len(self._sought)
+        return len(self._tickets)
 
     # --- loading -------------------------------------------------------------------------------
 
     def waits(self, request: Request) -> bool:
         """Whether a request waits for the store. It does not for long."""
-        found = self._sought.get(request.request_id)
-        if found is None or not found.waits:
+        ticket = self._tickets.get(request.request_id, 0)
+        found = self._waiting.get(ticket)
+        if found is None:
             return False
         if time.monotonic() - found.since <= self._settings.wait:
             return True
         self._counts.add("store_late")
-        self._drop(request.request_id, found)
+        self._drop(ticket)
         return False
 
     def seeks(
@@ -126,7 +134,7 @@ class StoreRequests:
     ) -> bool:
         """Begin to look a request up, once; whether it waits now."""
         request_id = request.request_id
-        if request_id in self._sought or request.num_preemptions:
+        if request_id in self._tickets or request.num_preemptions:
             return False
         if adapter_of(request) is not None:
             return False
@@ -135,16 +143,18 @@ class StoreRequests:
             gaps = gaps[:1]
         if sum(end - start for start, end in gaps) < max(1, self._settings.min_tokens):
             return False
-        waiting = sum(one.waits for one in self._sought.values())
-        self._sought[request_id] = found = _Sought(time.monotonic())
-        if waiting >= _MAX_WAITING:
+        tenant = request.cache_salt or None
+        self._tickets[request_id] = 0
+        if not self._places.take(tenant):
             self._counts.add("store_busy")
-            found.waits, found.is_over = False, True
             return False
+        self._last_ticket += 1
+        live.ticket = self._tickets[request_id] = self._last_ticket
+        self._waiting[live.ticket] = _Sought(request_id, tenant, time.monotonic())
         self._counts.add("store_requests")
         self._next.seeks.append(
             Seek(
-                request_id,
+                live.ticket,
                 self._prompt(request, live),
                 tuple(gaps),
                 live.policy,
@@ -158,27 +168,37 @@ class StoreRequests:
     def arrived(self, report: StoreReport, lives: Mapping[str, LiveRequest]) -> None:
         """Take what the worker's half has loaded and written."""
         self._num_turns -= report.num_written
-        for request_id, given in report.found.items():
-            found = self._sought.get(request_id)
-            live = lives.get(request_id)
-            if found is None or live is None or not found.waits:
+        for ticket, given in report.found.items():
+            found = self._waiting.get(ticket)
+            if found is None:
                 continue
-            found.waits = False
-            live.stored = given if given.spans else None
-            if given.spans:
+            live = lives.get(found.request_id)
+            # Its id may be another request's by now.
+            if live is not None and live.ticket == ticket and given.spans:
+                self._leave(ticket)
+                self._loaded[ticket] = found
+                live.stored = given
                 self._counts.add("store_found")
             else:
-                self._drop(request_id, found)
+                self._drop(ticket)
 
     def forget(self, request_id: str) -> None:
         """A request has ended, or goes on without kvtrie."""
-        found = self._sought.pop(request_id, None)
-        if found is not None and not found.is_over:
-            self._next.drops.append(request_id)
+        ticket = self._tickets.pop(request_id, 0)
+        if ticket in self._waiting or ticket in self._loaded:
+            self._drop(ticket)
 
-    def _drop(self, request_id: str, found: _Sought) -> None:
-        found.waits, found.is_over = False, True
-        self._next.drops.append(request_id)
+    def _leave(self, ticket: int) -> None:
+        """A request waits for the store no more."""
+        found = self._waiting.pop(ticket, None)
+        if found is not None:
+            self._places.give(found.tenant)
+
+    def _drop(self, ticket: int) -> None:
+        """Nothing is kept of a request."""
+        self._leave(ticket)
+        self._loaded.pop(ticket, None)
+        self._next.drops.append(ticket)
 
     # --- writing -------------------------------------------------------------------------------
 
@@ -238,20 +258,18 @@ class StoreRequests:
         self._steps.append(
             _OpenStep(time.monotonic(), output.total_num_scheduled_tokens, frozenset(begun))
         )
-        has_waiting = False
-        for request_id, found in self._sought.items():
-            has_waiting = has_waiting or found.waits
-            request, live = requests.get(request_id), lives.get(request_id)
-            if found.waits or found.is_over or request is None or live is None:
+        for ticket, found in list(self._loaded.items()):
+            request, live = requests.get(found.request_id), lives.get(found.request_id)
+            if request is None or live is None:
                 continue
             if request.status == RequestStatus.RUNNING and live.pending is None:
                 # All that it could use is copied.
                 live.stored = None
-                self._drop(request_id, found)
+                self._drop(ticket)
         step, self._next = self._next, StoreStep()
         if self._num_turns:
             step.overwritten = self._written(output, loads, lives)
-        step.waits = has_waiting and not output.total_num_scheduled_tokens
+        step.waits = bool(self._waiting) and not output.total_num_scheduled_tokens
         if step.overwritten:
             # Else vLLM's workers look at it after the forward pass, which writes to them.
             output.has_sync_kv_loads = True

@@ -1,0 +1,136 @@
+"""The scheduler's half of the store alone: who may wait, and whose a result is."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import kvtrie
+from kvtrie.integrations.vllm._metadata import FoundSpans, StoreReport, StoreStep
+from kvtrie.integrations.vllm._requests import LiveRequest
+from kvtrie.integrations.vllm._stats import Counts
+from kvtrie.integrations.vllm._store_settings import StoreSettings
+from kvtrie.integrations.vllm._stored import StoreRequests
+from kvtrie.integrations.vllm._vllm import RequestStatus
+from kvtrie.store import PlacedSpan
+
+SPACE = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+TOKENS = 100
+SPANS = (PlacedSpan(0, 64, is_exact=True, hops=0, delta=0),)
+
+
+class Half:
+    """Requests of a scheduler that is not there."""
+
+    def __init__(self) -> None:
+        self.counts = Counts()
+        self.store = StoreRequests(StoreSettings(backend="host"), 16, self.counts, judges=False)
+        self.index = kvtrie.RadixIndex(num_blocks=64, block_size=16)
+        self.lives: dict[str, LiveRequest] = {}
+        self.requests: dict[str, Any] = {}
+
+    def begin(self, name: str, tenant: str | None = None) -> bool:
+        """A request arrives, and is looked up; whether it waits."""
+        space = SPACE if tenant is None else SPACE.replace(salt=tenant)
+        live = LiveRequest(kvtrie.TokenSequence(range(TOKENS), space), kvtrie.EXACT_ONLY)
+        request: Any = SimpleNamespace(
+            request_id=name,
+            num_preemptions=0,
+            cache_salt=tenant,
+            lora_request=None,
+            num_prompt_tokens=TOKENS,
+            status=RequestStatus.WAITING,
+        )
+        self.lives[name], self.requests[name] = live, request
+        with self.index.plan(live.seq, kvtrie.EXACT_ONLY) as plan:
+            return self.store.seeks(request, live, plan, 0, resumes=False)
+
+    def end(self, name: str) -> None:
+        self.store.forget(name)
+        del self.lives[name], self.requests[name]
+
+    def step(self) -> StoreStep:
+        output: Any = SimpleNamespace(
+            scheduled_new_reqs=[],
+            scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set(), req_ids=[]),
+            total_num_scheduled_tokens=1,
+        )
+        found = self.store.step(output, [], self.requests, self.lives)
+        return StoreStep() if found is None else found
+
+    def report(self, *tickets: int) -> None:
+        found = dict.fromkeys(tickets, FoundSpans(SPANS))
+        self.store.arrived(StoreReport(found), self.lives)
+
+
+def test_a_tenant_cannot_take_all_places_to_wait() -> None:
+    half = Half()
+    hostile = [half.begin(f"a{number}", "hostile") for number in range(200)]
+    assert sum(hostile) == 32
+    assert half.counts.take().data["store_busy"] == 168
+    assert half.begin("b0", "another")
+    assert half.begin("c0")
+    # Places come back however a request ends.
+    tickets = [seek.ticket for seek in half.step().seeks]
+    half.report(*tickets[:10])
+    for number in range(10, 32):
+        half.end(f"a{number}")
+    again = [half.begin(f"d{number}", "hostile") for number in range(100)]
+    assert sum(again) == 31
+
+
+def test_a_request_with_an_id_that_was_used_before_takes_no_result_of_another() -> None:
+    half = Half()
+    assert half.begin("chosen by a client", "one")
+    (first,) = half.step().seeks
+    half.end("chosen by a client")
+    assert half.begin("chosen by a client", "two")
+    # What the worker has said of the first arrives now.
+    half.report(first.ticket)
+    live = half.lives["chosen by a client"]
+    assert live.stored is None
+    assert half.store.waits(half.requests["chosen by a client"])
+    step = half.step()
+    assert step.drops == [first.ticket]
+    assert step.seeks[0].ticket != first.ticket
+    half.report(step.seeks[0].ticket)
+    assert live.stored is not None
+    assert live.ticket == step.seeks[0].ticket
+
+
+def test_a_request_takes_no_result_of_one_that_lives_under_its_id() -> None:
+    half = Half()
+    assert half.begin("twice", "one")
+    (first,) = half.step().seeks
+    # vLLM may be told to take ids as clients give them.
+    half.begin("twice", "two")
+    half.report(first.ticket)
+    assert half.lives["twice"].stored is None
+
+
+def test_a_step_looks_at_no_request_that_neither_waits_nor_has_found_anything() -> None:
+    half = Half()
+    for number in range(50):
+        assert half.begin(f"r{number}", f"tenant {number}")
+        for seek in half.step().seeks:
+            half.store.arrived(StoreReport({seek.ticket: FoundSpans(())}), half.lives)
+    looked: list[str] = []
+
+    class Seen(dict[str, Any]):
+        def get(self, key: str, default: Any = None) -> Any:
+            looked.append(key)
+            return super().get(key, default)
+
+    assert half.begin("waits")
+    (seek,) = half.step().seeks
+    half.requests = Seen(half.requests)
+    half.step()
+    assert looked == []
+    half.report(seek.ticket)
+    half.step()
+    assert looked == ["waits"]
+    half.requests["waits"].status = RequestStatus.RUNNING
+    assert half.step().drops == [seek.ticket]
+    assert len(half.store) == 51
+    half.step()
+    assert looked == ["waits", "waits"]
