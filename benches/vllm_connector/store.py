@@ -216,7 +216,7 @@ def measure(options: argparse.Namespace) -> None:
             say("pool", asked(engine, prompts, salt))
         engine.drain()
         settle(engine)
-        assert engine.llm.reset_prefix_cache(reset_connector=True)
+        assert engine.llm.reset_prefix_cache()
     say("store", {**asked(engine, prompts, "store"), "seconds to store a turn": seconds})
     say("recomputed", asked(engine, prompts, "nobody"))
     if options.backend == "mooncake":

@@ -171,6 +171,37 @@ def test_tenants_share_no_name_and_shared_is_for_everybody() -> None:
     assert run_of(store, list(range(40)), again).name == names[2]
 
 
+def test_after_a_renewal_nothing_is_found_that_was_stored_before() -> None:
+    backend = HostBackend(1 << 20)
+    store, other = make_store(backend), make_store(backend)
+    seq = kvtrie.TokenSequence(range(40), SPACE)
+
+    def written(one: SpanStore) -> bool:
+        (run,) = one.runs(seq, [])
+        return one.put(run, rows(40))
+
+    def found(one: SpanStore) -> bool:
+        return one.exists(one.runs(seq, [])) == [True]
+
+    assert written(store)
+    old = store.marks(seq, [])
+    store.renew(b"a generation")
+    assert not found(store)
+    new = store.marks(seq, [])
+    assert old is not None
+    assert new is not None
+    assert new.num_common(old) == 0
+    # Others go on as before, and find nothing of what it stores.
+    assert found(other)
+    assert written(store)
+    assert found(store)
+    other.delete(other.runs(seq, [])[0])
+    assert not found(other)
+    store.renew(b"another one")
+    assert not found(store)
+    assert not found(make_store(backend))
+
+
 def test_a_name_depends_on_tokens_items_and_adapter_and_on_nothing_before() -> None:
     store = make_store()
     ids = list(range(100, 140))

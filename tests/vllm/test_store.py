@@ -108,7 +108,7 @@ def tell(engine: Engine, prompt: Sequence[int], **options: Any) -> list[int]:
 def forget_all(engine: Engine) -> None:
     """The pool loses everything; the store does not."""
     engine.drain()
-    assert engine.llm.reset_prefix_cache(reset_connector=True)
+    assert engine.llm.reset_prefix_cache()
 
 
 @pytest.fixture(autouse=True)
@@ -563,6 +563,39 @@ def test_a_turn_that_was_not_read_before_the_engine_sleeps_is_not_stored(
     settle(e)
     assert e.ask(TURN).tokens == first
     assert e.counts["store_tokens_exact"] == e.counts["errors"] == 0
+
+
+def test_a_reset_of_the_connector_makes_what_was_stored_unreachable(
+    engine: Callable[..., Engine], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Weights may be reloaded in place under the same name."""
+    e = engine(connector=EXACT, **OPTIONS)
+    first = tell(e, TURN)
+    forget_all(e)
+    e.counts.clear()
+    with caplog.at_level("WARNING", logger="vllm.kvtrie"):
+        assert e.llm.reset_prefix_cache(reset_connector=True)
+    assert "finds nothing that was stored before" in caplog.text
+    assert tell(e, TURN) == first
+    assert e.counts["store_requests"] == 1
+    assert e.counts["store_tokens_exact"] == e.counts["errors"] == 0
+    # What is stored from now on is found.
+    forget_all(e)
+    assert tell(e, TURN) == first
+    assert e.counts["store_tokens_exact"] == len(SYSTEM_PROMPT) + len(QUESTION)
+
+
+def test_a_request_from_before_a_reset_is_not_stored(engine: Callable[..., Engine]) -> None:
+    e = engine(connector=EXACT, **OPTIONS)
+    name = e.add(TURN, max_tokens=6)
+    while not e.answers[name].tokens:
+        e.step()
+    e.llm.reset_prefix_cache(reset_connector=True)
+    e.drain()
+    settle(e)
+    assert "stored" not in store_of(e).store.counts()
+    tell(e, TURN)
+    assert store_of(e).store.counts()["stored"] > 0
 
 
 def test_a_copy_that_fails_while_its_request_is_aborted_is_not_stored(

@@ -134,3 +134,26 @@ def test_a_step_looks_at_no_request_that_neither_waits_nor_has_found_anything() 
     assert len(half.store) == 51
     half.step()
     assert looked == ["waits", "waits"]
+
+
+def test_a_reset_drops_all_that_was_looked_up_before() -> None:
+    half = Half()
+    for name in ("sent", "found", "not sent"):
+        if name == "not sent":
+            tickets = [seek.ticket for seek in half.step().seeks]
+            half.report(tickets[1])
+        assert half.begin(name)
+    assert half.lives["found"].stored is not None
+    half.store.reset(half.lives.values())
+    assert all(live.stored is None and live.is_before_reset for live in half.lives.values())
+    assert not any(half.store.waits(one) for one in half.requests.values())
+    step = half.step()
+    # The worker's half would keep what is sought and dropped in one step.
+    assert step.seeks == []
+    assert sorted(step.drops) == tickets
+    assert step.generation is not None
+    half.report(*tickets)
+    assert all(live.stored is None for live in half.lives.values())
+    assert half.step().generation is None
+    half.store.reset([])
+    assert half.step().generation not in (None, step.generation)

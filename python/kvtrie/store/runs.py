@@ -13,14 +13,13 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Final
 
-from kvtrie.store.keys import items_of, space_of
+from kvtrie.store.keys import items_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from kvtrie._core import Span, TokenSequence
     from kvtrie.store.keys import StoreKey, TenantKey
-    from kvtrie.store.shape import SpanShape
     from kvtrie.tags import Stream, TurnPolicy
 
 LONGEST: Final = 256
@@ -93,16 +92,15 @@ def pieces(
 
 def name_runs(
     key: StoreKey,
-    shape: SpanShape,
+    space: bytes,
     seq: TokenSequence,
     borders: Iterable[int],
     spans: Sequence[Span],
     *,
     longest: int,
 ) -> list[SpanRun]:
-    """Cut and name the runs of a sequence."""
+    """Cut and name the runs of a sequence; ``space`` is what KV depends on besides."""
     ranges = pieces(len(seq), borders, longest=longest)
-    space = space_of(seq.namespace, shape)
     tenant = key.tenant(seq.namespace.salt)
     tokens, items = seq[:], seq.items
     prefixes = tenant.prefixes(space, tokens, items, [start for start, _ in ranges])

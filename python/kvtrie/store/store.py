@@ -95,6 +95,7 @@ class SpanStore:
         self._tenants = {key.tenant(salt).name: one for salt, one in (tenants or {}).items()}
         self._longest = longest
         self._clock = clock
+        self._generation = b""
         self._budget = Budget()
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
@@ -125,7 +126,23 @@ class SpanStore:
                     f"the store {getattr(mine, field)!r}"
                 )
                 raise ValueError(msg)
-        return name_runs(self._key, self.shape, seq, borders, spans, longest=self._longest)
+        space = self._space(seq.namespace)
+        return name_runs(self._key, space, seq, borders, spans, longest=self._longest)
+
+    def renew(self, generation: bytes) -> None:
+        """Find nothing that was stored before, and name what is stored from now on anew.
+
+        For weights that were replaced while the process runs. What was stored before stays, counts,
+        and leaves as it is not used. Runs that were named before keep their names. Processes, and
+        stores that are opened later, share what they store only under equal generations.
+
+        Args:
+            generation: Bytes that were not given before, such as 16 random ones.
+        """
+        self._generation = generation
+
+    def _space(self, namespace: Namespace) -> bytes:
+        return space_of(namespace, self.shape) + self._generation
 
     def session_of(self, namespace: Namespace, session: str | None) -> str | None:
         """The digest by which headers name a conversation."""
@@ -133,8 +150,7 @@ class SpanStore:
 
     def mark_key(self, namespace: Namespace) -> bytes:
         """The key under which marks of prompts of a namespace are made."""
-        space = space_of(namespace, self.shape)
-        return self._key.tenant(namespace.salt).mark_key(space)
+        return self._key.tenant(namespace.salt).mark_key(self._space(namespace))
 
     def marks(self, seq: TokenSequence, borders: Iterable[int]) -> PrefixMarks | None:
         """What `put` keeps with the runs of a sequence, so that a gate may judge them.

@@ -335,7 +335,7 @@ class Half:
             self.preempted(request_id)
         self.sources.reset()
         if self.stored is not None:
-            self.stored.reset()
+            self.stored.reset(self._live.values())
 
     def shutdown(self) -> None:
         """Stop what runs in the background."""

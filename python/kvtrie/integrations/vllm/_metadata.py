@@ -86,6 +86,7 @@ class StoreStep:
         overwritten: Blocks that this step writes.
         drops: Tickets whose loaded rows are not needed, after the copies of this step.
         prefills: Tokens and seconds of steps.
+        generation: Under what runs are named from now on; None: as before.
         waits: Whether the step computes nothing, while requests wait for the store.
     """
 
@@ -94,6 +95,7 @@ class StoreStep:
     overwritten: list[int] = field(default_factory=list)
     drops: list[int] = field(default_factory=list)
     prefills: list[tuple[int, float]] = field(default_factory=list)
+    generation: bytes | None = None
     waits: bool = False
 
 

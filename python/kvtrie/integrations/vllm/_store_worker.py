@@ -176,6 +176,10 @@ class StoreWorker:
 
     def begin(self, step: StoreStep) -> None:
         """Before anything is written to blocks."""
+        if step.generation is not None:
+            # What waits to be written is of the time before.
+            self._turns.give_up()
+            self.store.renew(step.generation)
         for turn in step.turns:
             self._turns.offer(turn)
         self._turns.overwritten(step.overwritten)

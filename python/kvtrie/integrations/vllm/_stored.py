@@ -7,6 +7,8 @@ the pool (`_filled_plan`), and copied when the request is admitted.
 
 from __future__ import annotations
 
+import logging
+import os
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -27,7 +29,7 @@ from kvtrie.store.threads import Shares
 from kvtrie.tags import TurnPolicy
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from kvtrie.integrations.vllm._store_settings import StoreSettings
     from kvtrie.integrations.vllm._tags import Reading
 
+_LOG: Final = logging.getLogger("vllm.kvtrie")
 # Requests that may wait for the store at a time; tenants share them.
 _MAX_WAITING: Final = 64
 # Fewer tokens in a step say little of how fast a prompt is computed.
@@ -198,13 +201,19 @@ class StoreRequests:
         """Nothing is kept of a request."""
         self._leave(ticket)
         self._loaded.pop(ticket, None)
-        self._next.drops.append(ticket)
+        seeks = self._next.seeks
+        self._next.seeks = [one for one in seeks if one.ticket != ticket]
+        if len(self._next.seeks) == len(seeks):
+            self._next.drops.append(ticket)
 
     # --- writing -------------------------------------------------------------------------------
 
     def ended(self, request: Request, live: LiveRequest, block_ids: Sequence[int]) -> None:
         """Have a turn written, whose last tokens the tags of the request have read."""
         if not self._settings.turns or adapter_of(request) is not None:
+            return
+        if live.is_before_reset:
+            # It may have KV of other weights.
             return
         if request.status in _CUT_OFF and self._begins(request.request_id):
             # What it was to copy, or has hit of a request of the same step, may be unwritten.
@@ -231,8 +240,22 @@ class StoreRequests:
         policy = live.policy if live.built_under is None else live.built_under
         self._next.turns.append(TurnToWrite(prompt, used, tuple(wanted), policy))
 
-    def reset(self) -> None:
-        """Write no turn that was not sent: its blocks hold other KV, or none, from now on."""
+    def reset(self, lives: Iterable[LiveRequest]) -> None:
+        """Find nothing that was stored before, which may be of other weights.
+
+        No turn is written that was not sent: its blocks hold other KV, or none, from now on.
+        """
+        _LOG.warning(
+            "kvtrie: store: the cache was reset: this process finds nothing that was stored "
+            "before, and others find nothing that it stores. Others go on to use what is stored: "
+            'after a change of weights, reset them too, or give all another "model" of the store'
+        )
+        for ticket in (*self._waiting, *self._loaded):
+            self._drop(ticket)
+        for live in lives:
+            live.stored = None
+            live.is_before_reset = True
+        self._next.generation = os.urandom(16)
         turns, self._next.turns = self._next.turns, []
         self._num_turns -= len(turns)
         for turn in turns:
@@ -273,8 +296,8 @@ class StoreRequests:
         if step.overwritten:
             # Else vLLM's workers look at it after the forward pass, which writes to them.
             output.has_sync_kv_loads = True
-        is_empty = not (step.seeks or step.turns or step.overwritten or step.drops or step.waits)
-        if is_empty:
+        says = step.seeks, step.turns, step.overwritten, step.drops, step.waits, step.generation
+        if not any(says):
             self._next.prefills = step.prefills[-16:]
             return None
         return step
