@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -354,17 +355,20 @@ def _of_pool(
 ) -> tuple[list[PathStretch], list[tuple[PathStretch, MovedRun]]]:
     """What the pool supplies, and its moved runs, each with its path."""
     in_place = 0 if sources is None else len(plan.blocks) * sources.block_size
-    rest = [PathStretch(0, in_place, 0, _OWN)] if in_place else []
-    path_of = _paths_of_pool(plan, sources, contexts, paths)
     runs = plan.moved_runs
-    of_pool = [
-        (PathStretch(run.start, run.end, run.old_start, path_of(run.end - 1)), run) for run in runs
+    others = [
+        (max(row[0], in_place), row[1], row[2] + max(0, in_place - row[0]))
+        for row in plan.segments.tolist()
+        if row[4] != COMPUTE and row[1] > in_place
     ]
-    for row in plan.segments.tolist():
-        start, end = max(row[0], in_place), row[1]
-        if row[4] == COMPUTE or start >= end or any(run.start <= start < run.end for run in runs):
-            continue
-        rest.append(PathStretch(start, end, row[2] + start - row[0], path_of(end - 1)))
+    others = [one for one in others if not any(run.start <= one[0] < run.end for run in runs)]
+    ends = [*(run.end for run in runs), *(end for _, end, _ in others)]
+    path_of = _paths_of_pool(plan, sources, contexts, paths, ends)
+    rest = [PathStretch(0, in_place, 0, _OWN)] if in_place else []
+    rest += [PathStretch(start, end, old, path_of.get(end)) for start, end, old in others]
+    of_pool = [
+        (PathStretch(run.start, run.end, run.old_start, path_of.get(run.end)), run) for run in runs
+    ]
     return rest, of_pool
 
 
@@ -373,43 +377,50 @@ def _paths_of_pool(
     sources: Sources | None,
     contexts: PromptContexts,
     paths: dict[Any, PrefixMarks],
-) -> Callable[[int], object]:
-    """A function that names the path of the block that a token of the prompt is copied from.
+    ends: Sequence[int],
+) -> dict[int, object]:
+    """Names of the paths that copies which end there come from; their marks are then in ``paths``.
 
-    Its marks are then in ``paths``. It is None where the path is not known.
+    What is not named has a path that is not known.
     """
-    if sources is None or not len(plan.source_blocks):
-        return lambda _: None
+    if sources is None or not ends:
+        return {}
+    found: dict[int, object] = {}
+    known: list[tuple[int, NDArray[np.uint32]]] = []
+    tokens_of = {}
+    for end, block in _sources_of(plan, sources, ends).items():
+        tokens = sources.index.path_tokens(block)
+        if tokens is not None:
+            tokens_of[end] = block, tokens
+    # The longest first: most of the others are the beginnings of one.
+    for end, (block, tokens) in sorted(tokens_of.items(), key=lambda one: -len(one[1][1])):
+        same = (name for name, path in known if np.array_equal(path[: len(tokens)], tokens))
+        name = next(same, None)
+        if name is None and len(known) < _MOST_PATHS:
+            name = block
+            known.append((name, tokens))
+            paths[name] = contexts.marks_of(tokens)
+        found[end] = name
+    return found
+
+
+def _sources_of(plan: ReusePlan, sources: Sources, ends: Sequence[int]) -> dict[int, int]:
+    """The blocks that the last tokens before some positions are copied from."""
     size = sources.block_size
     own = plan.blocks
     taken = {*own.tolist(), *plan.source_blocks.tolist()}
-    num_free = -(-int(plan.segments["end"].max()) // size) - len(own)
-    free = [one for one in range(sources.num_blocks) if one not in taken][:num_free]
-    if len(free) < num_free:
-        return lambda _: None
+    num_new = -(-max(ends) // size) - len(own)
+    # The plan tells its copies for a table. No block of this one is written.
+    free = list(islice((one for one in range(sources.num_blocks) if one not in taken), num_new))
+    if len(free) < num_new:
+        return {}
     table = np.concatenate([own, np.array(free, own.dtype)])
-    moves = plan.moves(table)
+    moves = plan.moves(table, end=max(ends))
     place = {block: number * size for number, block in enumerate(table.tolist())}
-    starts = [place[slot // size] + slot % size for slot in moves["dest_slot"].tolist()]
-    order = sorted(zip(starts, moves[["source_slot", "num_tokens"]].tolist(), strict=True))
-    firsts = np.array([start for start, _ in order], np.int64)
-
-    def path_of(token: int) -> object:
-        number = int(np.searchsorted(firsts, token, side="right")) - 1
-        if number < 0:
-            return None
-        start, (slot, count) = order[number]
-        block = slot // size
-        if token >= start + count:
-            return None
-        if block not in paths:
-            tokens = sources.index.path_tokens(block)
-            if tokens is None or len(paths) >= _MOST_PATHS:
-                return None
-            paths[block] = contexts.marks_of(tokens)
-        return block
-
-    return path_of
+    last = {}
+    for source, dest, count, _ in moves.tolist():
+        last[place[dest // size] + dest % size + count] = source // size
+    return {end: last[end] for end in ends if end in last}
 
 
 def _stretches(used: Iterable[_Used]) -> list[PathStretch]:

@@ -62,7 +62,8 @@ class Sources:
     @property
     def num_blocks(self) -> int:
         """Blocks of the pool; their ids are below it."""
-        return self._pool.num_gpu_blocks
+        found: int = self._pool.num_gpu_blocks
+        return found
 
     def __len__(self) -> int:
         self._settle()
