@@ -25,8 +25,9 @@ far smaller part of a real model's step. Decisions of vLLM at its start, because
 connector, are not measured.
 
 ``--store`` is kvtrie with a store in host memory, which has nothing of any prompt and stores each
-in its own thread, whose time counts. The member *looks* stores nothing, but looks every prompt up
-too; *silent* is kvtrie without the store. With ``--wall`` time is measured, not processor time.
+in its own thread, whose time counts. It looks up what was ever written, so no new prompt. The
+member *looks* stores nothing, and looks every prompt up, as in a store that others write to;
+*silent* is kvtrie without the store. With ``--wall`` time is measured, not processor time.
 
 ``--rounds FILE`` keeps the rounds as they end; the same command goes on after an interruption.
 """
@@ -199,6 +200,7 @@ class Bench:
         self._plumbing[0].bind_kv_cache_manager(self._scheduler.kv_cache_manager)
         self._reasons = self.kvtrie[0].planner._reasons
         self._stored = self.kvtrie[0].planner.stored
+        self._known_runs = None if self._stored is None else self._stored._known_runs
         self.clock = time.process_time
         self._defers = self._scheduler.defer_block_free
         self._watchers: dict[int, Any] | None = None
@@ -221,6 +223,7 @@ class Bench:
             planner.stored = None if is_silent else self._stored
             given = self._stored._settings
             self._stored._settings = replace(given, turns=0 if member == "looks" else 64)
+            self._stored._known_runs = None if member == "looks" else self._known_runs
         planner._reasons = planner._offers._reasons = reasons
         self._scheduler.connector = mine
         self._scheduler.defer_block_free = self._defers and mine is not None

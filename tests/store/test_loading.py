@@ -32,7 +32,7 @@ from kvtrie.store import (
     StoreKey,
     rows_of,
 )
-from kvtrie.store.loading import _within, _without
+from kvtrie.store.loading import _Room, _within, _without
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -422,6 +422,18 @@ def test_loads_have_bounded_room_until_they_are_placed_or_cancelled(model: PreTr
     assert loader.close(SECONDS)
     with pytest.raises(ValueError, match="max_bytes is 0"):
         SpanLoader(store, max_bytes=0)
+
+
+def test_a_tenant_leaves_others_room_for_rows() -> None:
+    room = _Room(100, is_shared=True)
+    assert not room.take(51, "hostile")
+    assert room.take(50, "hostile")
+    assert not room.take(1, "hostile")
+    assert room.take(25, None)
+    room.give(50, "hostile")
+    assert room.take(30, "hostile")
+    alone = _Room(100, is_shared=False)
+    assert alone.take(100, "who comes first")
 
 
 def test_runs_that_cannot_be_named_end_the_search_alone(model: PreTrainedModel) -> None:

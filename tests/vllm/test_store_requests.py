@@ -22,9 +22,9 @@ SPANS = (PlacedSpan(0, 64, is_exact=True, hops=0, delta=0),)
 class Half:
     """Requests of a scheduler that is not there."""
 
-    def __init__(self) -> None:
+    def __init__(self, backend: str = "/a/folder") -> None:
         self.counts = Counts()
-        self.store = StoreRequests(StoreSettings(backend="host"), 16, self.counts, judges=False)
+        self.store = StoreRequests(StoreSettings(backend=backend), 16, self.counts, judges=False)
         self.index = kvtrie.RadixIndex(num_blocks=64, block_size=16)
         self.lives: dict[str, LiveRequest] = {}
         self.requests: dict[str, Any] = {}
@@ -45,6 +45,14 @@ class Half:
         with self.index.plan(live.seq, kvtrie.EXACT_ONLY) as plan:
             return self.store.seeks(request, live, plan, 0, resumes=False)
 
+    def found(self, name: str) -> FoundSpans | None:
+        return self.lives[name].stored
+
+    def counted(self) -> dict[str, int]:
+        found = self.counts.take()
+        assert found is not None
+        return found.data
+
     def end(self, name: str) -> None:
         self.store.forget(name)
         del self.lives[name], self.requests[name]
@@ -52,7 +60,9 @@ class Half:
     def step(self) -> StoreStep:
         output: Any = SimpleNamespace(
             scheduled_new_reqs=[],
-            scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set(), req_ids=[]),
+            scheduled_cached_reqs=SimpleNamespace(
+                resumed_req_ids=set(), req_ids=[], new_block_ids=[], num_computed_tokens=[]
+            ),
             total_num_scheduled_tokens=1,
         )
         found = self.store.step(output, [], self.requests, self.lives)
@@ -67,7 +77,7 @@ def test_a_tenant_cannot_take_all_places_to_wait() -> None:
     half = Half()
     hostile = [half.begin(f"a{number}", "hostile") for number in range(200)]
     assert sum(hostile) == 32
-    assert half.counts.take().data["store_busy"] == 168
+    assert half.counted()["store_busy"] == 168
     assert half.begin("b0", "another")
     assert half.begin("c0")
     # Places come back however a request ends.
@@ -87,15 +97,14 @@ def test_a_request_with_an_id_that_was_used_before_takes_no_result_of_another() 
     assert half.begin("chosen by a client", "two")
     # What the worker has said of the first arrives now.
     half.report(first.ticket)
-    live = half.lives["chosen by a client"]
-    assert live.stored is None
+    assert half.found("chosen by a client") is None
     assert half.store.waits(half.requests["chosen by a client"])
     step = half.step()
     assert step.drops == [first.ticket]
     assert step.seeks[0].ticket != first.ticket
     half.report(step.seeks[0].ticket)
-    assert live.stored is not None
-    assert live.ticket == step.seeks[0].ticket
+    assert half.found("chosen by a client") is not None
+    assert half.lives["chosen by a client"].ticket == step.seeks[0].ticket
 
 
 def test_a_request_takes_no_result_of_one_that_lives_under_its_id() -> None:
@@ -105,7 +114,7 @@ def test_a_request_takes_no_result_of_one_that_lives_under_its_id() -> None:
     # vLLM may be told to take ids as clients give them.
     half.begin("twice", "two")
     half.report(first.ticket)
-    assert half.lives["twice"].stored is None
+    assert half.found("twice") is None
 
 
 def test_a_step_looks_at_no_request_that_neither_waits_nor_has_found_anything() -> None:
@@ -143,7 +152,7 @@ def test_a_reset_drops_all_that_was_looked_up_before() -> None:
             tickets = [seek.ticket for seek in half.step().seeks]
             half.report(tickets[1])
         assert half.begin(name)
-    assert half.lives["found"].stored is not None
+    assert half.found("found") is not None
     half.store.reset(half.lives.values())
     assert all(live.stored is None and live.is_before_reset for live in half.lives.values())
     assert not any(half.store.waits(one) for one in half.requests.values())
@@ -157,3 +166,19 @@ def test_a_reset_drops_all_that_was_looked_up_before() -> None:
     assert half.step().generation is None
     half.store.reset([])
     assert half.step().generation not in (None, step.generation)
+
+
+def test_memory_of_the_process_is_asked_only_for_what_was_written_to_it() -> None:
+    half = Half("host")
+    assert not half.begin("first")
+    assert half.counted()["store/absent"] == 1
+    request, live = half.requests["first"], half.lives["first"]
+    request.status, request.num_computed_tokens = RequestStatus.FINISHED_STOPPED, TOKENS
+    request.num_in_flight_tokens = 0
+    half.store.ended(request, live, list(range(7)))
+    assert len(half.step().turns) == 1
+    assert not half.begin("another tenant's", "other")
+    assert half.begin("the same tokens")
+    assert len(half.step().seeks) == 1
+    # Others write to other stores.
+    assert Half().begin("first")

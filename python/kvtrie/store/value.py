@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import struct
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from dataclasses import fields as fields_of
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -63,6 +64,9 @@ class SpanHeader:
         return self.start == run.start and self.prefix == run.prefix
 
 
+_HEADER_FIELDS: Final = tuple(one.name for one in fields_of(SpanHeader))
+
+
 def write_value(
     shape: SpanShape,
     tenant: TenantKey,
@@ -76,7 +80,8 @@ def write_value(
     Raises:
         ValueError: The header has no room: too many kinds.
     """
-    fields = asdict(header)
+    # Not asdict, which copies deeply and takes as long as to seal a short run.
+    fields: dict[str, Any] = {name: getattr(header, name) for name in _HEADER_FIELDS}
     if header.policy is not None:
         fields["policy"] = {field: getattr(header.policy, field) for field in _POLICY_FIELDS}
     text = json.dumps(fields, separators=(",", ":")).encode()

@@ -37,7 +37,7 @@ from kvtrie.store import (
 from kvtrie.store.threads import Crew
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from vllm.config import VllmConfig
 
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from kvtrie.integrations.vllm._stats import Counts
     from kvtrie.integrations.vllm._store_settings import StoreSettings
     from kvtrie.pool.kv_pool import KVPool
-    from kvtrie.store import PrefixMarks, SpanLoad, SpanRun, TakenSpans
+    from kvtrie.store import PrefixMarks, SpanLoad, SpanRows, SpanRun, TakenSpans
 
 _LOG: Final = logging.getLogger("vllm.kvtrie")
 # Runs of one prompt that are looked up.
@@ -58,6 +58,8 @@ _PAUSE: Final = 0.005
 # Turns between two visits to runs that have outlived their time.
 _SWEEP_EVERY: Final = 64
 _COUNTED: Final = "store"
+# Tokens of short runs that are copied at once; a step may have to wait for the copy.
+_READ_TOKENS: Final = 256
 
 
 def make(settings: Settings, vllm_config: VllmConfig, pool: KVPool, counts: Counts) -> StoreWorker:
@@ -291,6 +293,18 @@ def runs_of(store: SpanStore, seq: TokenSequence, prompt: StorePrompt) -> list[S
     return store.runs(seq, prompt.borders, spans)
 
 
+def _neighbours(runs: Sequence[SpanRun]) -> Iterator[list[SpanRun]]:
+    """Runs that are next to each other, as many as are read at once."""
+    some: list[SpanRun] = []
+    for run in runs:
+        if some and (run.start != some[-1].end or run.end - some[0].start > _READ_TOKENS):
+            yield some
+            some = []
+        some.append(run)
+    if some:
+        yield some
+
+
 class _Writing:
     """A turn that is to be written."""
 
@@ -365,48 +379,61 @@ class _Turns:
             session = self._store.session_of(seq.namespace, turn.prompt.session)
             runs = runs_of(self._store, seq, turn.prompt)
             marks: PrefixMarks | None = None
-            for run in runs:
-                found = labels.get((run.start, run.end))
-                if found is None:
-                    continue
-                exact, hops = found
-                if self._store.is_known(run, exact_until=exact, hops=hops):
-                    self._store.count("known")
-                    continue
-                rows = self._read(job, run)
-                if rows is None:
-                    self._store.count("overwritten")
-                    continue
-                if marks is None:
-                    borders = [at for one in runs for at in (one.start, one.end)]
-                    marks = self._store.marks(seq, borders)
-                self._store.put(
-                    run,
-                    rows,
-                    exact_until=exact,
-                    hops=hops,
-                    policy=turn.policy,
-                    session=session,
-                    marks=marks,
-                )
+            wanted = [run for run in runs if self._is_wanted(run, labels.get((run.start, run.end)))]
+            for some in _neighbours(wanted):
+                whole = self._read(job, some[0].start, some[-1].end)
+                for run in some:
+                    rows = whole
+                    if whole is not None:
+                        at = some[0].start
+                        rows = whole.part(run.start - at, run.end - at)
+                    elif len(some) > 1:
+                        # Perhaps only a neighbour was overwritten.
+                        rows = self._read(job, run.start, run.end)
+                    if rows is None:
+                        self._store.count("overwritten")
+                        continue
+                    if marks is None:
+                        borders = [at for one in runs for at in (one.start, one.end)]
+                        marks = self._store.marks(seq, borders)
+                    exact, hops = labels[run.start, run.end]
+                    self._store.put(
+                        run,
+                        rows,
+                        exact_until=exact,
+                        hops=hops,
+                        policy=turn.policy,
+                        session=session,
+                        marks=marks,
+                    )
             self._num_written += 1
             if self._num_written % _SWEEP_EVERY == 0:
                 self._store.sweep()
         finally:
             self._end(job)
 
-    def _read(self, job: _Writing, run: SpanRun) -> Any:  # noqa: ANN401 - `SpanRows`, or None
+    def _is_wanted(self, run: SpanRun, label: tuple[int, int | None] | None) -> bool:
+        if label is None:
+            return False
+        exact, hops = label
+        if self._store.is_known(run, exact_until=exact, hops=hops):
+            self._store.count("known")
+            return False
+        return True
+
+    def _read(self, job: _Writing, start: int, end: int) -> SpanRows | None:
+        """Copy a range of a turn; None if a block of it was written to since."""
         with self._changed:
             pool = self.pool
             if pool is None:
                 return None
             size = pool.layout.block_size
-            used = job.turn.blocks[run.start // size : -(-run.end // size)]
+            used = job.turn.blocks[start // size : -(-end // size)]
             if not job.lost.isdisjoint(used):
                 return None
             self._reading = frozenset(used)
         try:
-            return rows_of(pool, np.array(job.turn.blocks, np.int64), run.start, run.end)
+            return rows_of(pool, np.array(job.turn.blocks, np.int64), start, end)
         finally:
             with self._changed:
                 self._reading = frozenset()

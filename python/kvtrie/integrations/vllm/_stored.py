@@ -23,6 +23,7 @@ from kvtrie.integrations.vllm._metadata import (
     TurnToWrite,
 )
 from kvtrie.integrations.vllm._requests import adapter_of
+from kvtrie.integrations.vllm._store_settings import HOST
 from kvtrie.integrations.vllm._vllm import RequestStatus
 from kvtrie.store.runs import Gone, gone_of, pieces
 from kvtrie.store.threads import Shares
@@ -47,6 +48,8 @@ _LOG: Final = logging.getLogger("vllm.kvtrie")
 _MAX_WAITING: Final = 64
 # Fewer tokens in a step say little of how fast a prompt is computed.
 _LEAST_PREFILL: Final = 64
+# Runs whose hashes are kept, in some 40 MB; beyond that every prompt is looked up.
+_MOST_WRITTEN: Final = 1 << 19
 _GENERATED: Final = ("answer", "reasoning", "tool_call")
 _TURN: Final = TurnPolicy()
 # What ends a request between two steps, while one that it is in may be under way.
@@ -100,6 +103,8 @@ class StoreRequests:
         self._waiting: dict[int, _Sought] = {}
         self._loaded: dict[int, _Sought] = {}
         self._places = Shares(_MAX_WAITING)
+        # Hashes of all runs that were written, where nobody else writes; None: they are not known.
+        self._known_runs: set[int] | None = set() if settings.backend == HOST else None
         self._last_ticket = 0
         self._next = StoreStep()
         # Turns that were sent and not reported.
@@ -148,6 +153,13 @@ class StoreRequests:
             return False
         tenant = request.cache_salt or None
         self._tickets[request_id] = 0
+        prompt = self._prompt(request, live)
+        if self._known_runs is not None:
+            named = self._named(prompt, gaps)
+            if self._known_runs.isdisjoint(named):
+                # The store is this process's own, and has none of them.
+                self._counts.add("store/absent", len(named))
+                return False
         if not self._places.take(tenant):
             self._counts.add("store_busy")
             return False
@@ -158,7 +170,7 @@ class StoreRequests:
         self._next.seeks.append(
             Seek(
                 live.ticket,
-                self._prompt(request, live),
+                prompt,
                 tuple(gaps),
                 live.policy,
                 live.moved_end,
@@ -235,6 +247,10 @@ class StoreRequests:
             wanted.append((start, end, exact, hops))
         if not wanted:
             return
+        if self._known_runs is not None:
+            self._known_runs.update(self._named(prompt, [(one[0], one[1]) for one in wanted]))
+            if len(self._known_runs) > _MOST_WRITTEN:
+                self._known_runs = None
         self._num_turns += 1
         used = tuple(block_ids[: -(-done // self._block_size)])
         policy = live.policy if live.built_under is None else live.built_under
@@ -334,6 +350,18 @@ class StoreRequests:
             else:
                 blocks += given[0]
         return blocks
+
+    def _named(self, prompt: StorePrompt, ranges: Sequence[Range]) -> set[int]:
+        """Hashes of the runs of a prompt that have tokens of ascending ranges."""
+        found: set[int] = set()
+        number = 0
+        cut = pieces(len(prompt.tokens), prompt.borders, longest=self._settings.run_tokens)
+        for start, end in cut:
+            while number < len(ranges) and ranges[number][1] <= start:
+                number += 1
+            if number < len(ranges) and ranges[number][0] < end:
+                found.add(hash((prompt.salt, prompt.tokens[start:end].tobytes())))
+        return found
 
     def _prompt(self, request: Request, live: LiveRequest, end: int | None = None) -> StorePrompt:
         borders: tuple[int, ...] = ()
