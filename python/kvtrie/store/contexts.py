@@ -169,7 +169,7 @@ class JudgedRun:
         )
 
 
-class Kept:
+class KeptContext:
     """What comes before a moved run in a prompt, from left to right.
 
     Args:

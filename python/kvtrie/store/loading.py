@@ -230,7 +230,7 @@ class SpanLoader:
 
         def work() -> None:
             named = runs()
-            self._fetch(load, asked, _pieces_within(named, gaps), _Contexts(seq, named))
+            self._fetch(load, asked, _pieces_within(named, gaps), _TurnMarks(seq, named))
 
         self._offer(load, work)
         return load
@@ -255,7 +255,7 @@ class SpanLoader:
         load: SpanLoad,
         asked: _Asked,
         pieces: list[tuple[SpanRun, _Ranges]],
-        contexts: _Contexts | None = None,
+        contexts: _TurnMarks | None = None,
     ) -> None:
         there = self._store.exists([run for run, _ in pieces])
         found = [one for one, is_there in zip(pieces, there, strict=True) if is_there]
@@ -299,7 +299,7 @@ class SpanLoader:
         asked: _Asked,
         run: SpanRun,
         part: _Ranges,
-        contexts: _Contexts | None,
+        contexts: _TurnMarks | None,
     ) -> int:
         """Read one run, hand over what of it may be used, and return how many tokens were read."""
         if not asked.policy.approximate:
@@ -615,7 +615,7 @@ class _Asked:
     shared_prefix: int = 0
 
 
-class _Contexts:
+class _TurnMarks:
     """The marks of a prompt, and of the prompts that its runs were computed in, as needed."""
 
     def __init__(self, seq: TokenSequence, runs: Sequence[SpanRun]) -> None:
@@ -706,7 +706,7 @@ def _pieces(
     run: SpanRun,
     part: _Ranges,
     header: SpanHeader,
-    contexts: _Contexts | None = None,
+    contexts: _TurnMarks | None = None,
 ) -> list[PlacedSpan]:
     """What may be used of a run's ranges, with labels. What may not is counted by reason."""
     judged: _Judgement | None = None
@@ -763,7 +763,7 @@ _COUNTED: Final = ""
 
 
 def _judge(
-    store: SpanStore, asked: _Asked, run: SpanRun, header: SpanHeader, contexts: _Contexts | None
+    store: SpanStore, asked: _Asked, run: SpanRun, header: SpanHeader, contexts: _TurnMarks | None
 ) -> _Judgement:
     """Whether a moved run is in scope, and its context is known where it has to be."""
     policy = asked.policy

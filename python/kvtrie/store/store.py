@@ -130,7 +130,7 @@ class SpanStore:
         return name_runs(self._key, space, seq, borders, spans, longest=self._longest)
 
     def renew(self, generation: bytes) -> None:
-        """Find nothing that was stored before, and name what is stored from now on anew.
+        """Find nothing that was stored before, and give what is stored from now on other names.
 
         For weights that were replaced while the process runs. What was stored before stays, counts,
         and leaves as it is not used. Runs that were named before keep their names. Processes, and

@@ -16,7 +16,7 @@ import numpy as np
 
 from kvtrie.integrations._served import LEAST_RUN
 from kvtrie.integrations.vllm._ranges import APPROXIMATE, COMPUTE
-from kvtrie.store.contexts import Kept, PathStretch
+from kvtrie.store.contexts import KeptContext, PathStretch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -95,7 +95,7 @@ class FilledPlan:
         used = _inside([one for one in spans if one.is_exact or may(one)], gaps)
         if policy.approximate:
             runs, rest = _runs(used, policy, contexts)
-            judged: _Judged | None = None
+            judged: _JudgedPlan | None = None
             if is_judged or limits_contexts(policy):
                 judged = _judged(plan, runs, rest, policy, contexts, sources)
                 runs = judged.runs
@@ -241,7 +241,7 @@ def _runs(
     used: Sequence[_Used], policy: ReusePolicy, contexts: PromptContexts | None
 ) -> tuple[list[list[_Used]], list[_Used]]:
     """The moved runs, which are of any number of spans, and what was not moved."""
-    kept = None if contexts is None else Kept({**contexts.turns})
+    kept = None if contexts is None else KeptContext({**contexts.turns})
     runs: list[list[_Used]] = []
     rest = []
     for one in used:
@@ -255,7 +255,7 @@ def _runs(
     return [run for run in runs if run[-1].end - run[0].start >= least], rest
 
 
-def _continues(before: _Used, one: _Used, kept: Kept | None) -> bool:
+def _continues(before: _Used, one: _Used, kept: KeptContext | None) -> bool:
     """Whether two parts are of one moved run: also of one prompt, where that is known."""
     if before.end != one.start or before.span.delta != one.span.delta:
         return False
@@ -282,7 +282,7 @@ def _inner(run: Sequence[_Used], front: int, policy: ReusePolicy) -> list[_Used]
 
 
 @dataclass(frozen=True, slots=True)
-class _Judged:
+class _JudgedPlan:
     """Moved runs of the store that a policy allows, and the entries of all moved runs of the plan.
 
     Without ``is_allowed`` nothing of the store may be used: next to it, a run of the pool would
@@ -301,11 +301,11 @@ def _judged(
     policy: ReusePolicy,
     contexts: PromptContexts | None,
     sources: Sources | None,
-) -> _Judged:
+) -> _JudgedPlan:
     """Judge the moved runs of a plan by what they were computed after (rule P17)."""
     if contexts is None:
         # What is exact is at most context of the pool's runs, and nothing moves.
-        return _Judged([], plan.moved_runs)
+        return _JudgedPlan([], plan.moved_runs)
     paths: dict[Any, PrefixMarks] = {_OWN: contexts.own, **contexts.turns}
     before, of_pool = _of_pool(plan, sources, contexts, paths)
     own = _stretches(rest)
@@ -315,7 +315,7 @@ def _judged(
     order += [(one.start, (one, run)) for one, run in of_pool]
     order += [(run[0].start, run) for run in runs]
     order.sort(key=lambda pair: pair[0])
-    kept = Kept(paths)
+    kept = KeptContext(paths)
     found: list[list[_Used]] = []
     entries: list[MovedRun | JudgedRun] = []
     # Where the store begins. What the pool has before is as the pool's plan says.
@@ -329,7 +329,7 @@ def _judged(
             if first < start:
                 judged = kept.judge(stretch, same_conversation=known.same_conversation)
                 if not judged.is_within(policy):
-                    return _Judged([], plan.moved_runs, is_allowed=False)
+                    return _JudgedPlan([], plan.moved_runs, is_allowed=False)
             entries.append(judged)
             kept.keep(stretch)
         else:
@@ -344,7 +344,7 @@ def _judged(
                 entries.append(judged)
                 for part in _stretches(parts):
                     kept.keep(part)
-    return _Judged(found, tuple(entries))
+    return _JudgedPlan(found, tuple(entries))
 
 
 def _of_pool(
