@@ -10,6 +10,7 @@ from tests.vllm_scheduler.touched import Reader, Touch
 from vllm.config import VllmConfig
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 from vllm.v1.kv_hints import KvHintsEnvelope
 
 import kvtrie.integrations.vllm
@@ -19,6 +20,7 @@ from kvtrie.integrations.vllm import _vllm
 KNOWN: dict[str, type] = {
     "AsyncScheduler.vllm_config": VllmConfig,
     "KVCacheManager.block_pool": BlockPool,
+    "KVCacheManager.coordinator": KVCacheCoordinator,
     "Request.kv_hints": KvHintsEnvelope,
     "Request.lora_request": LoRARequest,
 }

@@ -3,6 +3,7 @@
 The number of a token is a hash of the token and of all numbers before it, each with the position of
 its slot; a sampled token is a hash of all that it reads. So one wrong slot in a request's context
 changes its answer, and the answer of an exact request is known without any cache (`continuation`).
+A group with a sliding window has numbers of its own, of which only those in the window are read.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from vllm.lora.request import LoRARequest
 from vllm.v1.executor.abstract import Executor
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 
 if TYPE_CHECKING:
@@ -51,8 +52,8 @@ def _read(kv: int, position: int) -> int:
     return _mix((kv + position * _TURN) & _MASK)
 
 
-def _write(seen: int, token: int) -> int:
-    return _mix(seen ^ _mix(token))
+def _write(seen: int, token: int, window: int | None = None) -> int:
+    return _mix(seen ^ _mix(token) ^ (0 if window is None else _mix(window)))
 
 
 def lora_of(adapter: str | LoRARequest | None) -> LoRARequest | None:
@@ -74,14 +75,25 @@ def _say(seen: int) -> int:
 
 
 def continuation(
-    prompt: Sequence[int], count: int, *, adapter: str | LoRARequest | None = None
+    prompt: Sequence[int],
+    count: int,
+    *,
+    adapter: str | LoRARequest | None = None,
+    windows: Sequence[int] = (),
 ) -> list[int]:
-    seen, said = _start(lora_of(adapter)), list[int]()
-    for position, token in enumerate(prompt):
-        seen = (seen + _read(_write(seen, token), position)) & _MASK
-    for position in range(len(prompt), len(prompt) + count):
-        said.append(_say(seen))
-        seen = (seen + _read(_write(seen, said[-1]), position)) & _MASK
+    """What follows a prompt; ``windows``: those of further groups."""
+    start, said = _start(lora_of(adapter)), list[int]()
+    read: dict[int | None, list[int]] = {None: [], **{window: [] for window in windows}}
+    full, tokens = 0, list(prompt)
+    for position in range(len(prompt) + count):
+        inside = sum(sum(read[window][-(window - 1) :]) for window in windows if window > 1)
+        seen = (start + full + inside) & _MASK
+        if position >= len(prompt):
+            said.append(_say(seen))
+            tokens.append(said[-1])
+        for window, ones in read.items():
+            ones.append(_read(_write(seen, tokens[position], window), position))
+        full = (full + read[None][-1]) & _MASK
     return said
 
 
@@ -98,7 +110,7 @@ def kv_of(tokens: Sequence[int]) -> list[int]:
 class _Row:
     num_prompt: int
     tokens: list[int]
-    blocks: list[int]
+    blocks: list[list[int]]
     computed: int
     adapter: LoRARequest | None
 
@@ -139,6 +151,14 @@ class Worker(Executor):  # type: ignore[misc] # untyped here
         return [1 << 30]
 
     def initialize_from_config(self, kv_cache_configs: list[Any]) -> None:
+        # The window of each group of blocks; groups without attention hold nothing here.
+        self._windows: dict[int, int | None] = {}
+        for number, group in enumerate(kv_cache_configs[0].kv_cache_groups):
+            spec = group.kv_cache_spec
+            if isinstance(spec, FullAttentionSpec):
+                self._windows[number] = None
+            elif isinstance(spec, SlidingWindowSpec):
+                self._windows[number] = spec.sliding_window
         slots = kv_cache_configs[0].num_blocks * self._size
         # A request that reads unwritten slots gives another answer.
         self._junk = np.random.default_rng(slots)
@@ -221,7 +241,7 @@ class Worker(Executor):  # type: ignore[misc] # untyped here
             self._rows[new.req_id] = _Row(
                 num_prompt=len(new.prompt_token_ids),
                 tokens=list(tokens),
-                blocks=list(new.block_ids[0]),
+                blocks=[list(ids) for ids in new.block_ids],
                 computed=new.num_computed_tokens,
                 adapter=new.lora_request,
             )
@@ -229,14 +249,15 @@ class Worker(Executor):  # type: ignore[misc] # untyped here
         for at, name in enumerate(cached.req_ids):
             row = self._rows[name]
             blocks = cached.new_block_ids[at]
-            if self._counts_itself:
-                row.blocks += () if blocks is None else blocks[0]
-                continue
-            row.computed = cached.num_computed_tokens[at]
-            if name in cached.resumed_req_ids:
-                row.blocks = list(blocks[0])
+            if not self._counts_itself:
+                row.computed = cached.num_computed_tokens[at]
+            if not self._counts_itself and name in cached.resumed_req_ids:
+                row.blocks = [list(ids) for ids in blocks]
             elif blocks is not None:
-                row.blocks += blocks[0]
+                for mine, ids in zip(row.blocks, blocks, strict=True):
+                    mine.extend(ids)
+            if self._counts_itself:
+                continue
             if name in cached.all_token_ids:
                 row.tokens = list(cached.all_token_ids[name])
             # Tokens sampled from KV that was not copied are removed.
@@ -268,23 +289,26 @@ class Worker(Executor):  # type: ignore[misc] # untyped here
         known = len(row.tokens)
         tokens = [*row.tokens, *drafted][start:end]
         assert len(tokens) == count, "the scheduler counts on tokens that were never said"
-        slots = self._slots(row.blocks, end)
-        before = slots[:start]
-        read = _mixed(
-            self._kv[before] + self._position[before].astype(np.uint64) * np.uint64(_TURN)
-        )
-        seen = (_start(row.adapter) + int(read.sum(dtype=np.uint64))) & _MASK
+        slots = {at: self._slots(row.blocks[at], end) for at in self._windows}
+        seen = _start(row.adapter)
+        for at, window in self._windows.items():
+            first = 0 if window is None else max(0, start - window + 1)
+            seen += int(self._reads(slots[at][first:start]).sum(dtype=np.uint64))
         said: list[int] = []
         is_followed = True
-        for position, token, slot in zip(
-            range(start, end), tokens, slots[start:].tolist(), strict=True
-        ):
-            kv = _write(seen, token)
-            self._kv[slot], self._position[slot] = kv, position
-            seen = (seen + _read(kv, position)) & _MASK
+        for position, token in zip(range(start, end), tokens, strict=True):
+            before = seen
+            for at, window in self._windows.items():
+                slot = slots[at][position]
+                kv = _write(before & _MASK, token, window)
+                self._kv[slot], self._position[slot] = kv, position
+                seen += _read(kv, position)
+                left = -1 if window is None else position + 1 - window
+                if left >= 0:
+                    seen -= int(self._reads(slots[at][left : left + 1])[0])
             # After the last known token, a draft counts as long as the model samples the same.
             if position >= known - 1 and is_followed:
-                said.append(_say(seen))
+                said.append(_say(seen & _MASK))
                 at = position + 1 - known
                 is_followed = at < len(drafted) and drafted[at] == said[-1]
         self.num_computed += count
@@ -292,10 +316,31 @@ class Worker(Executor):  # type: ignore[misc] # untyped here
         row.computed = end - (len(drafted) + 1 - len(said) if said else 0)
         return said
 
+    def _reads(self, slots: NDArray[np.int64]) -> NDArray[np.uint64]:
+        positions = self._position[slots].astype(np.uint64)
+        return _mixed(self._kv[slots] + positions * np.uint64(_TURN))
+
     def _slots(self, blocks: Sequence[int], end: int) -> NDArray[np.int64]:
         table = np.asarray(blocks[: -(-end // self._size)], np.int64)
         slots = table[:, None] * self._size + np.arange(self._size)
         return slots.reshape(-1)[:end]
+
+
+class WindowWorker(Worker):
+    """Of a model whose layers have full attention and a sliding window by turns."""
+
+    WINDOW: Final = 48
+
+    def get_kv_cache_specs(self) -> list[dict[str, Any]]:
+        sizes: dict[str, Any] = {"block_size": self._size, "num_kv_heads": 2, "head_size": 32}
+        return [
+            {
+                "layers.0": SlidingWindowSpec(
+                    **sizes, dtype=torch.float32, sliding_window=self.WINDOW
+                ),
+                "layers.1": FullAttentionSpec(**sizes, dtype=torch.float32),
+            }
+        ]
 
 
 def _done(output: ModelRunnerOutput | None) -> Future[ModelRunnerOutput | None]:

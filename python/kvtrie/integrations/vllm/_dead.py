@@ -13,7 +13,7 @@ from kvtrie.integrations.vllm._vllm import get_block_hash
 from kvtrie.tags import TurnPolicy
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -60,9 +60,9 @@ class DeadReasoning:
         seq: TokenSequence,
         reading: Reading,
         block_ids: Sequence[int],
-        others: Sequence[Sequence[int]] = (),
+        others: Callable[[Sequence[int]], Iterable[int]] | None = None,
     ) -> list[int]:
-        """Find what is dead; ``others`` are tables of blocks that hold the same tokens."""
+        """Find what is dead; ``others``: the blocks of other groups at numbers of blocks."""
         ranges = self._policy.decide(reading.stream).evict_first
         if ranges and self._and_after:
             ranges = ((ranges[0][0], len(seq)),)
@@ -73,7 +73,7 @@ class DeadReasoning:
         seq: TokenSequence,
         ranges: Sequence[tuple[int, int]],
         block_ids: Sequence[int],
-        others: Sequence[Sequence[int]] = (),
+        others: Callable[[Sequence[int]], Iterable[int]] | None = None,
     ) -> list[int]:
         """Let the blocks wholly inside ranges of a sequence be evicted first; returns their ids."""
         if not ranges:
@@ -82,11 +82,10 @@ class DeadReasoning:
         numbers = set(gone)
         for start, end in ranges:
             first = -(-start // self._block_size)
-            inside = slice(first, max(first, end // self._block_size))
-            numbers.update(block_ids[inside])
-            for table in others:
-                pairs = zip(block_ids[inside], table[inside], strict=False)
-                numbers.update(other for one, other in pairs if one not in kept)
+            inside = range(first, min(end // self._block_size, len(block_ids)))
+            numbers.update(block_ids[at] for at in inside)
+            if others is not None:
+                numbers.update(others([at for at in inside if block_ids[at] not in kept]))
         dead = sorted(numbers.difference(kept))
         for block in self._sources.blocks(dead):
             if block.block_hash is not None and not block.is_null:

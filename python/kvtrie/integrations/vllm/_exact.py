@@ -6,18 +6,22 @@ first. And blocks that are needed again are evicted later (`_retention`). Every 
 what it would have computed, or copies KV of the same tokens at the same positions.
 
 Models with sliding windows, state spaces or linear attention next to full attention get the last
-two, on their groups of full attention: a copy would leave the other groups without KV.
+two, in all groups of blocks: what other groups have at dead reasoning is evicted first, and where
+blocks of full attention are kept, what other groups need to continue after them is kept with them.
+Nothing is copied: a copy would leave the other groups without KV.
 """
 
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvtrie._core import EXACT_ONLY, TokenSequence
 from kvtrie.integrations.vllm import _ranges, _template
 from kvtrie.integrations.vllm._filled_plan import FilledPlan
 from kvtrie.integrations.vllm._formats import form_of
+from kvtrie.integrations.vllm._groups import OtherGroups
 from kvtrie.integrations.vllm._half import Half
 from kvtrie.integrations.vllm._metadata import StepMetadata
 from kvtrie.integrations.vllm._requests import LiveRequest, Pending
@@ -29,7 +33,7 @@ from kvtrie.integrations.vllm._tags import Reading
 from kvtrie.integrations.vllm._vllm import RequestStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -61,8 +65,8 @@ class ExactPlanner(Half):
         whole = [at for at, one in enumerate(groups) if is_whole(one.kv_cache_spec)]
         self._first = whole[0]
         block_size = groups[self._first].kv_cache_spec.block_size
-        # Groups whose blocks hold the same tokens as those of the first.
-        self._same = [at for at in whole[1:] if groups[at].kv_cache_spec.block_size == block_size]
+        self._others = OtherGroups(manager, kv_cache_config, self._first)
+        self._num_whole = len(whole)
         self.copies = len(groups) == 1
         super().__init__(
             vllm_config,
@@ -209,25 +213,52 @@ class ExactPlanner(Half):
         self._offers.offer(request, live, block_ids, has_ended=True)
         self._record(request, live)
         self._store(request, live, block_ids)
-        same = [tables[at] for at in self._same]
-        num_shared = self._num_shared(live)
-        loops = self._calls(request, live)
-        # vLLM keeps no partial block.
-        whole = len(live.seq) // self._block_size
-        self._retention.keep(block_ids[:whole], num_shared, loops=loops, session=live.session)
-        for table in same:
-            self._retention.keep(table[:whole], num_shared, loops=loops)
+        others = None
+        if self._others:
+            others = partial(self._others.at, request, tables)
+        self._keep(request, live, block_ids, others)
         dead: list[int] = []
         if is_last(request):
-            ranges = ((num_shared * self._block_size, len(live.seq)),)
-            dead = self._dead.drop(live.seq, ranges, block_ids, same)
+            ranges = ((self._num_shared(live) * self._block_size, len(live.seq)),)
+            dead = self._dead.drop(live.seq, ranges, block_ids, others)
         elif (
             live.reading is not None
             and self._settings.dead_thinking
             and not live.has_other_template
         ):
-            dead = self._dead.close(live.seq, live.reading, block_ids, same)
+            dead = self._dead.close(live.seq, live.reading, block_ids, others)
         self._retention.forget(dead)
+
+    def _keep(
+        self,
+        request: Request,
+        live: LiveRequest,
+        block_ids: Sequence[int],
+        others: Callable[[Sequence[int]], Collection[int]] | None,
+    ) -> None:
+        """Say how long to keep a request's blocks."""
+        num_shared = self._num_shared(live)
+        loops = self._calls(request, live)
+        # vLLM keeps no partial block.
+        whole = len(live.seq) // self._block_size
+        if others is None:
+            self._retention.keep(block_ids[:whole], num_shared, loops=loops, session=live.session)
+            return
+        count = self._retention.keep(
+            block_ids[:whole],
+            num_shared,
+            loops=loops,
+            session=live.session,
+            others=others(range(whole)),
+            per_place=self._num_whole,
+            # At the end, and where other requests leave.
+            spare=2 * self._others.num_per_hit,
+        )
+        needed = {
+            *self._others.continuing(request, count),
+            *self._others.continuing(request, min(num_shared, count)),
+        }
+        self._retention.keep_with(needed, live.session)
 
     def _num_shared(self, live: LiveRequest) -> int:
         """The whole blocks before the first user's message that were hit: others begin so too."""

@@ -16,6 +16,10 @@ vLLM's. So some agents find everything and the others nothing, rather than none 
 requests say which conversation they belong to, one that leaves its old path takes the passes from
 what only that path has.
 
+Where a model has other groups of blocks, windows and states, vLLM continues a prompt only where all
+of them have what it needs. So what they have at the deepest such place goes with the blocks that
+are kept, and what they have elsewhere does not.
+
 Nothing is pinned. All these blocks are in the queue and free, and no request waits for room that it
 had without this. A conversation that never comes back is gone after `PASSES` laps of the rest.
 
@@ -32,7 +36,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from numpy.typing import NDArray
     from vllm.v1.core.block_pool import BlockPool
@@ -77,7 +81,10 @@ class Retention:
         *,
         loops: bool,
         session: str | None = None,
-    ) -> None:
+        others: Collection[int] = (),
+        per_place: int = 1,
+        spare: int = 0,
+    ) -> int:
         """Give passes to a request's blocks, as far as there is room, and take old ones.
 
         Args:
@@ -85,6 +92,13 @@ class Retention:
             num_shared: Blocks at its begin that others have begun with too.
             loops: Whether it is inside a tool loop.
             session: The id of its conversation.
+            others: The blocks of other groups at the same places, which lose their passes.
+            per_place: Blocks that are kept with each of its table, itself included.
+            spare: Further blocks that will be kept.
+
+        Returns:
+            How many blocks of its table, from the first on, have passes. `keep_with` gives some to
+            the blocks of other groups that are kept with these.
         """
         ids, passes = np.array(block_ids, np.int32), self._passes
         before = self._kept.pop(session, None) if session is not None else None
@@ -92,15 +106,24 @@ class Retention:
         if before is not None and np.array_equal(before[num_shared:][:1], ids[num_shared:][:1]):
             passes[before[num_shared:]] = 0
         passes[ids] = 0
-        free = len(passes) * KEPT - np.count_nonzero(passes)
-        shared = min(num_shared, max(0, int(free)))
-        room = max(0, int(free - len(passes) * (KEPT - LOOPS))) if loops else 0
+        passes[list(others)] = 0
+        free = len(passes) * KEPT - np.count_nonzero(passes) - spare
+        shared = min(num_shared, max(0, int(free / per_place)))
+        room = max(0, int((free - len(passes) * (KEPT - LOOPS)) / per_place)) if loops else 0
         kept = ids[: max(shared, room)]
         passes[kept] = PASSES
         if loops and session is not None:
             self._kept[session] = kept
             if len(self._kept) > MAX_SESSIONS:
                 self._kept.popitem(last=False)
+        return len(kept)
+
+    def keep_with(self, block_ids: Collection[int], session: str | None = None) -> None:
+        """Give passes to what is of use with the blocks that `keep` has just kept."""
+        ids = np.array(sorted(block_ids), np.int32)
+        self._passes[ids] = PASSES
+        if session is not None and session in self._kept:
+            self._kept[session] = np.concatenate([self._kept[session], ids])
 
     def forget(self, block_ids: Sequence[int]) -> None:
         self._passes[np.asarray(block_ids, np.int64)] = 0

@@ -62,11 +62,18 @@ from vllm.reasoning import ReasoningParser, ReasoningParserManager
 from vllm.tokenizers.registry import cached_tokenizer_from_config
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.kv_cache_utils import BlockHash, get_block_hash, maybe_convert_block_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.metrics.stats import PrefillStats, PrefixCacheStats
@@ -100,11 +107,13 @@ __all__ = [
     "KVConnectorStats",
     "KVConnectorWorkerMetadata",
     "KVEventsConfig",
+    "MambaSpec",
     "MultiConnector",
     "NewRequestData",
     "ReasoningParserManager",
     "RequestStatus",
     "SamplingParams",
+    "SlidingWindowSpec",
     "SupportsHMA",
     "ZmqEventPublisher",
     "cached_tokenizer_from_config",
@@ -147,11 +156,11 @@ FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
         *("num_computed_tokens", "block_ids"),
     ),
     "SamplingParams": ("prompt_logprobs", "max_tokens", "temperature"),
-    "KVCacheManager": ("block_pool",),
+    "KVCacheManager": ("block_pool", "coordinator"),
     "KVCacheBlocks": ("blocks",),
     "BlockPool": (
         *("blocks", "num_gpu_blocks", "hash_block_size", "free_block_queue"),
-        *("enable_kv_cache_events", "kv_event_queue"),
+        *("enable_kv_cache_events", "kv_event_queue", "null_block"),
     ),
     "FreeKVCacheBlockQueue": ("fake_free_list_head", "num_free_blocks"),
     "KVCacheBlock": ("block_id", "block_hash", "ref_cnt", "is_null", "next_free_block"),
@@ -177,6 +186,7 @@ FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
         *("block_size", "sliding_window", "attention_chunk_size", "non_causal"),
         *("tokens_per_state", "head_size", "head_size_v", "num_kv_heads"),
     ),
+    "SlidingWindowSpec": ("block_size", "sliding_window"),
     "VllmConfig": (
         *("model_config", "cache_config", "parallel_config", "scheduler_config"),
         *("speculative_config", "load_config", "structured_outputs_config"),
@@ -216,7 +226,11 @@ CALLS: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         "from_request": ("request", "block_ids", "prefill_token_ids", "uses_mrope"),
     },
     "KVCacheManager": {"get_block_ids": ("request_id",), "evict_blocks": ("block_ids",)},
+    "KVCacheCoordinator": {
+        "find_longest_cache_hit": ("block_hashes", "max_cache_hit_length"),
+    },
     "BlockPool": {
+        "get_cached_block": ("block_hash", "kv_cache_group_ids"),
         "touch": ("blocks",),
         "free_blocks": ("ordered_blocks",),
         "unpin_blocks": ("blocks", "on_reuse"),
@@ -325,7 +339,8 @@ _DECLARED: Final = (
     *(EventPublisher, EventPublisherFactory, ZmqEventPublisher),
     *(KVConnectorStats, KVConnectorPromMetrics, KVConnectorWorkerMetadata),
     *(AttentionLayerBase, AttentionBackend, ReasoningParser, ReasoningParserManager),
-    *(KVCacheConfig, KVCacheGroupSpec, FullAttentionSpec),
+    *(KVCacheConfig, KVCacheGroupSpec, KVCacheCoordinator),
+    *(FullAttentionSpec, SlidingWindowSpec),
     *(VllmConfig, ModelConfig, CacheConfig, ParallelConfig, SchedulerConfig, SpeculativeConfig),
     *(StructuredOutputsConfig, LoadConfig, KVTransferConfig, KVEventsConfig, AuxOutputConfig),
 )

@@ -1,0 +1,184 @@
+"""Full attention and a sliding window: exact mode knows the blocks of both."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.vllm_scheduler.test_exact import (
+    ANSWER,
+    CLOSED,
+    EXACT,
+    HEAD,
+    LOOPING,
+    QUESTION,
+    SMALL,
+    TOOL,
+    end,
+    fill,
+    message,
+    order,
+    words,
+)
+from tests.vllm_scheduler.worker import BLOCK, WindowWorker, continuation
+from vllm import SamplingParams
+from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
+from vllm.v1.request import Request
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.vllm_scheduler.core import Core
+
+WINDOW = WindowWorker.WINDOW
+# What vLLM keeps of windows: what a repeated prompt needs, or all.
+RETENTION = pytest.mark.parametrize("retention", [0, BLOCK], ids=["sparse", "dense"])
+
+
+def options(retention: int = BLOCK, **more: Any) -> dict[str, Any]:
+    # The shadow follows one group of blocks.
+    given: dict[str, Any] = {"worker": WindowWorker, "shadow": False, "blocks": 400}
+    return given | {"prefix_cache_retention_interval": retention} | more
+
+
+def group_of_windows(core: Core) -> int:
+    groups = core.scheduler.kv_cache_config.kv_cache_groups
+    return next(at for at, one in enumerate(groups) if "layers.0" in one.layer_names)
+
+
+def places_of_windows(core: Core, hashes: list[Any]) -> dict[int, int]:
+    """The place of each cached block of the window's group, by its number."""
+    group = group_of_windows(core)
+    places = {bytes(one): at for at, one in enumerate(hashes)}
+    return {
+        block.block_id: places[get_block_hash(block.block_hash)]
+        for block in core.pool.blocks
+        if block.block_hash is not None
+        and get_group_id(block.block_hash) == group
+        and get_block_hash(block.block_hash) in places
+    }
+
+
+def hashes_of(core: Core, tokens: list[int]) -> list[Any]:
+    hasher = core.core.request_block_hasher
+    request = Request("hashes", tokens, SamplingParams(max_tokens=1), None, block_hasher=hasher)
+    return list(request.block_hashes)
+
+
+@RETENTION
+def test_windows_of_dead_reasoning_are_evicted_first(
+    core: Callable[..., Core], retention: int
+) -> None:
+    """Those that had left the request's table stayed in the order of vLLM."""
+    vllm = core(connector=EXACT, **options(retention))
+    end(vllm, CLOSED)
+    alive = len(HEAD) + len(QUESTION) + 1
+    first = -(-alive // BLOCK)
+    places = places_of_windows(vllm, hashes_of(vllm, CLOSED))
+    dead = {number for number, place in places.items() if place >= first}
+    whole = (len(CLOSED) - 1) // BLOCK
+    # vLLM itself keeps windows at the ends of prompts alone, unless it is told to keep more.
+    assert len(dead) == (whole - first if retention else -(-(WINDOW - 1) // BLOCK))
+    assert vllm.counts["blocks_dead"] == whole - first + len(dead)
+    assert dead <= set(order(vllm)[: whole - first + len(dead)])
+    # What a prompt without the reasoning needs is not among them.
+    following = [*HEAD, *QUESTION, 4, *ANSWER, *message(3, 40, 9), 4]
+    fill(vllm, 40, 1)
+    computed = vllm.computed_for(following)
+    assert computed == len(following) - (alive // BLOCK * BLOCK if retention else 0)
+    assert vllm.counts["errors"] == 0
+    vllm.check_idle()
+
+
+@pytest.mark.parametrize("mode", ["exact", "vLLM"])
+@RETENTION
+def test_a_tool_loop_keeps_its_window_too(
+    core: Callable[..., Core], retention: int, mode: str
+) -> None:
+    """Its full attention was kept, and of no use: the window's blocks had left."""
+    vllm = core(connector=EXACT, **options(retention, blocks=160, **SMALL))
+    if mode == "vLLM":
+        vllm.connector.planner._retention.look = lambda: None
+    end(vllm, LOOPING)
+    fill(vllm, 800, 1)
+    following = [*LOOPING, *message(TOOL, 40, 8), 4]
+    found = len(following) - vllm.computed_for(following)
+    assert found >= len(LOOPING) - 2 * BLOCK if mode == "exact" else found == 0
+    vllm.check_idle()
+
+
+def test_kept_blocks_are_bounded_in_all_groups(core: Callable[..., Core]) -> None:
+    vllm = core(connector=EXACT, **options(blocks=100, **SMALL | {"max_model_len": 1200}))
+    passes = vllm.connector.planner._retention._passes
+    for seed in range(12):
+        tokens = [*HEAD, *message(3, 200, seed), *LOOPING[len(HEAD) + len(QUESTION) :]]
+        end(vllm, tokens)
+        assert (passes > 0).sum() <= 70
+    long = words(60 * BLOCK, 77)
+    assert vllm.ask(long) == continuation(long, 8, windows=[WINDOW])
+    vllm.check_idle()
+
+
+def test_a_loop_that_goes_on_leaves_the_windows_before(core: Callable[..., Core]) -> None:
+    """Each of its requests would keep another window, and nothing that needs it comes."""
+    vllm = core(connector=EXACT, **options(0))
+    passes = vllm.connector.planner._retention._passes
+    tokens = LOOPING
+    for at in range(6):
+        end(vllm, tokens)
+        kept = (passes > 0).sum()
+        assert kept <= (len(tokens) - 1) // BLOCK + 2 * -(-(WINDOW - 1) // BLOCK)
+        tokens = [*tokens, *message(TOOL, 40, at), *LOOPING[len(HEAD) + len(QUESTION) :]]
+
+
+def traffic(rng: random.Random, count: int) -> list[list[int]]:
+    """Conversations of several turns, whose reasoning the template drops: it never comes back."""
+    prompts, repeated = [], []
+    histories = [list(HEAD)]
+    for seed in range(count):
+        kept = list(rng.choice(histories))
+        asked = [*message(3, rng.randrange(5, 60), seed), 4]
+        reasoned = [7, *words(rng.randrange(1, 200), 100 + seed), 8]
+        said = [*words(rng.randrange(1, 90), 200 + seed), 11]
+        repeated.append([*kept, *asked])
+        prompts += [repeated[-1], [*kept, *asked, *reasoned, *said]]
+        histories.append([*kept, *asked, *said])
+        if rng.random() < 0.5:
+            prompts.append(rng.choice(repeated))
+    return prompts
+
+
+@RETENTION
+@pytest.mark.parametrize("in_flight", [False, True], ids=["sync", "async"])
+def test_where_there_is_room_all_is_as_without_us(
+    core: Callable[..., Core], retention: int, in_flight: bool
+) -> None:
+    """Answers, and the hit of each request."""
+    asked = traffic(random.Random(5), 12)
+    given = options(retention, blocks=2000, in_flight=in_flight)
+    served = []
+    for mine in (core(connector=EXACT, **given), None):
+        vllm = core(**given) if mine is None else mine
+        said, computed = [], []
+        for prompt in asked:
+            before = vllm.worker.num_computed
+            said.append(vllm.ask(prompt, max_tokens=3))
+            computed.append(vllm.worker.num_computed - before)
+        assert said == [continuation(prompt, 3, windows=[WINDOW]) for prompt in asked]
+        assert mine is None or mine.counts["errors"] == 0
+        served.append(computed)
+    assert served[0] == served[1]
+
+
+def test_in_a_small_pool_answers_are_those_without_a_cache(core: Callable[..., Core]) -> None:
+    vllm = core(
+        connector=EXACT, **options(blocks=100, max_num_batched_tokens=64, max_model_len=1200)
+    )
+    rng = random.Random(11)
+    names = {vllm.add(prompt, max_tokens=3): prompt for prompt in traffic(rng, 10)}
+    vllm.drain()
+    for name, prompt in names.items():
+        assert vllm.answers[name].tokens == continuation(prompt, 3, windows=[WINDOW])
+    assert vllm.counts["errors"] == 0
+    vllm.check_idle()
