@@ -164,11 +164,11 @@ class Watched:
                 self._planned = made.segments
             return made
 
-        def finishing(request: Request, block_ids: Sequence[int]) -> None:
+        def finishing(request: Request, tables: Sequence[Sequence[int]]) -> None:
             live = planner._live[request.request_id]
             self._used = [(one.start, one.end) for one in live.account.reused]
-            self._kv = self.pool.gather(block_ids, 0, request.num_tokens - 1)
-            finish(request, block_ids)
+            self._kv = self.pool.gather(tables[planner._first], 0, request.num_tokens - 1)
+            finish(request, tables)
 
         monkeypatch.setattr(planner.sources, "plan", planning)
         monkeypatch.setattr(planner, "finish", finishing)

@@ -41,7 +41,7 @@ POLICY = {"min_run": 16, "scope": "namespace"}
 def few_tokens_are_copied_too(monkeypatch: pytest.MonkeyPatch) -> None:
     # The connector computes runs that are too short to be worth a copy; the embedded engine copies
     # them.
-    monkeypatch.setattr(_ranges, "_LEAST_COPIED", 1)
+    monkeypatch.setattr(_ranges, "LEAST_COPIED", 1)
 
 
 DOCUMENTS = [words(100, 10 + number) for number in range(6)]

@@ -93,7 +93,7 @@ def end(
 
     def watching(one: Any, given: Any) -> None:
         if one is request:
-            tables.extend(given[getattr(core.connector.planner, "_first", 0)])
+            tables.extend(given[core.connector.planner._first])
         finish(one, given)
 
     core.connector.planner.finish = watching

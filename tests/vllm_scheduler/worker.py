@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -70,6 +70,11 @@ def _start(adapter: LoRARequest | None) -> int:
     return start
 
 
+def _named(token: int, window: int | None) -> int:
+    """A token and the group of its KV."""
+    return token if window is None else token + window * VOCAB
+
+
 def _say(seen: int) -> int:
     return _SPECIAL + _mix(seen) % (VOCAB - _SPECIAL)
 
@@ -80,30 +85,52 @@ def continuation(
     *,
     adapter: str | LoRARequest | None = None,
     windows: Sequence[int] = (),
+    known: Mapping[int | None, Sequence[int]] | None = None,
 ) -> list[int]:
-    """What follows a prompt; ``windows``: those of further groups."""
-    start, said = _start(lora_of(adapter)), list[int]()
-    read: dict[int | None, list[int]] = {None: [], **{window: [] for window in windows}}
-    full, tokens = 0, list(prompt)
-    for position in range(len(prompt) + count):
-        inside = sum(sum(read[window][-(window - 1) :]) for window in windows if window > 1)
-        seen = (start + full + inside) & _MASK
-        if position >= len(prompt):
-            said.append(_say(seen))
-            tokens.append(said[-1])
-        for window, ones in read.items():
-            ones.append(_read(_write(seen, tokens[position], window), position))
-        full = (full + read[None][-1]) & _MASK
-    return said
+    """What follows a prompt.
+
+    ``windows``: those of further groups. ``known``: the KV of the first tokens, by window.
+    """
+    tokens = list(prompt)
+    _write_all(tokens, count, _start(lora_of(adapter)), (None, *windows), known or {})
+    return tokens[len(prompt) :]
 
 
 def kv_of(tokens: Sequence[int]) -> list[int]:
     """The KV of a sequence that was computed from its beginning."""
-    seen, written = _start(None), list[int]()
-    for position, token in enumerate(tokens):
-        written.append(_write(seen, token))
-        seen = (seen + _read(written[-1], position)) & _MASK
-    return written
+    return kv_of_groups(tokens)[None]
+
+
+def kv_of_groups(tokens: Sequence[int], *windows: int) -> dict[int | None, list[int]]:
+    """Likewise of several groups, by their windows."""
+    return _write_all(list(tokens), 0, _start(None), (None, *windows), {})
+
+
+def _write_all(
+    tokens: list[int],
+    count: int,
+    start: int,
+    windows: Sequence[int | None],
+    known: Mapping[int | None, Sequence[int]],
+) -> dict[int | None, list[int]]:
+    """The KV of tokens and of so many that follow, which are added to them."""
+    kv: dict[int | None, list[int]] = {window: [] for window in windows}
+    read: dict[int | None, list[int]] = {window: [] for window in windows}
+    sums = dict.fromkeys(windows, 0)
+    for position in range(len(tokens) + count):
+        seen = (start + sum(sums.values())) & _MASK
+        if position >= len(tokens):
+            tokens.append(_say(seen))
+        for window in windows:
+            before = known.get(window, ())
+            is_known = position < len(before)
+            now = before[position] if is_known else _write(seen, tokens[position], window)
+            kv[window].append(now)
+            read[window].append(_read(now, position))
+            sums[window] += read[window][-1]
+            if window is not None and position + 1 >= window:
+                sums[window] -= read[window][position + 1 - window]
+    return kv
 
 
 @dataclass(slots=True)
@@ -127,11 +154,14 @@ class Worker(Executor):  # type: ignore[misc] # untyped here
         self.fails: Callable[[Any], bool] | None = None
         self.drafts: Callable[[list[int]], list[int]] | None = None
         self.num_computed = self.num_moved = self.num_copied = self.num_failed = 0
+        # Tokens copied in groups other than that of full attention.
+        self.num_carried = 0
         self._rows: dict[str, _Row] = {}
         self._waiting: ModelRunnerOutput | None = None
         self._proposed: DraftTokenIds | None = None
         self._kv = np.zeros(0, np.uint64)
         self._position = np.zeros(0, np.int64)
+        self._token = np.zeros(0, np.int64)
         self._size = int(config.cache_config.block_size)
         # Model runner V2 reads the scheduler's count for new requests only.
         self._counts_itself = config.use_v2_model_runner
@@ -164,12 +194,15 @@ class Worker(Executor):  # type: ignore[misc] # untyped here
         self._junk = np.random.default_rng(slots)
         self._kv = self._junk.integers(0, _MASK, slots, np.uint64)
         self._position = self._junk.integers(0, slots, slots)
+        # The token of each slot's KV, and of which group it is; -1: none.
+        self._token = np.full(slots, -1)
 
     def spoil(self, blocks: Iterable[int]) -> None:
         """Overwrite blocks that are allocated again, though a real worker keeps their content."""
         for block in blocks:
             inside = slice(block * self._size, (block + 1) * self._size)
             self._kv[inside] = self._junk.integers(0, _MASK, self._size, np.uint64)
+            self._token[inside] = -1
 
     def compile_or_warm_up_model(self) -> None: ...
 
@@ -270,19 +303,28 @@ class Worker(Executor):  # type: ignore[misc] # untyped here
                 failed.update(load.blocks)
                 self.num_failed += 1
                 continue
-            runs = load.moves.tolist()
-            # As in a kernel: all reads come before the writes.
-            read = [
-                (self._kv[at : at + count].copy(), self._position[at : at + count] + delta)
-                for at, _, count, delta in runs
-            ]
-            for (_, at, count, delta), (kv, position) in zip(runs, read, strict=True):
-                self._kv[at : at + count], self._position[at : at + count] = kv, position
-                if delta:
-                    self.num_moved += count
-                else:
-                    self.num_copied += count
+            self._copy(load.moves.tolist())
+            for _, moves in load.others:
+                self.num_carried += self._copy(moves.tolist(), is_other=True)
         return failed
+
+    def _copy(self, runs: list[tuple[int, int, int, int]], *, is_other: bool = False) -> int:
+        # As in a kernel: all reads come before the writes.
+        read = [
+            (self._kv[at : at + count].copy(), self._position[at : at + count] + delta)
+            for at, _, count, delta in runs
+        ]
+        tokens = [self._token[at : at + count].copy() for at, _, count, _ in runs]
+        for (_, at, count, delta), (kv, position), token in zip(runs, read, tokens, strict=True):
+            inside = slice(at, at + count)
+            self._kv[inside], self._position[inside], self._token[inside] = kv, position, token
+            if is_other:
+                continue
+            if delta:
+                self.num_moved += count
+            else:
+                self.num_copied += count
+        return sum(count for _, _, count, _ in runs)
 
     def _forward(self, row: _Row, count: int, drafted: Sequence[int]) -> list[int]:
         start, end = row.computed, row.computed + count
@@ -293,6 +335,7 @@ class Worker(Executor):  # type: ignore[misc] # untyped here
         seen = _start(row.adapter)
         for at, window in self._windows.items():
             first = 0 if window is None else max(0, start - window + 1)
+            self._look(row, slots[at], first, start, window)
             seen += int(self._reads(slots[at][first:start]).sum(dtype=np.uint64))
         said: list[int] = []
         is_followed = True
@@ -302,6 +345,7 @@ class Worker(Executor):  # type: ignore[misc] # untyped here
                 slot = slots[at][position]
                 kv = _write(before & _MASK, token, window)
                 self._kv[slot], self._position[slot] = kv, position
+                self._token[slot] = _named(token, window)
                 seen += _read(kv, position)
                 left = -1 if window is None else position + 1 - window
                 if left >= 0:
@@ -316,6 +360,11 @@ class Worker(Executor):  # type: ignore[misc] # untyped here
         row.computed = end - (len(drafted) + 1 - len(said) if said else 0)
         return said
 
+    def _look(
+        self, row: _Row, slots: NDArray[np.int64], first: int, end: int, window: int | None
+    ) -> None:
+        """Look at the slots that a piece reads before it."""
+
     def _reads(self, slots: NDArray[np.int64]) -> NDArray[np.uint64]:
         positions = self._position[slots].astype(np.uint64)
         return _mixed(self._kv[slots] + positions * np.uint64(_TURN))
@@ -327,9 +376,22 @@ class Worker(Executor):  # type: ignore[misc] # untyped here
 
 
 class WindowWorker(Worker):
-    """Of a model whose layers have full attention and a sliding window by turns."""
+    """Of a model whose layers have full attention and a sliding window by turns.
+
+    What is read must be the KV of the request's tokens, at their positions and of the right group,
+    whatever they were computed after.
+    """
 
     WINDOW: Final = 48
+
+    def _look(
+        self, row: _Row, slots: NDArray[np.int64], first: int, end: int, window: int | None
+    ) -> None:
+        read = slots[first:end]
+        positions, tokens = np.arange(first, end), row.tokens[first:end]
+        assert (self._position[read] == positions).all(), "KV of other positions is read"
+        named = [_named(token, window) for token in tokens]
+        assert (self._token[read] == named).all(), "KV of other tokens is read"
 
     def get_kv_cache_specs(self) -> list[dict[str, Any]]:
         sizes: dict[str, Any] = {"block_size": self._size, "num_kv_heads": 2, "head_size": 32}

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvtrie._core import LayoutError, UnsupportedRopeError
 from kvtrie.integrations.vllm._layouts import locate
+from kvtrie.integrations.vllm._support import is_whole
 from kvtrie.integrations.vllm._vllm import (
     AttentionLayerBase,
     extract_layer_index,
@@ -40,15 +41,24 @@ class Copies:
         *,
         rotates: bool,
     ) -> None:
-        group = kv_cache_config.kv_cache_groups[0]
-        mine = [tensors[name] for name in _in_order(group.layer_names) if name in tensors]
-        layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, group.layer_names)
-        backends = {layer.get_attn_backend().get_name() for layer in layers.values()}
-        views, layout = locate(mine, group.kv_cache_spec, backends)
         rope = rope_of(vllm_config) if rotates else None
-        self.pool = KVPool.wrap(views, layout, rope)
-        # Of the same tensors: a pool keeps numbers between its calls, which are of one thread.
-        self.pool_for_reading = KVPool.wrap(views, layout, rope)
+        groups = kv_cache_config.kv_cache_groups
+        names = [_in_order(one.layer_names) for one in groups]
+        # One of each group; they share blocks, of which each belongs to one group at a time.
+        self._pools: list[KVPool] = []
+        whole = []
+        for number, one in enumerate(groups):
+            mine = [tensors[name] for name in names[number] if name in tensors]
+            layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, names[number])
+            backends = {layer.get_attn_backend().get_name() for layer in layers.values()}
+            views, layout = locate(mine, one.kv_cache_spec, backends)
+            rotation = _rope_of_group(rope, names, number)
+            self._pools.append(KVPool.wrap(views, layout, rotation))
+            if is_whole(one.kv_cache_spec):
+                whole.append((self._pools[-1], KVPool.wrap(views, layout, rotation)))
+        # The second is of the same tensors: a pool keeps numbers between its calls, which are of
+        # one thread.
+        self.pool, self.pool_for_reading = whole[0]
         self._failed: set[int] = set()
 
     def apply(self, loads: Sequence[Load], store: StoreWorker | None = None) -> None:
@@ -62,6 +72,8 @@ class Copies:
                 continue
             try:
                 self.pool.apply(load.moves)
+                for number, moves in load.others:
+                    self._pools[number].apply(moves)
                 if load.stored:
                     _write_stored(load, store)
             except Exception:
@@ -87,6 +99,27 @@ def _in_order(names: Sequence[str]) -> list[str]:
     except (AssertionError, ValueError) as error:
         msg = f"KvtrieConnector: the order of the model's layers is unknown: {error}"
         raise LayoutError(msg) from error
+
+
+def _rope_of_group(
+    rope: RopeSpec | None, groups: Sequence[Sequence[str]], number: int
+) -> RopeSpec | None:
+    """How the keys of one group's layers rotate; layers of different kinds may do so differently.
+
+    Raises:
+        LayoutError: It is not known which of the model's layers the group has.
+    """
+    if rope is None or len(groups) == 1:
+        return rope
+    names = _in_order([name for names in groups for name in names])
+    if len(names) != len(rope.layers):
+        msg = f"KvtrieConnector: {len(names)} layers have KV blocks, and {len(rope.layers)} rotate"
+        raise LayoutError(msg)
+    numbers = [names.index(name) for name in groups[number]]
+    dims = tuple(rope.dims[at] for at in numbers)
+    return RopeSpec(
+        layers=tuple(rope.layers[at] for at in numbers), head_dim=max(dims), head_dims=dims
+    )
 
 
 def rope_of(vllm_config: VllmConfig) -> RopeSpec:

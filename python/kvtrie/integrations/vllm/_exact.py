@@ -210,7 +210,7 @@ class ExactPlanner(Half):
         if live is None:
             return
         block_ids = tables[self._first]
-        self._offers.offer(request, live, block_ids, has_ended=True)
+        self._offers.offer(request, live, tables, has_ended=True)
         self._record(request, live)
         self._store(request, live, block_ids)
         others = None

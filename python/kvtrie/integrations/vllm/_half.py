@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from kvtrie._core import SHARED, Namespace
 from kvtrie.integrations.vllm import _gate
+from kvtrie.integrations.vllm._carried import Carrier
 from kvtrie.integrations.vllm._dead import DeadReasoning
 from kvtrie.integrations.vllm._failures import Failures, first_of
 from kvtrie.integrations.vllm._held import Held
@@ -23,7 +24,7 @@ from kvtrie.integrations.vllm._tags import tagger_of
 from kvtrie.integrations.vllm._vllm import RequestStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -59,6 +60,7 @@ class Half:
         group: The group of KV blocks that is indexed.
         is_only_group: Whether there is no other. Else nothing is copied, and no reason is given.
         and_after: Whether what follows dead reasoning is dead.
+        windows: The window of each group of which copies take blocks along; None: full attention.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Half:
         group: int = 0,
         is_only_group: bool = True,
         and_after: bool = False,
+        windows: Mapping[int, int | None] | None = None,
     ) -> None:
         self._vllm_config = vllm_config
         self._manager = manager
@@ -95,6 +98,9 @@ class Half:
         self._reasons: Reasons | None = None
         if is_only_group:
             self._reasons = Reasons(self.sources, decision, block_size, counts, self._dead.was_dead)
+        self._carrier: Carrier | None = None
+        if windows:
+            self._carrier = Carrier(manager, self.sources, block_size, windows)
         self._offers = Offers(
             manager,
             self.sources,
@@ -105,7 +111,9 @@ class Half:
             group=group,
         )
         self._failures = Failures(manager, block_size)
-        self._loads = Loads(manager, block_size, counts, self._failures, self._note_surprise)
+        self._loads = Loads(
+            manager, block_size, counts, self._failures, self._note_surprise, group=group
+        )
         self._moved = MovedRequests(vllm_config, manager)
         stored = settings.stored()
         self.stored: StoreRequests | None = None
@@ -334,6 +342,8 @@ class Half:
         for request_id in list(self._pending):
             self.preempted(request_id)
         self.sources.reset()
+        if self._carrier is not None:
+            self._carrier.reset()
         if self.stored is not None:
             self.stored.reset(self._live.values())
 

@@ -10,8 +10,10 @@ from kvtrie.integrations.vllm._metadata import Load
 from kvtrie.integrations.vllm._ranges import APPROXIMATE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
+    import numpy as np
+    from numpy.typing import NDArray
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.request import Request
 
@@ -31,8 +33,11 @@ class Loads:
         counts: Counts,
         failures: Failures,
         surprise: Callable[..., None],
+        *,
+        group: int = 0,
     ) -> None:
         self._manager = manager
+        self._group = group
         self._block_size = block_size
         self._counts = counts
         self._failures = failures
@@ -62,13 +67,15 @@ class Loads:
         Returns whether they are copied.
         """
         self._failures.admitted(request.request_id)
-        ids = self._manager.get_block_ids(request.request_id)[0]
+        tables = self._manager.get_block_ids(request.request_id)
+        ids = tables[self._group]
         blocks = tuple(ids[start // self._block_size : -(-end // self._block_size)])
         try:
             if end > most:
                 msg = f"vLLM expects tokens [{start}, {end}); [{start}, {most}) were promised"
                 raise RuntimeError(msg)  # noqa: TRY301 - logged and counted like other errors
             moves = _ranges.moves(plan, ids, self._block_size, start, end)
+            others = self._carried(live, tables, (start, end), moves.dtype)
         except Exception:
             self._surprise("the copies of request %s failed", request.request_id)
             self._loads.append(Load(None, blocks, request_id=request.request_id))
@@ -78,7 +85,8 @@ class Loads:
         if isinstance(plan, FilledPlan):
             stored, ticket = _ranges.inside(plan.stored, (start, end)), plan.ticket
         first = start // self._block_size * self._block_size
-        self._loads.append(Load(moves, blocks, tuple(stored), request.request_id, first, ticket))
+        loaded = tuple(stored), request.request_id, first, ticket
+        self._loads.append(Load(moves, blocks, *loaded, others))
         if live.pending is not None:
             live.pending.is_read = True
         segments = plan.segments
@@ -94,3 +102,16 @@ class Loads:
             if is_moved:
                 live.moved.append((first, last, segment[5]))
         return True
+
+    def _carried(
+        self,
+        live: LiveRequest,
+        tables: Sequence[Sequence[int]],
+        given: Range,
+        dtype: np.dtype[np.void],
+    ) -> tuple[tuple[int, NDArray[np.void]], ...]:
+        """The copies in other groups of blocks."""
+        if live.pending is None:
+            return ()
+        null = self._manager.block_pool.null_block.block_id
+        return tuple(live.pending.carried.moves(tables, self._block_size, null, given, dtype))

@@ -21,7 +21,8 @@ class Load:
 
     ``moves`` is None if they could not be made: the workers then report the blocks as failed.
     ``stored`` are ranges of its tokens whose KV the worker's half has loaded under ``ticket``;
-    ``first`` is the position of the first block.
+    ``first`` is the position of the first block. ``others`` are copies in other groups of blocks,
+    with the number of the group.
     """
 
     moves: NDArray[Any] | None
@@ -30,6 +31,7 @@ class Load:
     request_id: str = ""
     first: int = 0
     ticket: int = 0
+    others: tuple[tuple[int, NDArray[Any]], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

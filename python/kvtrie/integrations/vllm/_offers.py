@@ -82,8 +82,7 @@ class Offers:
                 del self._prefilling[request_id]
                 live.is_offered = True
                 try:
-                    ids = self._manager.get_block_ids(request_id)[self._group]
-                    self.offer(request, live, ids)
+                    self.offer(request, live, self._manager.get_block_ids(request_id))
                 except Exception:
                     self._surprise(request_id)
 
@@ -91,10 +90,11 @@ class Offers:
         self,
         request: Request,
         live: LiveRequest,
-        block_ids: Sequence[int],
+        tables: Sequence[Sequence[int]],
         *,
         has_ended: bool = False,
     ) -> None:
+        """Index the written blocks of a request; ``tables``: its blocks in each group."""
         live.follow(request)
         # Tokens in flight are not written yet; the last sampled token never is.
         done = request.num_computed_tokens - request.num_in_flight_tokens
@@ -110,7 +110,8 @@ class Offers:
         else:
             spans = live.new_spans()
         stretches = live.stretches(done // self._block_size, self._block_size)
-        self._sources.offer(live.seq, block_ids, stretches, spans=spans, session=live.session)
+        ids = tables[self._group]
+        self._sources.offer(live.seq, ids, stretches, spans=spans, session=live.session)
 
     def _count_prompt(self, request: Request, live: LiveRequest) -> None:
         if live.is_counted:

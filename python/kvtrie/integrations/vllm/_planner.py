@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvtrie._core import EXACT_ONLY, TokenSequence
 from kvtrie.integrations.vllm import _gate, _lineage, _ranges, _shadow, _template
+from kvtrie.integrations.vllm._carried import NOTHING
 from kvtrie.integrations.vllm._events import MOVED, Events
 from kvtrie.integrations.vllm._filled_plan import FilledPlan
 from kvtrie.integrations.vllm._formats import form_of
 from kvtrie.integrations.vllm._gaps import Gaps
+from kvtrie.integrations.vllm._groups import OtherGroups
 from kvtrie.integrations.vllm._half import Half
 from kvtrie.integrations.vllm._metadata import StepMetadata
 from kvtrie.integrations.vllm._ranges import APPROXIMATE
 from kvtrie.integrations.vllm._requests import LiveRequest, Pending, Range, adapter_of
 from kvtrie.integrations.vllm._settings import request_policy, session_of
 from kvtrie.integrations.vllm._sources import used_by
+from kvtrie.integrations.vllm._support import is_whole, window_of
 from kvtrie.integrations.vllm._tags import Reading
 from kvtrie.integrations.vllm._vllm import RequestStatus, maybe_convert_block_hash
 
@@ -27,6 +31,7 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_events import EventPublisher
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
     from kvtrie._core import ReusePlan, ReusePolicy
@@ -58,14 +63,31 @@ class Planner(Half):
     def __init__(
         self,
         vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
         manager: KVCacheManager,
-        block_size: int,
         settings: Settings,
         decision: Decision,
         counts: Counts,
         publisher: EventPublisher | None = None,
     ) -> None:
-        super().__init__(vllm_config, manager, block_size, settings, decision, counts)
+        groups = kv_cache_config.kv_cache_groups
+        self._first = first = next(
+            at for at, one in enumerate(groups) if is_whole(one.kv_cache_spec)
+        )
+        super().__init__(
+            vllm_config,
+            manager,
+            groups[first].kv_cache_spec.block_size,
+            settings,
+            decision,
+            counts,
+            group=first,
+            is_only_group=len(groups) == 1,
+            windows={
+                at: window_of(one.kv_cache_spec) for at, one in enumerate(groups) if at != first
+            },
+        )
+        self._others = OtherGroups(manager, kv_cache_config, first)
         self._decision = decision
         cleared = EXACT_ONLY if settings.shadow else decision.policy
         self._cleared = cleared
@@ -73,8 +95,15 @@ class Planner(Half):
         self._events: Events | None = None
         if self._pool.enable_kv_cache_events and cleared.approximate:
             self._events = Events(self._pool, self._contents, self._requests.values, publisher)
-        _LOG.info("kvtrie: %s", summary(settings, cleared, self._tagger))
+        parts = f"; windows are copied along: {len(groups)} groups of KV blocks"
+        said = summary(settings, cleared, self._tagger)
+        _LOG.info("kvtrie: %s%s", said, parts if self._others else "")
         _LOG.info("kvtrie: chat template: %s", _template.served(settings).source)
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether the model has several groups of KV blocks."""
+        return bool(self._others)
 
     # --- arrival -----------------------------------------------------------------------------
 
@@ -220,6 +249,12 @@ class Planner(Half):
             if live.exact_until is not None
             else lambda token: _lineage.covers(request, token // self._block_size),
         )
+        carried = NOTHING
+        if self._carrier is not None:
+            before = promised[1]
+            promised, carried = self._carrier.cut(plan, promised, live.granted or live.policy)
+            if promised[1] < before:
+                self._counts.add("tokens_without_window", before - promised[1])
         ranges = [promised, *after_gaps]
         resumes = self.gaps.resumes
         if self._reasons is not None:
@@ -227,9 +262,9 @@ class Planner(Half):
         if promised[0] == promised[1] and not after_gaps:
             plan.release()
             return 0
-        pinned = self.sources.blocks(used_by(plan))
+        pinned = self.sources.blocks([*used_by(plan), *sorted(carried.blocks)])
         self._pool.touch(pinned)
-        live.pending = Pending(plan, pinned, promised, after_gaps)
+        live.pending = Pending(plan, pinned, promised, after_gaps, carried=carried)
         self._pending[request.request_id] = request
         self._label(request, live, plan, ranges)
         self.gaps.promise(request, live.pending)
@@ -295,9 +330,12 @@ class Planner(Half):
                 self._continues_alone(request_id)
         self._moved.tell(output)
         self._offers.step(output, self._live)
+        if self._carrier is not None:
+            self.guarded(self._carrier.step, output, self._requests, self._live)
         loads = self._loads.take()
         store = self._store_step(output, loads)
-        self._failures.scheduled(output, loads)
+        if self._carrier is None:
+            self._failures.scheduled(output, loads)
         if loads:
             # vLLM sets this only for what `match` promised. Otherwise it copies after the forward
             # pass: too late for segments after gaps.
@@ -353,11 +391,15 @@ class Planner(Half):
 
     # --- the end -------------------------------------------------------------------------------
 
-    def finish(self, request: Request, block_ids: Sequence[int]) -> None:
+    def finish(self, request: Request, tables: Sequence[Sequence[int]]) -> None:
+        """Index a request's blocks, which it has in each group, before vLLM frees them."""
         live = self._leave(request)
         if live is None:
             return
-        self._offers.offer(request, live, block_ids, has_ended=True)
+        block_ids = tables[self._first]
+        self._offers.offer(request, live, tables, has_ended=True)
+        if self._carrier is not None:
+            self._carrier.ended(request, live)
         self._record(request, live)
         self._store(request, live, block_ids)
         if (
@@ -365,4 +407,5 @@ class Planner(Half):
             and live.reading is not None
             and not live.has_other_template
         ):
-            self._dead.close(live.seq, live.reading, block_ids)
+            others = partial(self._others.at, request, tables) if self._others else None
+            self._dead.close(live.seq, live.reading, block_ids, others)

@@ -19,8 +19,8 @@ APPROXIMATE: Final = 1
 COMPUTE: Final = 2
 """Classes of segments in `kvtrie.ReusePlan.segments`."""
 
-# A copy has a fixed cost and delays the whole step, and many prompts share only their first tokens.
-_LEAST_COPIED: Final = 8
+LEAST_COPIED: Final = 8
+"""Fewer tokens are computed: a copy has a fixed cost, and many prompts share their first tokens."""
 
 
 def usable(
@@ -51,7 +51,7 @@ def usable(
             ranges.append((start, end))
         else:
             break
-    ranges = [one for one in ranges if one[1] - one[0] >= _LEAST_COPIED]
+    ranges = [one for one in ranges if one[1] - one[0] >= LEAST_COPIED]
     if may_begin is not None:
         first = _first_approximate(reusable, ranges)
         if first is not None and not may_begin(first):

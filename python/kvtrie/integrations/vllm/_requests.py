@@ -12,6 +12,7 @@ import numpy as np
 from kvtrie._core import COMPUTED, Imported
 from kvtrie.gates import laxest
 from kvtrie.integrations.vllm._account import Account
+from kvtrie.integrations.vllm._carried import NOTHING, Carried
 from kvtrie.integrations.vllm._events import AFTER_MOVED, MOVED
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class Pending:
         jumped: The range that this step skips, if the step includes the request.
         rows: Parts of what is promised or skipped that the step computes as rows.
         num_overcounted: Tokens in rows that vLLM counts as external hits.
+        carried: What is copied with them in other groups of blocks.
     """
 
     plan: ReusePlan | FilledPlan
@@ -57,6 +59,7 @@ class Pending:
     jumped: Range | None = None
     rows: list[Range] = field(default_factory=list)
     num_overcounted: int = 0
+    carried: Carried = NOTHING
 
     def reads(self, block_ids: Collection[int]) -> bool:
         return any(block.block_id in block_ids for block in self.pinned)
@@ -145,6 +148,15 @@ class LiveRequest:
         before = self.built_under
         self.built_under = policy if before is None else laxest([before, policy])
 
+    @property
+    def grade(self) -> ReusePolicy:
+        """What its approximate KV is as strict as at least."""
+        return self.policy if self.built_under is None else self.built_under
+
+    def is_exact_until(self, position: int) -> bool:
+        """Whether its tokens before a position are exact."""
+        return self.exact_until is None or position <= self.exact_until
+
     def stretches(self, num_blocks: int, block_size: int) -> list[Stretch]:
         """The exactness of its blocks, in order.
 
@@ -153,13 +165,12 @@ class LiveRequest:
         """
         if self.exact_until is None:
             return [(num_blocks, COMPUTED)]
-        grade = self.policy if self.built_under is None else self.built_under
         hops = np.zeros(num_blocks, np.int64)
         for start, end, count in self.moved:
             inside = slice(start // block_size, -(-end // block_size))
             hops[inside] = np.maximum(hops[inside], count)
         return [
-            (len(list(same)), Imported(self.exact_until, hops=count, policy=grade))
+            (len(list(same)), Imported(self.exact_until, hops=count, policy=self.grade))
             for count, same in groupby(hops.tolist())
         ]
 

@@ -198,6 +198,10 @@ class Sources:
         records = self._pool.blocks
         return [records[number] for number in block_ids]
 
+    def hash_of(self, number: int) -> bytes | None:
+        """The hash that vLLM cached a known block under; None for others."""
+        return self._hashes.get(number)
+
     def is_stale(self, number: int) -> bool:
         known = self._hashes.get(number)
         return known is None or known != self._pool.blocks[number].block_hash

@@ -23,6 +23,7 @@ NAMES: Final = {
     "requests_refused": "Requests whose kv_transfer_params were refused; vLLM served them alone.",
     "requests_uncalibrated": "Requests with a LoRA adapter, which the gate does not cover.",
     "requests_without_room": "Requests admitted without reuse: no room next to pinned sources.",
+    "tokens_without_window": "Prompt tokens not copied: another group of blocks lacks KV for them.",
     "plans_not_cleared": "Plans after a kind of edit that the gate does not clear, made exact.",
     "plans_stale": "Plans given up because vLLM kept reusing their sources.",
     "blocks_dead": "Blocks of reasoning of finished turns that vLLM reuses first.",

@@ -10,6 +10,7 @@ from kvtrie.integrations.vllm._version import UnsupportedError, check_version, r
 from kvtrie.integrations.vllm._vllm import (
     FullAttentionSpec,
     KVConnectorBase_V1,
+    SlidingWindowSpec,
     current_platform,
     get_current_vllm_config_or_none,
     probe,
@@ -38,7 +39,10 @@ def check(
     """
     check_version(moves=moves, has_modes=has_modes)
     probe()
-    _check_groups(kv_cache_config, is_exact=is_exact, has_modes=has_modes)
+    if moves and has_modes and len(kv_cache_config.kv_cache_groups) > 1:
+        _check_windows(vllm_config, kv_cache_config)
+    else:
+        _check_groups(kv_cache_config, is_exact=is_exact, has_modes=has_modes)
     _check_settings(vllm_config)
 
 
@@ -70,6 +74,51 @@ def _check_groups(kv_cache_config: KVCacheConfig, *, is_exact: bool, has_modes: 
         refuse("the model's KV cache compresses several tokens into one state")
     if groups[0].is_eagle_group:
         refuse("draft layers (EAGLE, MTP) share its KV blocks: turn speculative decoding off")
+
+
+def _check_windows(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Refuse to move KV between blocks of several groups, unless all are copied alike."""
+    groups = kv_cache_config.kv_cache_groups
+    instead = ': set "mode": "exact", which works with these models'
+    for one in groups:
+        spec = one.kv_cache_spec
+        if not is_whole(spec) and window_of(spec) is None:
+            refuse(
+                f"the model has groups of KV blocks of the kind {type(spec).__name__}, and KV is "
+                f"moved of full attention and sliding windows{instead}"
+            )
+        if one.is_eagle_group:
+            refuse("draft layers (EAGLE, MTP) share its KV blocks: turn speculative decoding off")
+    if not any(is_whole(one.kv_cache_spec) for one in groups):
+        refuse(f"the model has no group of full attention, which moved runs are found by{instead}")
+    sizes = sorted({one.kv_cache_spec.block_size for one in groups})
+    if len(sizes) > 1:
+        refuse(f"the model's groups have KV blocks of {sizes} tokens, and one size moves{instead}")
+    if kv_cache_config.prefix_cache_retention_interval == 0:
+        refuse(
+            "vLLM keeps windows at the ends of prompts alone, and moved runs end elsewhere: set "
+            f"--prefix-cache-retention-interval {sizes[0]}{instead.replace(':', ', or', 1)}"
+        )
+    if vllm_config.aux_output_config.enabled:
+        refuse(
+            "with auxiliary outputs (routed experts, say) vLLM may take a part of a run, whose "
+            f"window then is another: turn them off{instead.replace(':', ', or', 1)}"
+        )
+    events = vllm_config.kv_events_config
+    if events is not None and events.enable_kv_cache_events:
+        refuse(
+            "events of approximate blocks are sorted for one group of KV blocks: remove "
+            f"--kv-events-config{instead.replace(':', ', or', 1)}"
+        )
+
+
+def window_of(spec: object) -> int | None:
+    """The window of a group whose KV is that of the last tokens, each in its slot."""
+    # Classes below it keep something else.
+    if isinstance(spec, SlidingWindowSpec) and type(spec) is SlidingWindowSpec:
+        is_plain = not spec.extra_retained_tokens and spec.tokens_per_state == 1
+        return int(spec.sliding_window) if is_plain else None
+    return None
 
 
 def is_whole(spec: object) -> bool:

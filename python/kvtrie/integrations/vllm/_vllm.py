@@ -180,13 +180,15 @@ FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
     "LoRARequest": ("lora_name", "lora_path"),
     "KvHintsEnvelope": ("actions",),
     "KvHintAction": ("action_type",),
-    "KVCacheConfig": ("kv_cache_groups",),
+    "KVCacheConfig": ("kv_cache_groups", "prefix_cache_retention_interval"),
     "KVCacheGroupSpec": ("kv_cache_spec", "layer_names", "is_eagle_group"),
     "FullAttentionSpec": (
         *("block_size", "sliding_window", "attention_chunk_size", "non_causal"),
         *("tokens_per_state", "head_size", "head_size_v", "num_kv_heads"),
     ),
-    "SlidingWindowSpec": ("block_size", "sliding_window"),
+    "SlidingWindowSpec": (
+        *("block_size", "sliding_window", "extra_retained_tokens", "tokens_per_state"),
+    ),
     "VllmConfig": (
         *("model_config", "cache_config", "parallel_config", "scheduler_config"),
         *("speculative_config", "load_config", "structured_outputs_config"),

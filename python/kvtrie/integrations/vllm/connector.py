@@ -116,16 +116,17 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
             rope_of(vllm_config)
         self._cleared = EXACT_ONLY if self._settings.shadow else self._decision.policy
         self._block_size: int = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        self._has_groups = len(kv_cache_config.kv_cache_groups) > 1
         gives = self._settings.snapshot is not None
         self._is_among_others = _support.check_others(
             vllm_config, moves=moves, is_exact=is_exact, snapshots=gives
         )
-        if gives and len(kv_cache_config.kv_cache_groups) > 1:
+        if gives and self._has_groups:
             _version.refuse(
                 "an index of workers does not follow models with several groups of KV blocks: "
                 'remove "snapshot"'
             )
-        if self._is_among_others and len(kv_cache_config.kv_cache_groups) > 1:
+        if self._is_among_others and self._has_groups:
             _version.refuse(
                 "models with several groups of KV blocks were not run next to other connectors: "
                 "use KvtrieConnector alone"
@@ -179,8 +180,8 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
         publisher = _events.publisher(events, self._vllm_config)
         self._planner = Planner(
             self._vllm_config,
+            self._kv_cache_config,
             kv_cache_manager,
-            self._block_size,
             self._settings,
             self._decision,
             self._counts,
@@ -263,11 +264,7 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         """Index what a request leaves in the cache; vLLM frees its blocks as usual."""
         try:
-            planner = self.planner
-            if isinstance(planner, ExactPlanner):
-                planner.finish(request, block_ids)
-            else:
-                planner.finish(request, block_ids[0])
+            self.planner.finish(request, block_ids)
         except Exception:
             self._surprise(request)
         return False, None
@@ -300,7 +297,7 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take the worker's tensors."""
-        if len(self._kv_cache_config.kv_cache_groups) > 1:
+        if self._has_groups and self._settings.is_exact:
             # Exact mode copies nothing there.
             return
         self._kv_caches = kv_caches
@@ -375,6 +372,10 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
         if failed and self._is_among_others:
             msg = f"KvtrieConnector: {len(failed)} blocks were not copied, and another connector "
             msg += "may store what they hold: start vLLM again"
+            raise RuntimeError(msg)
+        if failed and self._has_groups:
+            msg = f"KvtrieConnector: {len(failed)} blocks were not copied, and vLLM computes none "
+            msg += "again in a model with several groups of KV blocks: start it again"
             raise RuntimeError(msg)
         if failed:
             self._counts.add("copies_failed", len(failed))

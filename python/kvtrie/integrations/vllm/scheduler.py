@@ -52,6 +52,11 @@ class KvtrieScheduler(AsyncScheduler):
         if not isinstance(planner, Planner):
             msg = 'KvtrieScheduler: "mode": "exact" has no gaps to continue after: omit '
             raise UnsupportedError(msg + "--scheduler-cls")
+        if planner.has_groups:
+            msg = (
+                "KvtrieScheduler: reuse after gaps needs one group of KV blocks, and the model has "
+            )
+            raise UnsupportedError(msg + "several: omit --scheduler-cls")
         self._planner = planner
         self._gaps = planner.gaps
         self._gaps.resumes = True
