@@ -91,7 +91,8 @@ def test_vllm_equals_the_embedded_engine(
 ) -> None:
     vllm = engine(gemma, **OPTIONS)
     mine = Watched(vllm, monkeypatch)
-    other = Embedded(gemma, kvtrie.ReusePolicy(**POLICY), gaps=False)
+    policy: dict[str, Any] = POLICY
+    other = Embedded(gemma, kvtrie.ReusePolicy(**policy), gaps=False)
     reference = Reference(gemma)
     turns, count = conversation(), said_by(conversation)
     prompt = next(turns)

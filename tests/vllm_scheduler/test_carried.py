@@ -15,17 +15,13 @@ from tests.vllm_scheduler.test_exact import (
     QUESTION,
     REASONING,
     end,
+    group_of_others,
+    hashes_of,
     message,
+    places_of_others,
     words,
 )
-from tests.vllm_scheduler.test_groups import (
-    WINDOW,
-    group_of_windows,
-    hashes_of,
-    options,
-    places_of_windows,
-    traffic,
-)
+from tests.vllm_scheduler.test_groups import WINDOW, options, traffic
 from tests.vllm_scheduler.worker import BLOCK, WindowWorker, continuation, kv_of_groups
 from vllm.v1.core.kv_cache_utils import get_group_id
 
@@ -109,7 +105,7 @@ def forget_windows(core: Core, numbers: set[int]) -> None:
 def test_without_its_window_a_run_is_computed(moving: Core) -> None:
     old, new = edited(ANSWER)
     end(moving, old)
-    group = group_of_windows(moving)
+    group = group_of_others(moving)
     forget_windows(
         moving,
         {
@@ -129,7 +125,7 @@ def test_a_run_ends_where_its_window_does(moving: Core) -> None:
     """Only the last block's window has left: what is before it is moved."""
     old, new = edited(ANSWER)
     end(moving, old)
-    places = places_of_windows(moving, hashes_of(moving, old))
+    places = places_of_others(moving, hashes_of(moving, old))
     last = max(places.values())
     forget_windows(moving, {number for number, place in places.items() if place == last})
     before = moving.worker.num_computed
@@ -145,7 +141,7 @@ def test_windows_that_are_not_written_yet_are_not_copied(moving: Core) -> None:
     """vLLM gives a block its hash before the step that writes it."""
     old, new = edited(ANSWER)
     end(moving, old)
-    places = places_of_windows(moving, hashes_of(moving, old))
+    places = places_of_others(moving, hashes_of(moving, old))
     forget_windows(moving, set(places))
     # In one step: the first computes the windows that the second would copy.
     names = [moving.add(old, max_tokens=1), moving.add(new, max_tokens=4)]

@@ -17,14 +17,13 @@ from tests.vllm_scheduler.test_exact import (
     TOOL,
     end,
     fill,
+    hashes_of,
     message,
     order,
+    places_of_others,
     words,
 )
 from tests.vllm_scheduler.worker import BLOCK, WindowWorker, continuation
-from vllm import SamplingParams
-from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
-from vllm.v1.request import Request
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,30 +41,6 @@ def options(retention: int = BLOCK, **more: Any) -> dict[str, Any]:
     return given | {"prefix_cache_retention_interval": retention} | more
 
 
-def group_of_windows(core: Core) -> int:
-    groups = core.scheduler.kv_cache_config.kv_cache_groups
-    return next(at for at, one in enumerate(groups) if "layers.0" in one.layer_names)
-
-
-def places_of_windows(core: Core, hashes: list[Any]) -> dict[int, int]:
-    """The place of each cached block of the window's group, by its number."""
-    group = group_of_windows(core)
-    places = {bytes(one): at for at, one in enumerate(hashes)}
-    return {
-        block.block_id: places[get_block_hash(block.block_hash)]
-        for block in core.pool.blocks
-        if block.block_hash is not None
-        and get_group_id(block.block_hash) == group
-        and get_block_hash(block.block_hash) in places
-    }
-
-
-def hashes_of(core: Core, tokens: list[int]) -> list[Any]:
-    hasher = core.core.request_block_hasher
-    request = Request("hashes", tokens, SamplingParams(max_tokens=1), None, block_hasher=hasher)
-    return list(request.block_hashes)
-
-
 @RETENTION
 def test_windows_of_dead_reasoning_are_evicted_first(
     core: Callable[..., Core], retention: int
@@ -75,7 +50,7 @@ def test_windows_of_dead_reasoning_are_evicted_first(
     end(vllm, CLOSED)
     alive = len(HEAD) + len(QUESTION) + 1
     first = -(-alive // BLOCK)
-    places = places_of_windows(vllm, hashes_of(vllm, CLOSED))
+    places = places_of_others(vllm, hashes_of(vllm, CLOSED))
     dead = {number for number, place in places.items() if place >= first}
     whole = (len(CLOSED) - 1) // BLOCK
     # vLLM itself keeps windows at the ends of prompts alone, unless it is told to keep more.

@@ -11,7 +11,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvtrie.integrations.vllm._vllm import MambaSpec, SlidingWindowSpec
+from kvtrie.integrations.vllm._vllm import (
+    MambaSpec,
+    SlidingWindowSpec,
+    get_block_hash,
+    resolve_block_hashes,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,7 +45,6 @@ class OtherGroups:
         self._same = [
             at for at in self._others if groups[at].kv_cache_spec.block_size == self._block_size
         ]
-        self._is_hashed = self._pool.hash_block_size == self._block_size
         self.num_per_hit = 0
         """The most blocks of windows and states that vLLM needs where a prompt continues."""
         for at in self._others:
@@ -57,17 +61,22 @@ class OtherGroups:
         self, request: Request, tables: Sequence[Sequence[int]], places: Sequence[int]
     ) -> set[int]:
         """The blocks at places of a request, by their number: those it has, and those it had."""
-        hashes, found = request.block_hashes, set[int]()
+        hashes = resolve_block_hashes(
+            request.block_hashes, self._pool.hash_block_size, self._block_size
+        )
+        found = set[int]()
         for group in self._same:
             table = tables[group]
-            found.update(table[place] for place in places if place < len(table))
-            for place in places if self._is_hashed else ():
+            for place in places:
                 if place >= len(hashes):
                     break
-                for block in self._pool.get_cached_block(hashes[place], [group]) or ():
-                    found.add(block.block_id)
-        # In place of what has left a table.
-        found.discard(self._pool.null_block.block_id)
+                blocks = list(self._pool.get_cached_block(hashes[place], [group]) or ())
+                if place < len(table):
+                    # Another one with the same tokens. A table of states has them elsewhere, too.
+                    mine = self._pool.blocks[table[place]]
+                    is_same = mine.block_hash and get_block_hash(mine.block_hash) == hashes[place]
+                    blocks += [mine] if is_same else []
+                found.update(block.block_id for block in blocks)
         return found
 
     def continuing(self, request: Request, num_blocks: int) -> list[int]:

@@ -64,7 +64,12 @@ from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
-from vllm.v1.core.kv_cache_utils import BlockHash, get_block_hash, maybe_convert_block_hash
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    get_block_hash,
+    maybe_convert_block_hash,
+    resolve_block_hashes,
+)
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import (
@@ -130,6 +135,7 @@ __all__ = [
     "probe_connector",
     "probe_scheduler",
     "probe_transfer",
+    "resolve_block_hashes",
 ]
 
 FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
