@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -389,6 +390,43 @@ def test_a_stricter_rung_takes_what_was_exact_before_it_moved(both: Both) -> Non
             sources=None,
         )
         assert found.stored == [(0, 50), (58, 116)]
+
+
+def test_what_is_in_place_lends_its_place_to_no_moved_run(both: Both) -> None:
+    """It has no context, and a run of another prompt behind it was judged as a part of it."""
+    head, first, second, changed = (list(range(at, at + 64)) for at in (100, 200, 300, 400))
+    moved: dict[str, Any] = {"exact_until": 0, "hops": 1, "policy": POLICY}
+    stored: list[tuple[list[list[int]], int, dict[str, Any]]] = [
+        ([head, first, second], 2, {}),
+        ([changed, first], 0, {}),
+        ([changed, first], 1, moved),
+    ]
+    for messages, number, labels in stored:
+        seq, borders = joined(messages)
+        run = both.store.runs(seq, borders)[number]
+        marks = both.store.marks(seq, borders)
+        name = both.store.session_of(SPACE, "chat")
+        has = rows(64, shape=SHAPE)
+        assert both.store.put(run, has, session=name, marks=marks, **labels)
+    prompt = [changed, first, second, END]
+    found = both.filled(prompt, session="chat")
+    assert {one.start: one.lost_context for one in found.moved_runs} == {64: 1.0, 128: 1.0}
+    assert found.num_approximate == 128
+    for limits in ({"max_lost_context": 0.3}, {"max_lost_context": 0.0, "max_cuts": 0}):
+        assert both.filled(prompt, POLICY.replace(**limits), session="chat").num_approximate == 0
+
+
+def test_a_context_of_a_run_that_was_replaced_is_no_damage(both: Both) -> None:
+    """Another process may write a better one between the two reads."""
+    run = kept(both)
+    found = both.store.get_ranges(run, [], [])
+    assert found is not None
+    before = dataclasses.replace(found[0], written=found[0].written - 1)
+    assert both.store.get_context(run, before) is None
+    counts = both.store.counts()
+    assert counts["context"] == 1
+    assert counts.get("context_corrupt") is None
+    assert both.store.get_context(run, found[0]) is not None
 
 
 def test_marks_are_bounded_and_say_when_they_are_none() -> None:

@@ -260,8 +260,11 @@ def _continues(before: _Used, one: _Used, kept: KeptContext | None) -> bool:
     if before.end != one.start or before.span.delta != one.span.delta:
         return False
     mine, others = before.span.context, one.span.context
-    if kept is None or mine is None or others is None:
+    if kept is None:
         return True
+    if mine is None or others is None:
+        # What is in place has no context, and its place is not that of a run that was moved.
+        return mine is others
     return kept.num_common(mine.turn, others.turn) >= one.old_start
 
 
