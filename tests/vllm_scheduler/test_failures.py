@@ -119,7 +119,7 @@ def test_a_failure_forgets_nothing_that_it_has_not_touched(
 def test_what_a_failed_copy_touches() -> None:
     tables = {"reads": [1, 2, 3, 4], "shares": [1, 2, 7], "other": [1, 8, 9]}
     manager: Any = SimpleNamespace(get_block_ids=lambda name: (tables[name],))
-    failures = Failures(manager, BLOCK)
+    failures = Failures(manager, BLOCK, follows=True)
 
     def schedule(*loads: Load) -> None:
         output: Any = SimpleNamespace(num_scheduled_tokens=dict.fromkeys(tables, 1))

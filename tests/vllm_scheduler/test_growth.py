@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import pytest
+from tests.vllm_scheduler.test_carried import MOVING
+from tests.vllm_scheduler.test_groups import options
 from tests.vllm_scheduler.worker import VOCAB
 
 if TYPE_CHECKING:
@@ -100,3 +103,17 @@ def test_ten_thousand_tenants(core: Callable[..., Core]) -> None:
     assert after["connector._planner._space_of"] <= 1024
     assert vllm.counts["requests_refused"] > 1_000
     assert not vllm.counts["errors"]
+
+
+@pytest.mark.parametrize("connector", [MOVING, {"mode": "exact"}], ids=["moving", "exact"])
+def test_requests_next_to_windows_leave_no_readers_of_copies(
+    core: Callable[..., Core], connector: dict[str, Any]
+) -> None:
+    """Their names were remembered for steps that nobody told."""
+    vllm = core(connector=connector, **options())
+    for number in range(10):
+        vllm.ask(list(range(5 + number, 50 + number)), max_tokens=2)
+    # A step in flight may have readers.
+    found = dict(sizes(vllm.connector.planner._failures, "failures", set()))
+    assert "failures._readers" in found
+    assert max(found.values()) <= 1

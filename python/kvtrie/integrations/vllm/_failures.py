@@ -45,18 +45,27 @@ _NOTHING: Final = _CopyStep([], [])
 
 
 class Failures:
-    """Follows copies until their outcome is known."""
+    """Follows copies until their outcome is known.
 
-    def __init__(self, manager: KVCacheManager, block_size: int) -> None:
+    Args:
+        manager: Whose requests these are.
+        block_size: Tokens of a block.
+        follows: Whether KV is copied here at all, and `scheduled` called.
+    """
+
+    def __init__(self, manager: KVCacheManager, block_size: int, *, follows: bool) -> None:
         self._manager = manager
         self._block_size = block_size
+        # Whether steps are told. Else readers would be remembered for ever.
+        self._follows = follows
         self._steps: deque[_CopyStep] = deque(maxlen=_MAX_STEPS)
         # Requests that were admitted, or got a copy, since the oldest of these steps.
         self._readers: set[str] = set()
 
     def admitted(self, request_id: str) -> None:
         """A request may share a block that is being copied into."""
-        self._readers.add(request_id)
+        if self._follows:
+            self._readers.add(request_id)
 
     def scheduled(self, output: SchedulerOutput, loads: Sequence[Load]) -> None:
         """Remember a step that is sent to the workers."""

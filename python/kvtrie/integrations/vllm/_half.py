@@ -110,7 +110,7 @@ class Half:
             self._reasons,
             group=group,
         )
-        self._failures = Failures(manager, block_size)
+        self._failures = Failures(manager, block_size, follows=is_only_group)
         self._loads = Loads(
             manager, block_size, counts, self._failures, self._note_surprise, group=group
         )
