@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import vllm
 from vllm.engine.arg_utils import EngineArgs
+from vllm.v1 import kv_cache_interface
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -52,7 +54,10 @@ def served() -> Any:
 @pytest.fixture
 def config(served: Any) -> Any:
     """The parts that are asked, so that a test can say something else of each."""
-    names = ("cache_config", "parallel_config", "speculative_config")
+    names = (
+        *("cache_config", "parallel_config", "speculative_config"),
+        *("aux_output_config", "kv_events_config", "scheduler_config"),
+    )
     parts = {name: getattr(served, name) for name in names}
     parallel = dict(vars(parts["parallel_config"]))
     return SimpleNamespace(
@@ -114,7 +119,7 @@ def test_drafts_without_kv_and_tensor_parallelism_are_supported(config: Any, met
 @pytest.mark.parametrize(
     ("found", "why"),
     [
-        (groups(full(), SlidingWindowSpec(**SIZES, sliding_window=64)), "2 groups of KV blocks"),
+        (groups(full(), MambaSpec(32, ((4,),), (torch.float32,))), "of the kind MambaSpec"),
         (groups(SlidingWindowSpec(**SIZES, sliding_window=64)), "SlidingWindowSpec"),
         (groups(ChunkedLocalAttentionSpec(**SIZES, attention_chunk_size=64)), "ChunkedLocal"),
         (groups(MambaSpec(32, ((4,),), (torch.float32,))), "MambaSpec"),
@@ -128,6 +133,34 @@ def test_drafts_without_kv_and_tensor_parallelism_are_supported(config: Any, met
 def test_kv_of_another_kind_is_refused(config: Any, found: KVCacheConfig, why: str) -> None:
     with pytest.raises(_support.UnsupportedError, match=why):
         _support.check(config, found)
+
+
+WINDOW = SlidingWindowSpec(**SIZES, sliding_window=64)
+
+
+def below_full_attention() -> list[type[FullAttentionSpec]]:
+    found: list[type[FullAttentionSpec]] = []
+    new = [FullAttentionSpec]
+    while new:
+        new = [one for kind in new for one in kind.__subclasses__()]
+        found += new
+    known = kv_cache_interface.__name__
+    return [one for one in found if one is not MLAAttentionSpec and one.__module__ == known]
+
+
+@pytest.mark.parametrize("kind", below_full_attention())
+def test_kinds_below_full_attention_are_refused(config: Any, kind: type[FullAttentionSpec]) -> None:
+    """Each keeps something else: a part of the tokens, sinks, or hidden states."""
+    needed = [one.name for one in dataclasses.fields(kind) if one.default is dataclasses.MISSING]
+    spec = kind(**{name: SIZES.get(name, 64) for name in needed})
+    assert spec.sliding_window is None
+    assert spec.tokens_per_state == 1
+    for found in (groups(spec), groups(spec, WINDOW), groups(full(), spec)):
+        with pytest.raises(_support.UnsupportedError, match=kind.__name__):
+            _support.check(config, found)
+    with pytest.raises(_support.UnsupportedError, match=f"full attention .*{kind.__name__}"):
+        _support.check(config, groups(spec, WINDOW), is_exact=True, moves=False)
+    _support.check(config, groups(full(), WINDOW))
 
 
 @pytest.mark.parametrize("version", ["0.31.9", "0.34.0", "1.0.0"])

@@ -220,8 +220,9 @@ def test_a_copy_that_fails_ends_the_engine(core: Callable[..., Core]) -> None:
         ({}, {"gaps": True}, "reuse after gaps needs one group .*: omit --scheduler-cls"),
         ({"shadow": True}, {}, 'set "mode": "exact", which works with these models'),
         ({"gate": None}, {}, 'set "mode": "exact", which works with these models'),
+        ({}, {"scheduling_policy": "priority"}, "remove --scheduling-policy priority"),
     ],
-    ids=["sparse windows", "gaps", "shadow", "no gate"],
+    ids=["sparse windows", "gaps", "shadow", "no gate", "priority"],
 )
 def test_what_needs_one_group_is_refused(
     core: Callable[..., Core], connector: dict[str, Any], more: dict[str, Any], said: str

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvtrie.integrations.vllm._model import check_kv_dtype
 from kvtrie.integrations.vllm._others import check_around
@@ -10,6 +10,7 @@ from kvtrie.integrations.vllm._version import UnsupportedError, check_version, r
 from kvtrie.integrations.vllm._vllm import (
     FullAttentionSpec,
     KVConnectorBase_V1,
+    MLAAttentionSpec,
     SlidingWindowSpec,
     current_platform,
     get_current_vllm_config_or_none,
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 __all__ = ["UnsupportedError", "check", "check_others", "check_pool", "check_version"]
+
+# Classes below these keep something else: a part of the tokens, sinks, or hidden states.
+_WHOLE: Final = (FullAttentionSpec, MLAAttentionSpec)
 
 
 def check(
@@ -61,7 +65,7 @@ def _check_groups(kv_cache_config: KVCacheConfig, *, is_exact: bool, has_modes: 
             + (': set "mode": "exact", which works with these models' if has_modes else "")
         )
     spec = groups[0].kv_cache_spec
-    if not isinstance(spec, FullAttentionSpec):
+    if not isinstance(spec, FullAttentionSpec) or type(spec) not in _WHOLE:
         kind = type(spec).__name__
         refuse(f"the model's KV is {kind}; full attention (MHA, GQA, MQA, MLA) is supported")
     if spec.sliding_window is not None:
@@ -104,6 +108,12 @@ def _check_windows(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> N
             "with auxiliary outputs (routed experts, say) vLLM may take a part of a run, whose "
             f"window then is another: turn them off{instead.replace(':', ', or', 1)}"
         )
+    if vllm_config.scheduler_config.policy == "priority":
+        refuse(
+            "by priority vLLM takes a request out of the step that it is already in, and the "
+            f"windows it was about to copy with it: remove --scheduling-policy priority"
+            f"{instead.replace(':', ', or', 1)}"
+        )
     events = vllm_config.kv_events_config
     if events is not None and events.enable_kv_cache_events:
         refuse(
@@ -125,6 +135,7 @@ def is_whole(spec: object) -> bool:
     """Whether a group's KV is that of all tokens, each in its slot, by full attention."""
     return (
         isinstance(spec, FullAttentionSpec)
+        and type(spec) in _WHOLE
         and spec.sliding_window is None
         and spec.attention_chunk_size is None
         and not spec.non_causal

@@ -77,6 +77,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     MambaSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
@@ -112,6 +113,7 @@ __all__ = [
     "KVConnectorStats",
     "KVConnectorWorkerMetadata",
     "KVEventsConfig",
+    "MLAAttentionSpec",
     "MambaSpec",
     "MultiConnector",
     "NewRequestData",
@@ -213,7 +215,7 @@ FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "SchedulerConfig": (
         *("async_scheduling", "scheduler_cls", "max_num_batched_tokens", "max_num_seqs"),
-        "long_prefill_token_threshold",
+        *("long_prefill_token_threshold", "policy"),
     ),
     "SpeculativeConfig": ("method",),
     "StructuredOutputsConfig": ("reasoning_parser",),
