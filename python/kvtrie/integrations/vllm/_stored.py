@@ -272,6 +272,8 @@ class StoreRequests:
             live.stored = None
             live.is_before_reset = True
         self._next.generation = os.urandom(16)
+        if self._known_runs is not None:
+            self._known_runs.clear()
         turns, self._next.turns = self._next.turns, []
         self._num_turns -= len(turns)
         for turn in turns:
