@@ -260,8 +260,8 @@ class SpanStore:
             header: What `get_ranges` has returned for it.
 
         Returns:
-            None if it has none (counted as ``context``), or if they cannot be read or are not what
-            was stored (``context_corrupt``).
+            None if it has none or the run was written anew since (counted as ``context``), or if
+            they cannot be read or are not what was stored (``context_corrupt``).
         """
         if not header.context_bytes:
             self.count("context")
@@ -273,8 +273,11 @@ class SpanStore:
             self.count(f"read_{error.reason}")
             return None
         head = None if found is None else read_header(run.key, run.name, found[0])
+        if isinstance(head, tuple) and head[0] != header:
+            self.count("context")
+            return None
         raw = None
-        if found is not None and isinstance(head, tuple) and head[0] == header:
+        if found is not None and isinstance(head, tuple):
             raw = head[1].open(CONTEXT_UNIT, found[1]) if len(found[1]) >= SEAL_BYTES else None
         marks = None if raw is None else PrefixMarks.read(bytes(raw))
         if raw is None or marks is None or run.key.turn(bytes(raw)) != header.turn:
