@@ -132,8 +132,8 @@ class Proxy:
             not reach the worker, and `elsewhere`, where the router says that another served it;
             `passed`, for paths without prompts; `unrouted: ` with the reason; `refused: ` with the
             status; `gone` clients, and `broken` replies. With a tracker each routed chat is
-            `spliced`, sent as ids, or `unspliced: ` with the reason; and its reply is `kept`, or
-            `not kept: ` with the reason.
+            `spliced`, sent as ids, or `unspliced: ` with the reason, and one that the engine
+            refuses as ids is both; its reply is `kept`, or `not kept: ` with the reason.
 
     Raises:
         TypeError: With a tracker, a tokenizer lacks what `PromptSplicer` needs.
