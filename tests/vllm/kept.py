@@ -23,7 +23,10 @@ class Kept:
         if self._key != key:
             self.close()
             self._engine, self._key = self._make(model, **options), key
-        self._engine.reset()
+            # A reset would have it find nothing that a store has.
+            self._engine.counts.clear()
+        else:
+            self._engine.reset()
         return self._engine
 
     def close(self) -> None:

@@ -32,9 +32,9 @@ class Talk(chat.Chat):
         if dead is not None:
             close = dead.close
 
-            def watching(seq: Any, reading: Any, block_ids: list[int]) -> None:
+            def watching(seq: Any, reading: Any, block_ids: list[int], others: Any) -> None:
                 self.table = list(block_ids)
-                close(seq, reading, block_ids)
+                close(seq, reading, block_ids, others)
 
             monkeypatch.setattr(dead, "close", watching)
 
