@@ -47,6 +47,12 @@ class SpanRows:
         """The rows of tokens ``[start, end)``, as views."""
         return SpanRows(self.k[:, start:end], self.v[:, start:end])
 
+    def joined(self, others: SpanRows) -> SpanRows:
+        """These rows and those of the tokens after them, as copies."""
+        return SpanRows(
+            np.concatenate([self.k, others.k], axis=1), np.concatenate([self.v, others.v], axis=1)
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class SpanShape:

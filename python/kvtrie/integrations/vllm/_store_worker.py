@@ -2,7 +2,9 @@
 
 Nothing here waits for the store on the step's path. A turn is read from vLLM's blocks after vLLM
 has freed them, run by run, as long as no step writes to them: the scheduler's half names the blocks
-that a step is going to write, and what was not read of them by then is given up.
+that a step is going to write, and what was not read of them by then is given up. A block that was
+not full has no hash, and vLLM hands it out first: if the step that brings a turn writes to its last
+block, that one is read before it.
 """
 
 from __future__ import annotations
@@ -183,7 +185,7 @@ class StoreWorker:
             self._turns.give_up()
             self.store.renew(step.generation)
         for turn in step.turns:
-            self._turns.offer(turn)
+            self._turns.offer(turn, self._pool, step.overwritten)
         self._turns.overwritten(step.overwritten)
 
     def write(self, load: Load) -> None:
@@ -312,6 +314,9 @@ class _Writing:
         self.turn = turn
         self.blocks = set(turn.blocks)
         self.lost: set[int] = set()
+        # The positions in the last block, if they were read at once.
+        self.tail: SpanRows | None = None
+        self.tail_start = 0
 
 
 class _Turns:
@@ -334,8 +339,17 @@ class _Turns:
             is_shared=True,
         )
 
-    def offer(self, turn: TurnToWrite) -> None:
+    def offer(self, turn: TurnToWrite, pool: KVPool | None, overwritten: Sequence[int]) -> None:
+        """Have a turn written; ``overwritten``: blocks that the step writes to."""
         job = _Writing(turn)
+        if pool is not None:
+            size, end = pool.layout.block_size, turn.pieces[-1][1]
+            number = (end - 1) // size
+            if turn.blocks[number] in overwritten:
+                job.tail_start = number * size
+                table = np.array(turn.blocks, np.int64)
+                job.tail = rows_of(pool, table, job.tail_start, end)
+                job.blocks.discard(turn.blocks[number])
         with self._changed:
             self._jobs.append(job)
         if not self._crew.offer(lambda: self._write(job), turn.prompt.salt):
@@ -355,7 +369,8 @@ class _Turns:
         """Read no block of any turn."""
         with self._changed:
             for job in self._jobs:
-                job.lost |= job.blocks
+                job.tail = None
+                job.lost.update(job.turn.blocks)
             self._changed.wait_for(lambda: not self._reading)
 
     def take_done(self) -> int:
@@ -423,17 +438,24 @@ class _Turns:
 
     def _read(self, job: _Writing, start: int, end: int) -> SpanRows | None:
         """Copy a range of a turn; None if a block of it was written to since."""
+        tail = None
         with self._changed:
             pool = self.pool
             if pool is None:
                 return None
+            if job.tail is not None and end > job.tail_start:
+                tail = job.tail.part(max(0, start - job.tail_start), end - job.tail_start)
+                end = job.tail_start
+                if start >= end:
+                    return tail
             size = pool.layout.block_size
             used = job.turn.blocks[start // size : -(-end // size)]
             if not job.lost.isdisjoint(used):
                 return None
             self._reading = frozenset(used)
         try:
-            return rows_of(pool, np.array(job.turn.blocks, np.int64), start, end)
+            rows = rows_of(pool, np.array(job.turn.blocks, np.int64), start, end)
+            return rows if tail is None else rows.joined(tail)
         finally:
             with self._changed:
                 self._reading = frozenset()
