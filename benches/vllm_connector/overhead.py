@@ -13,11 +13,11 @@ With ``--reasons`` the member *silent*, in the place of *plumbing*, is kvtrie wi
 misses: what it lacks of *kvtrie* is their cost.
 
 The pool has room, or is full, so that every allocated block is evicted from vLLM's cache and from
-kvtrie's index. With ``--model`` there is no *plumbing*, and the pool is full. A second table then
-has the processor time inside kvtrie's own calls, by clocks around them: all that a request makes
-it do in the scheduler, in the pool and in the worker. Its part of the request is far below the
-error of the pairs, but it lacks what kvtrie's presence makes vLLM do. The pairs have both, and the
-clocks.
+kvtrie's index; ``--rows`` measures some rows alone. With ``--model`` there is no *plumbing*, the
+pool is full, and there is one request, of 2,000 tokens or ``--rows short``. A second table then has
+the processor time inside kvtrie's own calls, by clocks around them: all that a request makes it do
+in the scheduler, in the pool and in the worker. Its part of the request is far below the error of
+the pairs, but it lacks what kvtrie's presence makes vLLM do. The pairs have both, and the clocks.
 
 The measured time is the processor time of the process that runs the engine's core, without
 tokenizer, detokenizer and HTTP. The tiny model's steps are short, so the same microseconds are a
@@ -149,7 +149,12 @@ PROMPT = Work("one request, 2,000 new tokens", 1, 2_000)
 SHORT = Work("one request, 200 new tokens", 1, 200)
 BATCH = Work("16 requests at once, 100 new tokens each", 16, 100)
 # Whole requests, and whether the pool is full.
-REQUESTS = ((PROMPT, False), (PROMPT, True), (SHORT, True), (BATCH, True))
+REQUESTS = {
+    "room": (PROMPT, False),
+    "prompt": (PROMPT, True),
+    "short": (SHORT, True),
+    "batch": (BATCH, True),
+}
 # Decode steps, in a full pool.
 STEPS = (
     Work("1 running request", 1, 2_000),
@@ -424,18 +429,23 @@ def report_steps(bench: Bench, work: Work, num_rounds: int, rng: random.Random, 
 
 
 def report_model(
-    bench: Bench, num_rounds: int, rng: random.Random, kept: Kept, members: tuple[str, ...]
+    bench: Bench,
+    work: Work,
+    num_rounds: int,
+    rng: random.Random,
+    kept: Kept,
+    members: tuple[str, ...],
 ) -> None:
-    """The request of 2,000 tokens in a full pool, with clocks around kvtrie's calls."""
+    """One request in a full pool, with clocks around kvtrie's calls."""
     spent = bench.watch_calls()
     bench.fill(rng)
 
     def take(member: str) -> dict[str, float]:
         spent.clear()
-        took = bench.run(member, PROMPT, rng)
+        took = bench.run(member, work, rng)
         return took | {name: spent[name] for name in CALLED} if member == "kvtrie" else took
 
-    name = f"{PROMPT.name}, full pool: from arrival {{}}"
+    name = f"{work.name}, full pool: from arrival {{}}"
     with collected():
         rounds = measure(name, members, take, num_rounds, rng, warm_up=1, kept=kept)
     bench.unwatch_calls()
@@ -491,24 +501,26 @@ def main() -> None:
     parser.add_argument("--exact", action="store_true", help="exact mode")
     parser.add_argument("--store", action="store_true", help="with a store that has nothing")
     parser.add_argument("--wall", action="store_true", help="time in the place of processor time")
-    parser.add_argument("--model", type=Path, help="a model, else a tiny one; its prompts alone")
+    parser.add_argument("--model", type=Path, help="a model, else a tiny one; one row of it")
+    parser.add_argument("--dtype", help="of the model: auto, of the tiny one float32")
+    parser.add_argument("--rows", nargs="+", choices=REQUESTS, help="all, of a model: prompt")
     parser.add_argument("--rounds", type=Path, help="a file that keeps the rounds")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     num_rounds = options.pairs or (40 if options.model else 200)
     num_blocks = options.blocks or (200 if options.model else 2_048)
-    more = {"exact": options.exact, "store": options.store, "wall": options.wall}
+    more = {name: getattr(options, name) for name in ("exact", "store", "wall", "dtype")}
     kept = Kept(options.rounds, settings(options, num_blocks, **more))
     rng = random.Random(options.seed)
     with tempfile.TemporaryDirectory() as folder:
         model = options.model or models.llama(Path(folder) / "llama")
-        dtype = "auto" if options.model else "float32"
+        dtype = options.dtype or ("auto" if options.model else "float32")
         store = {"store": STORE} if options.store else {}
         bench = Bench(model, num_blocks, is_exact=options.exact, dtype=dtype, **store)
         if options.wall:
             bench.clock = time.perf_counter
         if options.calls:
-            for work, _ in REQUESTS[1:]:
+            for work in (PROMPT, SHORT, BATCH):
                 bench.fill(rng)
                 report_calls(bench, work, rng)
             return
@@ -518,16 +530,18 @@ def main() -> None:
         if options.model:
             members = MODEL_AND_STORE if options.store else WITH_MODEL
             header("time" if options.wall else "processor time", members)
-            report_model(bench, num_rounds, rng, kept, members)
+            for row in options.rows or ["prompt"]:
+                report_model(bench, REQUESTS[row][0], num_rounds, rng, kept, members)
         else:
             members = WITH_SILENT if options.reasons else MEMBERS
             members = WITH_STORE if options.store else members
             header("time" if options.wall else "processor time", members)
-            for work, is_full in () if options.decode else REQUESTS:
+            for row in () if options.decode else options.rows or REQUESTS:
+                work, is_full = REQUESTS[row]
                 report_requests(
                     bench, work, num_rounds, rng, kept, is_full=is_full, members=members
                 )
-            for work in () if options.reasons or options.store else STEPS:
+            for work in () if options.reasons or options.store or options.rows else STEPS:
                 report_steps(bench, work, num_rounds, rng, kept)
         bench.switch("kvtrie")
 
