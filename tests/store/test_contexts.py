@@ -393,7 +393,7 @@ def test_a_stricter_rung_takes_what_was_exact_before_it_moved(both: Both) -> Non
 
 
 def test_what_is_in_place_lends_its_place_to_no_moved_run(both: Both) -> None:
-    """It has no context, and a run of another prompt behind it was judged as a part of it."""
+    """It has no context, and a run of another prompt after it was judged as a part of it."""
     head, first, second, changed = (list(range(at, at + 64)) for at in (100, 200, 300, 400))
     moved: dict[str, Any] = {"exact_until": 0, "hops": 1, "policy": POLICY}
     stored: list[tuple[list[list[int]], int, dict[str, Any]]] = [

@@ -260,7 +260,7 @@ class SpanStore:
             header: What `get_ranges` has returned for it.
 
         Returns:
-            None if it has none or the run was written anew since (counted as ``context``), or if
+            None if it has none or the run was written again since (counted as ``context``), or if
             they cannot be read or are not what was stored (``context_corrupt``).
         """
         if not header.context_bytes:
