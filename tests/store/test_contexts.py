@@ -18,6 +18,7 @@ import kvtrie
 from kvtrie import gates
 from kvtrie.integrations.vllm._filled_plan import FilledPlan
 from kvtrie.store import HostBackend, PrefixMarks, SpanLoader, SpanShape, TakenSpans
+from kvtrie.store.contexts import KeptContext, PathStretch
 from kvtrie.store.shape import HEADER_BYTES, SEAL_BYTES
 
 if TYPE_CHECKING:
@@ -442,6 +443,63 @@ def test_marks_are_bounded_and_say_when_they_are_none() -> None:
     long = kvtrie.TokenSequence(np.arange(16 * 16_385, dtype=np.uint32), SPACE)
     assert store.marks(long, []) is None
     assert store.marks(kvtrie.TokenSequence(long[: 16 * 16_384], SPACE), []) is not None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_common_tokens_are_the_last_that_both_have_marked(seed: int) -> None:
+    draw = random.Random(seed)
+    base = [draw.randrange(9) for _ in range(draw.randrange(1, 200))]
+    made = []
+    for _ in range(2):
+        at = draw.randrange(len(base) + 1)
+        tokens = np.array(base[:at] + [draw.randrange(9) for _ in range(60)], np.uint32)
+        borders = draw.sample(range(1, len(tokens) + 1), 8)
+        made.append((tokens, PrefixMarks.of(b"key", tokens, borders)))
+    (one, marks), (other, others) = made
+    both = set(marks.marks["position"].tolist()) & set(others.marks["position"].tolist())
+    same = [at for at in both if np.array_equal(one[:at], other[:at])]
+    assert marks.num_common(others) == others.num_common(marks) == max(same, default=0)
+
+
+def test_what_too_many_turns_have_supplied_has_the_worst_context(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A tenant chooses how many turns a prompt is of; each pair of them was compared."""
+    compared = []
+    num_common = PrefixMarks.num_common
+
+    def counted(one: PrefixMarks, other: PrefixMarks) -> int:
+        compared.append(1)
+        return num_common(one, other)
+
+    monkeypatch.setattr(PrefixMarks, "num_common", counted)
+    tokens = np.arange(16 * 400, dtype=np.uint32)
+    paths = {number: PrefixMarks.of(b"key", tokens) for number in range(400)}
+    kept = KeptContext(paths)
+    known = []
+    for number in range(400):
+        run = PathStretch(16 * number + 8, 16 * number + 24, 16 * number, number)
+        known.append(kept.judge(run, same_conversation=True).lost_context < 1)
+        kept.keep(run)
+    assert 60 < sum(known) < 70
+    assert known[1:60] == [True] * 59
+    assert not any(known[70:])
+    assert len(compared) <= 2048
+
+
+def test_neighbours_of_one_path_are_one_stretch() -> None:
+    tokens = np.arange(16 * 600, dtype=np.uint32)
+    kept = KeptContext({"own": PrefixMarks.of(b"key", tokens)})
+    for number in range(599):
+        kept.keep(PathStretch(16 * number, 16 * number + 16, 16 * number, "own"))
+    run = PathStretch(16 * 599, 16 * 600, 16 * 599, "own")
+    assert kept.judge(run, same_conversation=True).lost_context == 0.0
+
+
+def test_marks_without_a_grid_are_none() -> None:
+    marks = PrefixMarks.of(b"key", np.arange(64, dtype=np.uint32), [7])
+    assert PrefixMarks.read(marks.tobytes()) is not None
+    assert PrefixMarks.read(PrefixMarks(np.delete(marks.marks, 1)).tobytes()) is None
 
 
 def test_a_header_has_the_size_of_its_context() -> None:

@@ -9,7 +9,7 @@ position where both have the same mark. Marks need the tenant's key, and say not
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -27,7 +27,9 @@ MAX_MARKS: Final = 1 << 14
 """Marks that a run is stored with at most: some 250,000 tokens."""
 _MARK: Final = np.dtype([("position", "<u4"), ("digest", "<u8")])
 _MAX_CUTS: Final = 65535
-_MOST_STRETCHES: Final = 512
+# Of one plan, whose runs beyond them have the worst context: some 50 ms of Python in all.
+_MOST_STRETCHES: Final = 256
+_MOST_COMPARED: Final = 2048
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,6 +42,15 @@ class PrefixMarks:
     """
 
     marks: NDArray[np.void]
+    # The positions, and the digests before each sixteenth token.
+    _positions: NDArray[np.uint32] = field(init=False, repr=False)
+    _grid: NDArray[np.uint64] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        positions = np.ascontiguousarray(self.marks["position"])
+        on_grid = positions % UNIT_TOKENS == 0
+        object.__setattr__(self, "_positions", positions)
+        object.__setattr__(self, "_grid", np.ascontiguousarray(self.marks["digest"][on_grid]))
 
     @classmethod
     def of(
@@ -67,8 +78,11 @@ class PrefixMarks:
         if len(raw) % _MARK.itemsize or len(raw) > MAX_MARKS * _MARK.itemsize:
             return None
         marks = np.frombuffer(raw, _MARK)
-        ascends = bool((np.diff(marks["position"].astype(np.int64), prepend=0) > 0).all())
-        return cls(marks) if ascends else None
+        positions = marks["position"].astype(np.int64)
+        grid = positions[positions % UNIT_TOKENS == 0]
+        ascends = bool((np.diff(positions, prepend=0) > 0).all())
+        is_whole = np.array_equal(grid, np.arange(1, len(grid) + 1) * UNIT_TOKENS)
+        return cls(marks) if ascends and is_whole else None
 
     def tobytes(self) -> bytes:
         """The marks as bytes."""
@@ -76,14 +90,18 @@ class PrefixMarks:
 
     def num_common(self, other: PrefixMarks) -> int:
         """How many tokens two prompts have in common from their beginning, as far as both say."""
-        both, mine, others = np.intersect1d(
-            self.marks["position"],
-            other.marks["position"],
-            assume_unique=True,
-            return_indices=True,
-        )
-        same = both[self.marks["digest"][mine] == other.marks["digest"][others]]
-        return int(same[-1]) if len(same) else 0
+        count = min(len(self._grid), len(other._grid))
+        differ = np.flatnonzero(self._grid[:count] != other._grid[:count])
+        # What differs before one token differs before all that follow.
+        common = UNIT_TOKENS * (int(differ[0]) if len(differ) else count)
+        mine, others = self._after(common), other._after(common)
+        return max((at for at in mine if mine[at] == others.get(at)), default=common)
+
+    def _after(self, position: int) -> dict[int, int]:
+        """The marks between a position of the grid and the next one."""
+        first = int(np.searchsorted(self._positions, np.uint32(position), side="right"))
+        some = self.marks[first : first + UNIT_TOKENS].tolist()
+        return {at: digest for at, digest in some if at < position + UNIT_TOKENS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +138,12 @@ class PromptContexts:
 
     def marks_of(self, tokens: NDArray[np.uint32]) -> PrefixMarks:
         """The marks of another prompt, wherever these prompts have some."""
-        known = [self.own, *self.turns.values()]
-        return PrefixMarks.of(
-            self.key, tokens, np.concatenate([one.marks["position"] for one in known]).tolist()
-        )
+        return PrefixMarks.of(self.key, tokens, self._positions())
+
+    def _positions(self) -> list[int]:
+        known = np.concatenate([one.marks["position"] for one in (self.own, *self.turns.values())])
+        borders: list[int] = np.unique(known[known % UNIT_TOKENS != 0]).tolist()
+        return borders[:MAX_MARKS]
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,14 +203,25 @@ class KeptContext:
 
     def keep(self, stretch: PathStretch) -> None:
         """Keep what is in place, or copied, as context of later runs."""
-        self._stretches.append(stretch)
+        last = self._stretches[-1] if self._stretches else None
+        if (
+            last is not None
+            and last.path == stretch.path
+            and last.end == stretch.start
+            and last.start - last.old_start == stretch.start - stretch.old_start
+        ):
+            self._stretches[-1] = replace(last, end=stretch.end)
+        else:
+            self._stretches.append(stretch)
 
-    def num_common(self, one: object, other: object) -> int:
-        """How many tokens two paths share."""
+    def num_common(self, one: object, other: object) -> int | None:
+        """How many tokens two paths share; None if too many were compared before."""
         if one == other:
             return 1 << 62
         found = self._common.get((one, other))
         if found is None:
+            if len(self._common) >= 2 * _MOST_COMPARED:
+                return None
             marks, others = self._paths.get(one), self._paths.get(other)
             found = 0 if marks is None or others is None else marks.num_common(others)
             self._common[one, other] = self._common[other, one] = found
@@ -204,7 +235,10 @@ class KeptContext:
             return JudgedRun(start, run.end, old_start)
         kept, cuts, following = 0, 0, None
         for one in self._stretches:
-            last = min(self.num_common(one.path, run.path), old_start)
+            common = self.num_common(one.path, run.path)
+            if common is None:
+                return JudgedRun(start, run.end, old_start)
+            last = min(common, old_start)
             count = min(last, one.old_start + one.end - one.start) - one.old_start
             if one.path is None or count <= 0:
                 continue

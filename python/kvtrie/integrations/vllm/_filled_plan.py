@@ -8,6 +8,7 @@ context of the pool's runs, and the other way round.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from kvtrie.store.contexts import JudgedRun, PrefixMarks
 
 # Paths of the pool that are compared with what the store supplies; runs of others are the worst.
-_MOST_PATHS: Final = 64
+_MOST_PATHS: Final = 16
 _OWN: Final = "own"
 
 
@@ -265,7 +266,8 @@ def _continues(before: _Used, one: _Used, kept: KeptContext | None) -> bool:
     if mine is None or others is None:
         # What is in place has no context, and its place is not that of a run that was moved.
         return mine is others
-    return kept.num_common(mine.turn, others.turn) >= one.old_start
+    common = kept.num_common(mine.turn, others.turn)
+    return common is not None and common >= one.old_start
 
 
 def _cut(runs: Sequence[Sequence[_Used]], policy: ReusePolicy) -> list[_Used]:
@@ -364,7 +366,8 @@ def _of_pool(
         for row in plan.segments.tolist()
         if row[4] != COMPUTE and row[1] > in_place
     ]
-    others = [one for one in others if not any(run.start <= one[0] < run.end for run in runs)]
+    starts = [run.start for run in runs]
+    others = [one for one in others if not _is_inside(one[0], starts, runs)]
     ends = [*(run.end for run in runs), *(end for _, end, _ in others)]
     path_of = _paths_of_pool(plan, sources, contexts, paths, ends)
     rest = [PathStretch(0, in_place, 0, _OWN)] if in_place else []
@@ -373,6 +376,12 @@ def _of_pool(
         (PathStretch(run.start, run.end, run.old_start, path_of.get(run.end)), run) for run in runs
     ]
     return rest, of_pool
+
+
+def _is_inside(at: int, starts: Sequence[int], runs: Sequence[MovedRun]) -> bool:
+    """Whether a token is of one of some runs, which ascend."""
+    number = bisect_right(starts, at) - 1
+    return number >= 0 and at < runs[number].end
 
 
 def _paths_of_pool(
