@@ -21,6 +21,7 @@ from kvtrie.models.fingerprint import (
     checkpoint_digest,
     directory_template_id,
     template_id,
+    weights_digest,
 )
 
 if TYPE_CHECKING:
@@ -78,6 +79,23 @@ def test_digest_differs_where_weights_were_trained_on(model: Path, name: str) ->
     before = checkpoint_digest(model)
     write(model, WEIGHTS | {name: WEIGHTS[name] + np.float32(0.001)})
     assert checkpoint_digest(model) != before
+
+
+def test_digest_of_all_bytes_differs_where_a_few_rows_were_trained_on(model: Path) -> None:
+    """As when an added token is trained; `checkpoint_digest` reads samples."""
+    rows = np.zeros((512, 64), np.float32)
+    write(model, WEIGHTS | {"embed": rows})
+    before = checkpoint_digest(model), weights_digest(model)
+    assert weights_digest(model) == before[1]
+    trained = rows.copy()
+    trained[5] = 1
+    write(model, WEIGHTS | {"embed": trained})
+    assert checkpoint_digest(model) == before[0]
+    assert weights_digest(model) != before[1]
+    write(model, WEIGHTS | {"embed": rows})
+    assert weights_digest(model) == before[1]
+    (model / "modeling_own.py").write_text("")
+    assert weights_digest(model) != before[1]
 
 
 def test_digest_differs_by_config_name_type_and_shape(model: Path) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from tests.vllm import chat, models
 from tests.vllm.prompts import joined, words
 from tests.vllm.reference import Reference
 from tests.vllm.test_startup import refused
+from vllm.engine.arg_utils import EngineArgs
 
 import kvtrie
 from kvtrie import gates
@@ -814,6 +816,38 @@ def test_a_name_of_a_model_does_not_hide_what_else_its_kv_depends_on(
     options = {**OPTIONS, "hf_overrides": lambda config: config}
     said = refused(engines, llama, connector={**EXACT, "store": STORE}, **options)
     assert "hf_overrides is a function; give it a name" in said
+
+
+def test_the_identity_of_a_model_has_the_config_that_is_used(llama: Path, tmp_path: Path) -> None:
+    """Under LongRoPE also the longest context, which chooses the factors of all positions."""
+    long, other = tmp_path / "long", tmp_path / "other"
+    config = json.loads((llama / "config.json").read_text())
+    factors = {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 1024}
+    for folder, changed in (
+        (long, {**rope, **factors, "factor": 4.0}),
+        (other, {"rope_type": "default", "rope_theta": 5000.0}),
+    ):
+        folder.mkdir()
+        said = json.dumps(config | {"rope_parameters": changed})
+        (folder / "config.json").write_text(said)
+    given: Any = SimpleNamespace(model="a name", backend="host")
+    served: Any = SimpleNamespace(quantization=None)
+
+    def identity(model: Path, max_model_len: int, **options: Any) -> str:
+        arguments = EngineArgs(
+            str(model),
+            max_model_len=max_model_len,
+            skip_tokenizer_init=True,
+            dtype="float32",
+            **options,
+        )
+        return _store_worker._identity(given, served, arguments.create_engine_config())
+
+    assert identity(llama, 1000) == identity(llama, 4000)
+    assert identity(llama, 1000) != identity(llama, 1000, hf_config_path=str(other))
+    assert identity(long, 1000) == identity(long, 1000)
+    assert identity(long, 1000) != identity(long, 4000)
 
 
 # --- other processes ------------------------------------------------------------------------

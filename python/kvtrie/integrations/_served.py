@@ -135,8 +135,12 @@ def decide(path: str | None, wanted: ReusePolicy | None, served: EngineModel) ->
     return replace(decision, policy=policy)
 
 
-def checkpoint_of(served: EngineModel) -> str:
+def checkpoint_of(served: EngineModel, digest: Callable[[Path], str] = checkpoint_digest) -> str:
     """The digest of a served checkpoint.
+
+    Args:
+        served: The model.
+        digest: What makes it of the model's directory.
 
     Raises:
         GateMismatchError: The engine does not load it unchanged.
@@ -149,7 +153,7 @@ def checkpoint_of(served: EngineModel) -> str:
     if served.quantization is not None and not _is_quantised(directory):
         msg = f"{served.engine} quantises the weights itself ({served.quantization})"
         raise gates.GateMismatchError(msg)
-    return checkpoint_digest(directory)
+    return digest(directory)
 
 
 def _template_id(served: EngineModel) -> str | None:

@@ -25,7 +25,14 @@ from kvtrie.integrations._asked import SettingsError
 from kvtrie.integrations.vllm import _gate
 from kvtrie.integrations.vllm._metadata import FoundSpans, StoreReport
 from kvtrie.integrations.vllm._settings import WHERE
-from kvtrie.models.fingerprint import CheckpointError
+from kvtrie.integrations.vllm._store_settings import HOST
+from kvtrie.models.fingerprint import (
+    CheckpointError,
+    checkpoint_digest,
+    rope_id,
+    settings_digest,
+    weights_digest,
+)
 from kvtrie.store import (
     BackendError,
     Estimate,
@@ -39,7 +46,8 @@ from kvtrie.store import (
 from kvtrie.store.threads import Crew
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
 
     from vllm.config import VllmConfig
 
@@ -76,7 +84,7 @@ def make(settings: Settings, vllm_config: VllmConfig, pool: KVPool, counts: Coun
         msg = f"{WHERE}: there is no store"
         raise SettingsError(msg)
     served = _gate.engine_model(settings, vllm_config)
-    model = _identity(given.model, served, vllm_config)
+    model = _identity(given, served, vllm_config)
     space = Namespace(model=model, kv_dtype=served.kv_dtype, salt=SHARED)
     try:
         backend = given.open_backend()
@@ -96,15 +104,22 @@ def make(settings: Settings, vllm_config: VllmConfig, pool: KVPool, counts: Coun
     return StoreWorker(store, given, space, counts)
 
 
-def _identity(name: str | None, served: EngineModel, vllm_config: VllmConfig) -> str:
+def _identity(given: StoreSettings, served: EngineModel, vllm_config: VllmConfig) -> str:
     """What the KV of a model depends on: its weights, and how vLLM computes with them.
 
     Raises:
-        SettingsError: There is no ``name`` for what cannot be told from others.
+        SettingsError: There is no name for what cannot be told from others.
     """
-    config = vllm_config.model_config
+    name, config = given.model, vllm_config.model_config
     dtype = str(config.dtype).removeprefix("torch.")
-    said = [_digest(served) if name is None else name, dtype]
+    # What another process has stored may be of weights that differ in a few rows.
+    digest = checkpoint_digest if given.backend == HOST else weights_digest
+    said = [_digest(served, digest) if name is None else name, dtype]
+    settings = config.hf_text_config
+    said.append(settings_digest(settings))
+    if "longrope" in rope_id(settings) or '"su"' in rope_id(settings):
+        # vLLM chooses the factors of all positions by the longest context that it serves.
+        said.append(f"context {config.max_model_len}")
     if served.quantization is not None:
         said.append(served.quantization)
     overrides: object = config.hf_overrides
@@ -119,9 +134,9 @@ def _identity(name: str | None, served: EngineModel, vllm_config: VllmConfig) ->
     return " ".join(said)
 
 
-def _digest(served: EngineModel) -> str:
+def _digest(served: EngineModel, digest: Callable[[Path], str]) -> str:
     try:
-        return _served.checkpoint_of(served)
+        return _served.checkpoint_of(served, digest)
     except (GateMismatchError, CheckpointError) as error:
         raise _nameless(error) from error
 

@@ -206,6 +206,7 @@ FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
     "ModelConfig": (
         *("model", "revision", "dtype", "quantization", "hf_overrides", "hf_text_config"),
         *("use_mla", "uses_mrope", "logits_processors", "runner_type", "enable_sleep_mode"),
+        "max_model_len",
     ),
     "CacheConfig": ("enable_prefix_caching", "cache_dtype", "kv_sharing_fast_prefill"),
     "ParallelConfig": (
