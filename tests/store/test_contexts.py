@@ -502,6 +502,23 @@ def test_marks_without_a_grid_are_none() -> None:
     assert PrefixMarks.read(PrefixMarks(np.delete(marks.marks, 1)).tobytes()) is None
 
 
+def test_marks_at_most_double_what_is_kept() -> None:
+    """A prompt of many short messages had the marks of all with each of them."""
+    store = make_store(shape=SHAPE)
+    tokens, borders = list(range(6_000)), list(range(0, 6_000, 3))
+    seq = kvtrie.TokenSequence(tokens, SPACE)
+    runs, marks = store.runs(seq, borders)[:50], store.marks(seq, borders)
+    assert marks is not None
+    assert len(marks.tobytes()) > SHAPE.num_bytes(3)
+    for run in runs:
+        assert store.put(run, rows(run.num_tokens, shape=SHAPE), marks=marks)
+    assert store.num_bytes <= 2 * sum(SHAPE.num_bytes(run.num_tokens) for run in runs)
+    found = store.get_ranges(runs[1], [], [])
+    assert found is not None
+    assert store.get_context(runs[1], found[0]) is None
+    assert store.counts()["context"] == 1
+
+
 def test_a_header_has_the_size_of_its_context() -> None:
     store = make_store(shape=SHAPE)
     seq = kvtrie.TokenSequence(A, SPACE)
