@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Mapping
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from kvtrie._core import ReusePolicy
@@ -16,6 +18,10 @@ MAX_SESSION: Final = 256
 """Bytes of the longest id of a conversation."""
 SNAPSHOTS: Final = "tcp://127.0.0.1:5559"
 """Where snapshots of KV events are given, without another endpoint."""
+MAX_HINTED: Final = 64
+"""Characters of the longest name that is compared with the known ones."""
+MAX_SHOWN: Final = 80
+"""Characters of a value that a message shows."""
 POLICY_FIELDS: Final = (
     "min_run",
     "max_hops",
@@ -39,8 +45,41 @@ class SettingsError(ValueError):
 
 def hint(value: object, known: Iterable[str]) -> str:
     """What a message about an unknown value ends with: the nearest known one, if one is near."""
-    close = difflib.get_close_matches(str(value), list(known), n=1)
+    if not isinstance(value, str) or len(value) > MAX_HINTED:
+        return ""
+    close = difflib.get_close_matches(value, list(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+class _Short(reprlib.Repr):
+    """The first entries of a value; in a dict's own order, so that not all are looked at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 3
+        self.maxstring = self.maxother = self.maxlong = MAX_SHOWN
+
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+        return super().repr_dict(dict(islice(x.items(), self.maxdict + 1)), level)
+
+
+_SHORT: Final = _Short()
+
+
+def shown(value: object) -> str:
+    """A value for a message: its beginning, and how much there is, if it is long.
+
+    A request's values may have any size, and messages are logged.
+    """
+    if isinstance(value, str):
+        if len(value) <= MAX_SHOWN:
+            return repr(value)
+        return f"{value[:MAX_SHOWN]!r}... ({len(value)} characters)"
+    text = _SHORT.repr(value)
+    size = f" ({len(value)} entries)" if isinstance(value, Mapping | list | tuple) else ""
+    if len(text) > MAX_SHOWN:
+        return f"{text[:MAX_SHOWN]}...{size}"
+    return f"{text}{size}" if "..." in text else text
 
 
 def check_keys(given: Mapping[str, Any], known: Sequence[str], where: str) -> None:
@@ -51,7 +90,8 @@ def check_keys(given: Mapping[str, Any], known: Sequence[str], where: str) -> No
     """
     for key in given:
         if key not in known:
-            msg = f"{where}: unknown key {key!r}{hint(key, known)} (known: {', '.join(known)})"
+            near = hint(key, known)
+            msg = f"{where}: unknown key {shown(key)}{near} (known: {', '.join(known)})"
             raise SettingsError(msg)
 
 
@@ -129,7 +169,11 @@ def session_id(given: object, where: str) -> str | None:
     if given is None:
         return None
     try:
-        is_valid = isinstance(given, str) and 1 <= len(given.encode()) <= MAX_SESSION
+        is_valid = (
+            isinstance(given, str)
+            and len(given) <= MAX_SESSION
+            and 1 <= len(given.encode()) <= MAX_SESSION
+        )
     except UnicodeEncodeError:  # half of a surrogate pair, which JSON allows
         is_valid = False
     if not is_valid:

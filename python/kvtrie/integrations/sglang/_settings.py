@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtrie.integrations import _asked
-from kvtrie.integrations._asked import SettingsError
+from kvtrie.integrations._asked import SettingsError, shown
 
 if TYPE_CHECKING:
     from kvtrie._core import ReusePolicy
@@ -151,12 +151,13 @@ class Wish:
         if given is None:
             return cls()
         if not isinstance(given, Mapping):
-            msg = f"{where} must be an object, not {given!r}"
+            msg = f"{where} must be an object, not {shown(given)}"
             raise SettingsError(msg)
         _asked.check_keys(given, ("reasoning", "reuse", "session"), where)
         for name, known in (("reasoning", _REASONING), ("reuse", _REUSE)):
             if name in given and given[name] not in known:
-                msg = f"{where}: {name} must be one of {', '.join(known)}, not {given[name]!r}"
+                said = shown(given[name])
+                msg = f"{where}: {name} must be one of {', '.join(known)}, not {said}"
                 raise SettingsError(msg)
         _asked.session_id(given.get("session"), f"{where}: session")
         return cls(**given)

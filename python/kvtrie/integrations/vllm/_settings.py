@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 from kvtrie._core import EXACT_ONLY
 from kvtrie.integrations import _asked
 from kvtrie.integrations._asked import (
+    MAX_HINTED,
     SettingsError,
     check_keys,
     check_snapshot,
     hint,
     policy_of,
     session_id,
+    shown,
 )
 from kvtrie.integrations.vllm._store_settings import StoreSettings
 from kvtrie.tags import PRESETS, Tagger
@@ -32,6 +34,7 @@ LAST_HINT: Final = "kvtrie.last"
 
 # The last one is of `KvtrieNixlConnector`, whose requests may be sent on.
 _PARAMS: Final = ("kvtrie", "session", "last", "kvtrie_manifest")
+_MAX_PARAMS: Final = 32
 _CLOSE: Final = 0.75
 
 _EVENTS: Final[Mapping[str, type]] = {
@@ -166,7 +169,8 @@ def request_policy(
     """What one request may reuse, by ``{"kvtrie": "exact" or "approximate"}`` in its parameters.
 
     Raises:
-        SettingsError: It has another value, or a parameter is close to one of kvtrie's.
+        SettingsError: It has another value, a parameter is close to one of kvtrie's, or there are
+            more than 32.
     """
     if params:
         _check_params(params)
@@ -175,21 +179,34 @@ def request_policy(
         return EXACT_ONLY
     if said == "approximate":
         return cleared
-    msg = f'kv_transfer_params: kvtrie must be "exact" or "approximate", not {said!r}'
+    msg = f'kv_transfer_params: kvtrie must be "exact" or "approximate", not {shown(said)}'
     raise SettingsError(msg)
 
 
 def _check_params(params: Mapping[str, Any]) -> None:
-    """Refuse what is meant for kvtrie and misspelt; other connectors have parameters too."""
+    """Refuse what is meant for kvtrie and misspelt; other connectors have parameters too.
+
+    It is called in the scheduler, where all requests wait: names are compared if they are few and
+    short.
+    """
+    if len(params) > _MAX_PARAMS:
+        # One of them may be a misspelt request for exact reuse.
+        msg = f"kv_transfer_params: has {len(params)} keys, kvtrie reads at most {_MAX_PARAMS}"
+        raise SettingsError(msg)
     for name in params:
         if name in _PARAMS:
             continue
-        close = difflib.get_close_matches(str(name), _PARAMS, n=1, cutoff=_CLOSE)
-        if close or str(name).startswith("kvtrie"):
+        if name.startswith("kvtrie") or _is_close(name):
             known = ", ".join(_PARAMS[:-1])
             near = hint(name, _PARAMS)
-            msg = f"kv_transfer_params: unknown key {name!r}{near} (kvtrie's: {known})"
+            msg = f"kv_transfer_params: unknown key {shown(name)}{near} (kvtrie's: {known})"
             raise SettingsError(msg)
+
+
+def _is_close(name: str) -> bool:
+    if len(name) > MAX_HINTED:
+        return False
+    return bool(difflib.get_close_matches(name, _PARAMS, n=1, cutoff=_CLOSE))
 
 
 def session_of(request: Request) -> str | None:
@@ -211,14 +228,14 @@ def is_last(request: Request) -> bool:
     """
     said: object = (request.kv_transfer_params or {}).get("last", False)
     if not isinstance(said, bool):
-        msg = f"kv_transfer_params: last must be true or false, not {said!r}"
+        msg = f"kv_transfer_params: last must be true or false, not {shown(said)}"
         raise SettingsError(msg)
     hints = request.kv_hints
     for action in () if hints is None else hints.actions:
         if action.action_type == LAST_HINT:
             said = True
         elif action.action_type.startswith("kvtrie."):
-            msg = f"kv_hints: unknown action {action.action_type!r} (known: {LAST_HINT})"
+            msg = f"kv_hints: unknown action {shown(action.action_type)} (known: {LAST_HINT})"
             raise SettingsError(msg)
     return said
 
