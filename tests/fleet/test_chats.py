@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -372,3 +374,74 @@ def test_a_scrape_has_what_was_spliced() -> None:
         assert kept >= len(vllm.sampled)
 
     fleet(test)
+
+
+def test_the_end_of_a_reply_does_not_wait_for_prompts_of_others() -> None:
+    """It waited in the threads that tokenize: two chats of 4 MB held all replies for 40 s."""
+
+    async def test(running: Running, vllm: Vllm, _: kvtrie.TurnTracker) -> None:
+        asked, may_reply = asyncio.Event(), asyncio.Event()
+        went, go = threading.Event(), threading.Event()
+        reply, choose = vllm.reply, running.dispatcher.choose
+
+        async def replies(request: web.Request) -> web.StreamResponse:
+            asked.set()
+            await may_reply.wait()
+            return await reply(request)
+
+        def waits(*arguments: Any) -> Any:
+            went.set()
+            go.wait(60)
+            return choose(*arguments)
+
+        running.router.reply = replies
+        asking = asyncio.ensure_future(running.post(body(QUESTION, stream=True)))
+        await asked.wait()
+        running.dispatcher.choose = waits  # type: ignore[method-assign, assignment]
+        other = asyncio.ensure_future(running.post(body(NEXT)))
+        try:
+            assert await asyncio.to_thread(went.wait, 20)
+            may_reply.set()
+            async with asyncio.timeout(10):
+                assert (await asking)[0] == 200
+            assert running.proxy.counts["kept"] == 1
+        finally:
+            go.set()
+            await other
+
+    fleet(test, tokenizers=1, prompt_timeout=60.0)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_the_end_of_a_reply_waits_a_moment_until_it_is_kept(
+    streams: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(running: Running, _: Vllm, tracker: kvtrie.TurnTracker) -> None:
+        go, keep = threading.Event(), kvtrie.TurnTracker.keep
+        begun = 0
+
+        def waits(*arguments: Any, **options: Any) -> None:
+            nonlocal begun
+            begun += 1
+            go.wait(60)
+            keep(*arguments, **options)
+
+        monkeypatch.setattr(kvtrie.TurnTracker, "keep", waits)
+        try:
+            for question in (QUESTION, NEXT):
+                async with asyncio.timeout(10):
+                    reply = await running.post(body(question, stream=streams))
+                assert reply[0] == 200
+                assert not streams or events(reply[2])[-1] == b"[DONE]"
+        finally:
+            go.set()
+        assert running.proxy.counts["not kept: late"] == 2
+        assert running.proxy.counts["kept"] == 0
+        async with asyncio.timeout(20):
+            while tracker.stats().kept < 1:  # noqa: ASYNC110 - a thread
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        # The first was kept in the end; the second had not begun, and was dropped.
+        assert (begun, tracker.stats().kept) == (1, 1)
+
+    fleet(test, keep_timeout=0.1)

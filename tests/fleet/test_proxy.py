@@ -83,7 +83,8 @@ class Running:
         await self.runner.setup()
         await web.TCPSite(self.runner, "127.0.0.1", 0).start()
         upstream = f"http://127.0.0.1:{self.runner.addresses[0][1]}"
-        options = {"targets": FixedTargets({"a": "at-a", "b": "at-b"}), **self.options}
+        targets = FixedTargets({"a": "at-a", "b": "at-b"})
+        options = {"targets": targets, "keep_timeout": 20.0, **self.options}
         self.proxy = Proxy(upstream, self.dispatcher, {"tiny": self.served}, **options)
         self.url = f"http://127.0.0.1:{await self.proxy.start()}"
         self.client = aiohttp.ClientSession()

@@ -134,7 +134,11 @@ class Fleet:
             stack.callback(gateway.wait, 30)
             stack.callback(gateway.terminate)
             self.proxy = Proxy(
-                self.smg, self.dispatcher, {"tiny": self.served}, tracker=self.tracker
+                self.smg,
+                self.dispatcher,
+                {"tiny": self.served},
+                tracker=self.tracker,
+                keep_timeout=20.0,
             )
             async with aiohttp.ClientSession() as self.client:
                 try:

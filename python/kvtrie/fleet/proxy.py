@@ -125,6 +125,8 @@ class Proxy:
         tokenizers: Threads that tokenize.
         body_timeout: Seconds for a request's body.
         prompt_timeout: Seconds for tokenizing and choosing; then the request passes without.
+        keep_timeout: Seconds that the end of a reply waits until its ids are kept; they are kept
+            one reply at a time.
         timeout: Seconds to wait for the router's next bytes, and for the client to take them.
 
     Attributes:
@@ -154,6 +156,7 @@ class Proxy:
         tokenizers: int = 2,
         body_timeout: float = 30.0,
         prompt_timeout: float = 5.0,
+        keep_timeout: float = 0.1,
         timeout: float = 600.0,
     ) -> None:
         split = urlsplit(upstream)
@@ -166,6 +169,7 @@ class Proxy:
             ("tokenizers", tokenizers, 1, 64),
             ("body_timeout", body_timeout, 0.001, 1e6),
             ("prompt_timeout", prompt_timeout, 0.001, 1e6),
+            ("keep_timeout", keep_timeout, 0.001, 1e6),
             ("timeout", timeout, 0.001, 1e6),
         ):
             if not least <= value <= most:
@@ -184,8 +188,11 @@ class Proxy:
         self._max_requests = max_requests
         self._body_timeout = body_timeout
         self._prompt_timeout = prompt_timeout
+        self._keep_timeout = keep_timeout
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=timeout)
         self._threads = ThreadPoolExecutor(tokenizers, "kvtrie-prompts")
+        # The end of a reply must not wait for prompts of others.
+        self._keeper = ThreadPoolExecutor(1, "kvtrie-replies")
         self._in_flight = 0
         self._session: aiohttp.ClientSession | None = None
         self._runner: web.AppRunner | None = None
@@ -224,7 +231,8 @@ class Proxy:
             await self._runner.cleanup()
         if self._session is not None:
             await self._session.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._keeper):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         self.counts["requests"] += 1
@@ -412,8 +420,14 @@ class Proxy:
             _abort(request)
 
     async def _keep(self, chat: SplicedChat, reading: ReplyIds) -> None:
+        """Keep the ids of a reply, for which its end waits a moment."""
         loop = asyncio.get_running_loop()
-        why = await loop.run_in_executor(self._threads, chat.splicer.keep, chat, reading)
+        try:
+            async with asyncio.timeout(self._keep_timeout):
+                # If it is too late, what has not begun is dropped; what has is kept in a while.
+                why = await loop.run_in_executor(self._keeper, chat.splicer.keep, chat, reading)
+        except TimeoutError:
+            why = "late"
         self.counts["kept" if why is None else f"not kept: {why}"] += 1
 
     async def _taken(self, writing: Awaitable[Any]) -> None:
