@@ -142,8 +142,9 @@ def test_smoothed_scores_are_means_of_what_is_near(scores: dict[int, float]) -> 
         assert value == pytest.approx(sum(near) / len(near), abs=1e-9)
 
 
-def test_what_is_not_a_number_counts_as_nothing_changed() -> None:
-    found = smoothed(np.array([1.0, np.nan, 1.0]), np.array([0, 1, 2]))
+@pytest.mark.parametrize("score", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_counts_as_nothing_changed(score: float) -> None:
+    found = smoothed(np.array([1.0, score, 1.0]), np.array([0, 1, 2]))
     assert found == pytest.approx([2 / 3] * 3)
 
 
@@ -169,6 +170,21 @@ def test_an_adaptive_share_follows_the_change_up_to_twice_itself(
     chosen = Adaptive(scores).choose(moved, 0.2)
     assert chosen.tolist() == Probed(scores).choose(moved, tokens / 100).tolist()
     assert (chosen[:, 1] - chosen[:, 0]).sum() == tokens
+
+
+@pytest.mark.parametrize("score", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("places", [slice(None), slice(7, 8), slice(7, None)])
+@pytest.mark.parametrize("share", [0.0, 0.2, 1.0])
+def test_scores_that_are_not_finite_cost_no_token_of_the_share(
+    score: float, places: slice, share: float
+) -> None:
+    """An adaptive share of scores without a number was 0: nothing was computed."""
+    moved = moved_of([0] * 102, [(1, 101, 130)], [])
+    scores = np.full(100, 0.001)
+    scores[places] = score
+    chosen = Adaptive(scores).choose(moved, share)
+    assert chosen.tolist() == Probed(scores).choose(moved, share).tolist()
+    assert (chosen[:, 1] - chosen[:, 0]).sum() == share * 100
 
 
 def test_an_adaptive_share_is_at_most_all_tokens() -> None:

@@ -164,6 +164,7 @@ class Probed(Scored):
 
     def __init__(self, scores: NDArray[np.floating[Any]]) -> None:
         super().__init__(lambda moved: smoothed(scores, moved.positions), fronts=0.25)
+        self._are_finite = bool(np.isfinite(scores).all())
 
 
 class Adaptive(Probed):
@@ -171,7 +172,8 @@ class Adaptive(Probed):
 
     The share is that of a plan whose smoothed scores have a mean of ``TYPICAL``. It grows and
     shrinks with the mean, up to ``MOST`` times the share that was asked for. So one cut costs
-    little, and a new order of the text much.
+    little, and a new order of the text much. Where a score is not finite, nobody knows how much
+    changed: the share is the one that was asked for.
     """
 
     TYPICAL: Final = 0.04
@@ -181,6 +183,8 @@ class Adaptive(Probed):
 
     def choose(self, moved: Moved, share: float) -> NDArray[np.int64]:
         """See ``Chooser``."""
+        if not self._are_finite:
+            return super().choose(moved, share)
         scores = self._score(moved)
         change = float(scores.mean()) if len(scores) else 0.0
         return super().choose(moved, min(1.0, share * min(self.MOST, change / self.TYPICAL)))
@@ -192,10 +196,10 @@ def smoothed(
     """The mean of each score and of those at the ``WINDOW`` positions around it, as far as moved.
 
     Args:
-        scores: Of ``positions``, float ``[tokens]``; not-a-number counts as 0.
+        scores: Of ``positions``, float ``[tokens]``; what is not finite counts as 0.
         positions: Ascending, int64 ``[tokens]``.
     """
-    known = np.nan_to_num(np.asarray(scores, dtype=np.float64), nan=0.0)
+    known = np.nan_to_num(np.asarray(scores, dtype=np.float64), nan=0.0, posinf=0.0, neginf=0.0)
     sums = np.concatenate([[0.0], np.cumsum(known)])
     first = np.searchsorted(positions, positions - WINDOW // 2)
     end = np.searchsorted(positions, positions + WINDOW // 2, side="right")
