@@ -7,6 +7,7 @@ the pool (`_filled_plan`), and copied when the request is admitted.
 
 from __future__ import annotations
 
+import heapq
 import logging
 import os
 import time
@@ -235,16 +236,14 @@ class StoreRequests:
         prompt = self._prompt(request, live, done)
         gone = Gone(()) if live.reading is None else gone_of(live.reading.stream, _TURN)
         exact_until = done if live.exact_until is None else live.exact_until
+        hops = MostHops(live.moved)
         wanted = []
         for start, end in pieces(done, prompt.borders, longest=self._settings.run_tokens):
             if start == end or gone.has_some_of(start, end):
                 continue
             exact = max(0, min(exact_until - start, end - start))
-            hops = None
-            if exact < end - start:
-                low = start + exact
-                hops = max((n for s, e, n in live.moved if s < end and e > low), default=0)
-            wanted.append((start, end, exact, hops))
+            most = hops.within(start + exact, end) if exact < end - start else None
+            wanted.append((start, end, exact, most))
         if not wanted:
             return
         if self._known_runs is not None:
@@ -375,6 +374,30 @@ class StoreRequests:
             spans = tuple((one.start, one.end, one.kind) for one in live.reading.spans())
         salt = request.cache_salt or None
         return StorePrompt(live.seq[:num], salt, borders, spans, live.session)
+
+
+class MostHops:
+    """The most hops of what was moved into ranges that are asked for in order.
+
+    All ranges together cost one sorting of what was moved.
+
+    Args:
+        moved: Where each begins and ends, and its hops.
+    """
+
+    def __init__(self, moved: Iterable[tuple[int, int, int]]) -> None:
+        self._coming = deque(sorted(moved))
+        # Those that began before the end of the latest range, the most hops first.
+        self._begun: list[tuple[int, int]] = []
+
+    def within(self, start: int, end: int) -> int:
+        """Of a range, which begins and ends no sooner than the one before; 0 if it has none."""
+        while self._coming and self._coming[0][0] < end:
+            _, stop, hops = self._coming.popleft()
+            heapq.heappush(self._begun, (-hops, stop))
+        while self._begun and self._begun[0][1] <= start:
+            heapq.heappop(self._begun)
+        return -self._begun[0][0] if self._begun else 0
 
 
 def borders_of(reading: Reading) -> set[int]:
