@@ -383,9 +383,11 @@ def test_a_run_that_is_read_often_makes_no_list_long() -> None:
         budget.add(f"{tenant}/a", num_bytes=1, written=0, exactness=(0, 0))
     for _ in range(10_000):
         budget.touch("7/a")
-    assert len(budget._order["7"]) < 100
+    assert len(budget._tenant_order["7"]) == 1
+    assert len(budget._order) == 100
     budget.remove("7/a")
-    assert "7" not in budget._order
+    assert "7" not in budget._tenant_order
+    assert len(budget._order) == 99
 
 
 @pytest.mark.parametrize(

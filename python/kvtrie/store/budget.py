@@ -53,10 +53,10 @@ class Budget:
 
     def __init__(self) -> None:
         self._runs: dict[str, _Stored] = {}
-        # Runs with the number of their last use, in its order.
-        self._order: dict[str, OrderedDict[str, int]] = defaultdict(OrderedDict)
+        # In the order of their last use: all runs, and each tenant's.
+        self._order: OrderedDict[str, None] = OrderedDict()
+        self._tenant_order: dict[str, OrderedDict[str, None]] = defaultdict(OrderedDict)
         self._of_tenant: dict[str, int] = defaultdict(int)
-        self._uses = 0
         self.num_bytes = 0
 
     def __len__(self) -> int:
@@ -104,10 +104,9 @@ class Budget:
         """Count a use."""
         run = self._runs.get(name)
         if run is not None:
-            self._uses += 1
-            order = self._order[run.tenant]
-            order[name] = self._uses
-            order.move_to_end(name)
+            for order in (self._order, self._tenant_order[run.tenant]):
+                order[name] = None
+                order.move_to_end(name)
 
     def remove(self, name: str) -> None:
         """Forget a run, if it is known."""
@@ -116,19 +115,16 @@ class Budget:
             return
         self.num_bytes -= run.num_bytes
         self._of_tenant[run.tenant] -= run.num_bytes
-        order = self._order[run.tenant]
+        del self._order[name]
+        order = self._tenant_order[run.tenant]
         del order[name]
         if not order:
-            del self._of_tenant[run.tenant], self._order[run.tenant]
+            del self._of_tenant[run.tenant], self._tenant_order[run.tenant]
 
     def leaving(self, tenant: str | None) -> str | None:
         """The run that leaves next, of one tenant or of all; None if there is none."""
-        heads = [
-            next(iter(order.items()))
-            for name, order in self._order.items()
-            if tenant is None or name == tenant
-        ]
-        return min(heads, key=lambda head: head[1], default=(None, 0))[0]
+        order = self._order if tenant is None else self._tenant_order.get(tenant)
+        return next(iter(order or ()), None)
 
     def older_than(self, tenant_ends: dict[str, int], default: int) -> Iterator[str]:
         """Runs that were written before a moment, of a tenant's own or the default."""
