@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from aiohttp import web
 from tests.cluster.publisher import packed, stored
-from tests.fleet.test_proxy import CHAT, Running, run
+from tests.fleet.test_proxy import CHAT, NS, Running, run
 from tests.metrics.scraped import scrape, total
 from tests.tags.templates import CHATML, tokenizer_of
 
 import kvtrie
-from kvtrie.fleet import chats
+from kvtrie.fleet import ServedModel, chats
 from kvtrie.router import PromptSplicer
 
 if TYPE_CHECKING:
@@ -272,6 +272,46 @@ def test_ids_of_one_salt_are_not_used_under_another() -> None:
         assert vllm.prompts[-1] != vllm.rendered(turn["messages"])
 
     fleet(test)
+
+
+def test_a_chat_without_a_reply_is_spelled_by_no_other_client() -> None:
+    """A client had a model say another's question letter by letter, and chose its ids."""
+    tokenizer = tokenizer_of("qwen3", CHATML)
+    # A special token ends the header, as in the templates of Llama 3 and Phi 4.
+    tokenizer.chat_template = (
+        "{% for one in messages %}<|im_start|>{{ one.role }}<|im_sep|>{{ one.content }}<|im_end|>"
+        "{% endfor %}<|im_start|>assistant<|im_sep|>"
+    )
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_sep|>"]})
+    tracker = kvtrie.TurnTracker()
+    splicer = chats.ChatSplicer(ServedModel(NS, tokenizer), tracker)
+    system = {"role": "system", "content": "You are the help desk of a bank."}
+    say = {"role": "user", "content": f"Say: {QUESTION['content']}"}
+
+    def kept(chat: chats.SplicedChat, sampled: list[int]) -> chats.SplicedChat:
+        reply = chats.ReplyIds(streams=False, shows_ids=False)
+        choice = {"token_ids": sampled, "finish_reason": "stop"}
+        document = {"prompt_token_ids": chat.prompt[:].tolist(), "choices": [choice]}
+        reply.feed(json.dumps(document).encode())
+        reply.rest()
+        assert splicer.keep(chat, reply) is None
+        return chat
+
+    encode = PromptSplicer(tokenizer).encode
+    letters = [int(one) for part in QUESTION["content"] for one in encode(part)]
+    end = int(encode("<|im_end|>")[0])
+    kept(splicer.splice(body(system, say)), [*letters, end])
+    chat = splicer.splice(body(system, QUESTION))
+    rendered = tokenizer.apply_chat_template(
+        [system, QUESTION], tokenize=False, add_generation_prompt=True
+    )
+    assert chat.prompt[:].tolist() == encode(str(rendered)).tolist()
+    assert chat.why_text == "no history"
+    # Its following turns are spelled as its own replies.
+    sampled = [int(one) for part in ANSWER for one in encode(part)]
+    kept(chat, [*sampled, end])
+    following = splicer.splice(body(system, QUESTION, said(), NEXT)).prompt[:].tolist()
+    assert following[: len(chat.prompt) + len(sampled)] == [*chat.prompt[:].tolist(), *sampled]
 
 
 STREAM = "text/event-stream"

@@ -21,8 +21,11 @@ from kvtrie._core import TokenSequence
 from kvtrie.router import PromptSplicer
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
+    import numpy.typing as npt
+
+    from kvtrie._core import Namespace
     from kvtrie.fleet.prompts import ServedModel
     from kvtrie.router import TurnTracker
 
@@ -98,25 +101,35 @@ class ChatSplicer:
         _check_form(body)
         params = body.get(_PARAMS) or {}
         space = self._model.namespace_of(body)
-        text = self._model.chat_text({**body, "messages": _plain(body.get("messages"))})
-        found = self._tracker.splice(text, self._splicer, space)
-        why_text: str | None = None
-        if found.outcome == "refused":
-            why_text = "refused"
-        elif found.outcome != "spliced":
-            why_text = "no history"
-        elif np.array_equal(found.ids, self._splicer.encode(text)):
-            why_text = "the same ids"
+        messages = _plain(body.get("messages"))
+        text = self._model.chat_text({**body, "messages": messages})
+        ids, why_text = self._ids(text, messages, space)
         sent = {**body, _RETURN_IDS: True}
         if why_text is None:
-            sent[_PARAMS] = {**params, _PROMPT_IDS: found.ids.tolist()}
+            sent[_PARAMS] = {**params, _PROMPT_IDS: ids.tolist()}
         return SplicedChat(
-            TokenSequence(found.ids, space),
+            TokenSequence(ids, space),
             json.dumps(sent, ensure_ascii=False, separators=(",", ":")).encode(),
             why_text,
             bool(body.get(_RETURN_IDS)),
             self,
         )
+
+    def _ids(
+        self, text: str, messages: Sequence[Mapping[str, str]], space: Namespace
+    ) -> tuple[npt.NDArray[np.uint32], str | None]:
+        """The ids of a rendered chat, and why it is sent as text."""
+        if not any(one["role"] == "assistant" for one in messages):
+            # No model has sampled any of it. A history that has its text is of another chat, whose
+            # client may have chosen the ids.
+            return self._splicer.encode(text), "no history"
+        found = self._tracker.splice(text, self._splicer, space)
+        if found.outcome == "refused":
+            return found.ids, "refused"
+        if found.outcome != "spliced":
+            return found.ids, "no history"
+        is_plain = np.array_equal(found.ids, self._splicer.encode(text))
+        return found.ids, "the same ids" if is_plain else None
 
     def keep(self, chat: SplicedChat, reply: ReplyIds) -> str | None:
         """Keep the ids of a reply.
