@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -202,6 +203,37 @@ def test_bad_options_are_refused(
     with pytest.raises(error, match=named):
         generator.submit(ids(5), **{"max_new_tokens": 4, **options})
     assert generator.num_waiting == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("slat", "salt"),
+        ("sesion", "session"),  # codespell:ignore sesion: misspelt on purpose
+        ("polcy", "policy"),  # codespell:ignore polcy: likewise
+        ("max_new_token", "max_new_tokens"),
+    ],
+)
+@pytest.mark.parametrize("method", ["submit", "stream", "generate"])
+def test_a_misspelt_option_is_refused(
+    method: str, name: str, meant: str, make: Make, ids: Ids
+) -> None:
+    """Under a misspelt salt, tenants would share their KV."""
+    generator = make()
+    said = f"Generator.{method}: unknown option {name!r}; did you mean {meant!r}?"
+    with pytest.raises(TypeError, match=f"^{re.escape(said)}$"):
+        getattr(generator, method)(ids(5), **{name: "x"})
+    assert (generator.num_waiting, generator.index.stats().indexed) == (0, 0)
+
+
+def test_an_option_that_is_like_none_is_refused_with_all_that_are_known(
+    make: Make, ids: Ids
+) -> None:
+    options: Any = {"beam_width": 4}
+    with pytest.raises(
+        TypeError, match=r"'beam_width'; known are max_new_tokens, .*salt.*, images"
+    ):
+        make().generate(ids(5), **options)
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+from inspect import signature
 from typing import Any
 
 import pytest
 from tests.store.kit import SECONDS, SHAPE, make_store, read, rows, run_of, same
 
+import kvtrie
 from kvtrie.store import Estimate, HostBackend, SpanRows, SpanWriter
 from kvtrie.store.threads import Crew, Shares
 
@@ -67,6 +69,24 @@ def test_a_writer_bounds_the_bytes_that_wait() -> None:
     assert writer.wait(SECONDS)
     assert writer.offer(runs[1], lambda: rows(20))
     assert writer.close(SECONDS)
+
+
+def test_a_writer_takes_the_labels_of_the_store_and_refuses_others_at_once() -> None:
+    """Of a misspelt one the caller would hear in a log at most, and the run would be lost."""
+    store = make_store()
+    writer = SpanWriter(store)
+    run = run_of(store, list(range(20)))
+    misspelt: dict[str, Any] = {"exact_untl": 0}
+    with pytest.raises(TypeError, match="exact_untl"):
+        writer.offer(run, lambda: rows(20), **misspelt)
+    policy = kvtrie.ReusePolicy(scope="namespace")
+    assert writer.offer(run, lambda: rows(20), exact_until=8, hops=1, policy=policy)
+    assert writer.close(SECONDS)
+    found = store.get_ranges(run, [(0, 20)], [store.shape.empty(20)])
+    assert found is not None
+    assert (found[0].exact_until, found[0].hops, found[0].policy) == (8, 1, policy)
+    labels = set(signature(SpanWriter.offer).parameters) - {"self", "run", "read", "done"}
+    assert labels == set(signature(store.put).parameters) - {"run", "slots"}
 
 
 def test_rows_that_cannot_be_read_are_counted_and_blocks_are_let_go() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections.abc
 import contextlib
+import difflib
 import operator
 from collections import deque
 from collections.abc import Mapping
@@ -434,9 +435,9 @@ class Generator:
             ValueError: The prompt is empty, too long for the model or not of its vocabulary, its
                 image tokens are not those of ``images``, or an option is out of range.
             UnsupportedRopeError: The policy is approximate and the model's KV cannot be moved.
-            TypeError: The prompt is of another type.
+            TypeError: The prompt is of another type, or an option is unknown.
         """
-        job = self._job(prompt, options)
+        job = self._job("submit", prompt, options)
         self._scheduler.add(job)
         return job.request
 
@@ -451,7 +452,7 @@ class Generator:
             prompt: As for ``submit``, which also lists what is raised.
             **options: See ``Options``.
         """
-        return self._stream(self._job(prompt, options))
+        return self._stream(self._job("stream", prompt, options))
 
     def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
         """Run one request to its end.
@@ -460,7 +461,7 @@ class Generator:
             prompt: As for ``submit``, which also lists what is raised.
             **options: See ``Options``.
         """
-        job = self._job(prompt, options)
+        job = self._job("generate", prompt, options)
         rows = [event.logits for event in self._stream(job) if event.logits is not None]
         request = job.request
         return Completion(
@@ -505,7 +506,8 @@ class Generator:
         finally:
             self.cancel(request)
 
-    def _job(self, prompt: Prompt, options: Options) -> Job:
+    def _job(self, method: str, prompt: Prompt, options: Options) -> Job:
+        _check_names(f"Generator.{method}", options)
         seq, images = self._sequence(prompt, options)
         prompt_len = len(seq)
         policy = options.get("policy")
@@ -696,6 +698,17 @@ def _records(
         fp8=kind == "fp8",
         device=pool.device,
     )
+
+
+def _check_names(where: str, options: Mapping[str, Any]) -> None:
+    """Refuse unknown options: under a misspelt ``salt``, tenants would share KV."""
+    known = list(Options.__annotations__)
+    for name in options:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"
+            msg = f"{where}: unknown option {name!r}; {hint}"
+            raise TypeError(msg)
 
 
 def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:

@@ -11,6 +11,8 @@ from kvtrie.store.threads import Crew
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kvtrie._core import ReusePolicy
+    from kvtrie.store.contexts import PrefixMarks
     from kvtrie.store.runs import SpanRun
     from kvtrie.store.shape import SpanRows
     from kvtrie.store.store import SpanStore
@@ -50,7 +52,12 @@ class SpanWriter:
         run: SpanRun,
         read: Callable[[], SpanRows],
         done: Callable[[], None] | None = None,
-        **labels: Any,  # noqa: ANN401 - those of `SpanStore.put`
+        *,
+        exact_until: int | None = None,
+        hops: int | None = None,
+        policy: ReusePolicy | None = None,
+        session: str | None = None,
+        marks: PrefixMarks | None = None,
     ) -> bool:
         """Have a run stored; it never waits.
 
@@ -60,11 +67,22 @@ class SpanWriter:
                 ``done``.
             done: Called in the thread once the rows are not needed, whatever became of them. It is
                 not called if the run is dropped.
-            labels: ``exact_until``, ``hops``, ``policy`` and ``session`` of `SpanStore.put`.
+            exact_until: As for `SpanStore.put`.
+            hops: As for `SpanStore.put`.
+            policy: As for `SpanStore.put`.
+            session: As for `SpanStore.put`.
+            marks: As for `SpanStore.put`.
 
         Returns:
             Whether it will be tried. What is dropped is counted as ``dropped``.
         """
+        labels = {
+            "exact_until": exact_until,
+            "hops": hops,
+            "policy": policy,
+            "session": session,
+            "marks": marks,
+        }
         size = self._store.shape.num_bytes(run.num_tokens)
         with self._lock:
             has_room = self._bytes + size <= self._max_bytes
