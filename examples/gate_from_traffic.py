@@ -2,10 +2,10 @@
 
     python examples/gate_from_traffic.py [SESSIONS]
 
-It needs `kvtrie[cli,transformers]` and the package `kvtrie-demo-models`. A log of digests cannot be
-calibrated on, because nothing can be computed from digests; the first part shows how that is
-refused. A log of token ids is as secret as the text: a tokenizer makes text of it. For a model
-directory of yours the same is two commands (`docs/record.md`).
+It needs `kvtrie[cli,transformers]` and the package `kvtrie-demo-models` (`docs/examples.md`). A
+log of digests cannot be calibrated on, because nothing can be computed from digests; the first part
+shows how that is refused. A log of token ids is as secret as the text: a tokenizer makes text of
+it. For a model directory of yours the same is two commands (`docs/record.md`).
 
 The traffic is that of the task which the small model knows: lists that are drawn in reasoning and
 asked for later. Its chat template drops the reasoning before the last question, so answers move.

@@ -40,7 +40,7 @@ assert index.lookup(seq).blocks.tolist() == [3, 0]
 assert kvtrie.demo.conversation_path().is_file()
 for call, sentence in (
     (lambda: kvtrie.KVPool, "pip install 'kvtrie[torch]'"),
-    (kvtrie.demo.model_path, "pip install kvtrie-demo-models"),
+    (kvtrie.demo.model_path, "pip install dist/kvtrie_demo_models-*.whl"),
 ):
     try:
         call()

@@ -206,7 +206,7 @@ def without(*modules: str) -> str:
         (("rich",), ["pip install 'kvtrie["]),
         (("torch",), ["torch", "pip install 'kvtrie[cli,transformers]'"]),
         (("transformers",), ["transformers", "pip install 'kvtrie[cli,transformers]'"]),
-        (("kvtrie_demo_models",), ["pip install kvtrie-demo-models"]),
+        (("kvtrie_demo_models",), ["make dist", "pip install dist/kvtrie_demo_models-*.whl"]),
     ],
 )
 def test_missing_extra_is_one_sentence(modules: tuple[str, ...], named: list[str]) -> None:

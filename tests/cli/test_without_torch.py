@@ -86,6 +86,17 @@ def test_what_needs_torch_names_the_extra(
     assert done.stderr == f"kvtrie: {named}: pip install 'kvtrie[cli,transformers]'\n"
 
 
+@pytest.mark.parametrize("command", ["demo", "calibrate"])
+def test_help_says_that_the_small_models_are_another_package(command: str) -> None:
+    done = run(command, "--help")
+    said = " ".join(done.stdout.replace("│", " ").split())
+    assert done.returncode == 0
+    assert "shipped model" not in said
+    assert "model shipped" not in said
+    assert "kvtrie-demo-models" in said
+    assert "`make dist`" in said
+
+
 @pytest.mark.parametrize("args", [("demo",), ("calibrate", "mla")], ids=["demo", "calibrate"])
 def test_models_that_are_not_installed_are_one_sentence(args: tuple[str, ...]) -> None:
     code = (
@@ -96,6 +107,7 @@ def test_models_that_are_not_installed_are_one_sentence(args: tuple[str, ...]) -
     name = {"demo": "demo"}.get(args[0], args[-1])
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        f"kvtrie: the model {name!r} is in a package of its own: "
-        "pip install kvtrie-demo-models, or give the directory of another model\n"
+        f"kvtrie: the model {name!r} is in a package of its own, which no index has: in a checkout "
+        "of kvtrie `make dist`, then `pip install dist/kvtrie_demo_models-*.whl`; or give the "
+        "directory of another model\n"
     )

@@ -38,6 +38,15 @@ def free_and_indexed(small: engine.Engine) -> int:
     return small.free.num_free + stats.indexed
 
 
+def test_the_page_says_which_examples_need_the_small_models() -> None:
+    page = (FOLDER.parent / "docs/examples.md").read_text(encoding="utf-8")
+    rows = {line.split("`")[1]: line for line in page.splitlines() if line.startswith("| `")}
+    scripts = {path.name: path.read_text(encoding="utf-8") for path in FOLDER.glob("*.py")}
+    using = {name for name, text in scripts.items() if "model_path(" in text}
+    assert using == {name for name, row in rows.items() if "the small models" in row}
+    assert "`pip install dist/kvtrie_demo_models-*.whl`" in page
+
+
 def test_the_engine_is_about_70_lines() -> None:
     lines = (FOLDER / "engine.py").read_text(encoding="utf-8").splitlines()
     start = next(at for at, line in enumerate(lines) if line.startswith("class Engine"))

@@ -33,7 +33,7 @@ def calibrate(
         Path,
         typer.Argument(
             metavar="MODEL",
-            help=f"Model directory, or one of the shipped models: {', '.join(shipped.KINDS)}.",
+            help=f"Model directory, or one of the small models: {', '.join(shipped.KINDS)}.",
         ),
     ],
     policies: Annotated[
@@ -96,7 +96,7 @@ def calibrate(
     threads: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Threads of torch (default: 1 for a shipped model, else torch's choice)."
+            min=1, help="Threads of torch (default: 1 for a small model, else torch's choice)."
         ),
     ] = None,
     device: Annotated[str, typer.Option(help="Torch device of the model.")] = "cpu",
@@ -115,7 +115,8 @@ def calibrate(
     policy predicts token by token: divergence and agreement are those of the next-token
     distributions. A reply is lost if a policy chooses another token before the first near tie. An
     edit ends when the verdict on its kinds is clear. The gate file says which kinds of edit are
-    cleared for this model, under which policy. Nothing is downloaded. Results go to stdout when all
+    cleared for this model, under which policy. Nothing is downloaded: the small models are in the
+    package kvtrie-demo-models, which `make dist` builds in a checkout of kvtrie. Results go to stdout when all
     is done, progress to stderr. With --out, the same command continues an interrupted run. Exit
     code 2 means that the input is bad, 3 that results cannot be written, 130 that it was
     interrupted (Ctrl-C).
@@ -146,7 +147,7 @@ def calibrate(
             from kvtrie.cli import _calibrated  # noqa: PLC0415 - with rich
 
             if threads or is_shipped:
-                # A shipped model's matrices are too small for a second thread.
+                # A small model's matrices are too small for a second thread.
                 measure.set_threads(threads or 1)
 
             try:

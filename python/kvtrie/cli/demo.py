@@ -30,7 +30,7 @@ def demo(
     ] = None,
     model: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Model directory (default: the small model shipped)."),
+        typer.Option(metavar="DIR", help="Model directory (default: the small model 'demo')."),
     ] = None,
     as_json: _options.AsJson = False,
     num_blocks: Annotated[
@@ -44,19 +44,20 @@ def demo(
     threads: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Threads of torch (default: 1 for the shipped model, else torch's choice)."
+            min=1, help="Threads of torch (default: 1 for the small model, else torch's choice)."
         ),
     ] = None,
     device: Annotated[str, typer.Option(help="Torch device of model and pool.")] = ("cpu"),
     dtype: Annotated[
         str | None,
-        typer.Option(help="Element type (default: float32 for the shipped model, else DIR's own)."),
+        typer.Option(help="Element type (default: float32 for the small model, else DIR's own)."),
     ] = None,
 ) -> None:
     """Answer a conversation with a real model while its KV is found, pinned and shared.
 
     Every turn is answered once with reuse, checked token by token against the same model without a
-    cache, and timed in pairs with and without reuse. Nothing is downloaded. Results go to stdout
+    cache, and timed in pairs with and without reuse. Nothing is downloaded: the small model is in
+    the package kvtrie-demo-models, which `make dist` builds in a checkout of kvtrie. Results go to stdout
     when all is done, progress to stderr. Exit code 1 means that a logit differs by more than
     rounding, 2 that the input is bad, 3 that results cannot be written, 130 that it was interrupted
     (Ctrl-C).
@@ -76,7 +77,7 @@ def demo(
         block_size=block_size,
         max_new_tokens=max_new_tokens,
         repeats=repeats,
-        # The shipped model's matrices are too small for a second thread.
+        # The small model's matrices are too small for a second thread.
         threads=threads or (1 if model is None else None),
         device=device,
         dtype=dtype or ("float32" if model is None else "auto"),

@@ -23,8 +23,9 @@ def model_path(name: str = "demo") -> Path:
     """
     if find_spec(_MODELS) is None:
         msg = (
-            f"the model {name!r} is in a package of its own: pip install kvtrie-demo-models, "
-            "or give the directory of another model"
+            f"the model {name!r} is in a package of its own, which no index has: in a checkout of "
+            "kvtrie `make dist`, then `pip install dist/kvtrie_demo_models-*.whl`; or give the "
+            "directory of another model"
         )
         raise FileNotFoundError(msg)
     path = Path(str(files(_MODELS).joinpath(name)))
