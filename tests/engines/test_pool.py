@@ -268,6 +268,34 @@ def test_pool_without_room_says_how_much_was_asked_for() -> None:
         KVPool(wide, num_blocks=2**31)
 
 
+def test_only_a_lack_of_memory_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors: list[Exception] = []
+
+    def fail(*_args: Any, **_options: Any) -> None:
+        raise errors[-1]
+
+    monkeypatch.setattr(torch, "zeros", fail)
+    for lack in (
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 8 bytes"),
+    ):
+        errors.append(lack)
+        with pytest.raises(MemoryError, match=r"num_blocks=6 .*GiB"):
+            KVPool(layout(), num_blocks=6)
+    errors.append(RuntimeError("No CUDA GPUs are available"))
+    with pytest.raises(RuntimeError) as raised:
+        KVPool(layout(), num_blocks=6, device="cuda")
+    assert raised.value is errors[-1]
+
+
+def test_a_cpu_without_room_says_how_much_was_asked_for() -> None:
+    """Torch's own words for it: more than a process may address, and than 63 bits count."""
+    wide = KVLayout(num_layers=64, num_kv_heads=64, head_dim=512, dtype="float32", block_size=16)
+    with pytest.raises(MemoryError, match=r"num_blocks=16777216 .*GiB"):
+        KVPool(wide, num_blocks=2**24)
+
+
 def test_layers_are_contiguous_views() -> None:
     pool = KVPool(layout(), num_blocks=BLOCKS)
     assert pool.k[1].is_contiguous()

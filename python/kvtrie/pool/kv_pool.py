@@ -202,6 +202,8 @@ class KVPool:
                     torch.zeros((*lead, dim), dtype=dtype, device=device) for dim in sides
                 )
             except (MemoryError, RuntimeError) as error:
+                if not _is_no_room(error):
+                    raise
                 gib = num_blocks * layout.bytes_per_block / 2**30
                 msg = (
                     f"KVPool: no room for num_blocks={num_blocks} of {layout.bytes_per_block} "
@@ -626,6 +628,14 @@ class KVPool:
             )
             raise ValueError(msg)
         return used.astype(np.int64)
+
+
+def _is_no_room(error: Exception) -> bool:
+    """Whether torch had no memory; a device that is missing or broken raises RuntimeErrors too."""
+    # On a CPU there is no class for it: no memory, or more bytes than 63 bits count.
+    texts = ("DefaultCPUAllocator: can't allocate memory", "Storage size calculation overflowed")
+    is_named = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+    return is_named or any(text in str(error) for text in texts)
 
 
 def _check_device(device: torch.device) -> None:
