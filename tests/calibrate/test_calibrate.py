@@ -460,6 +460,28 @@ def test_command_conversations_without_replies_say_what_to_do(tmp_path: Path) ->
     assert "record whole conversations with their replies" in result.stderr.splitlines()[-1]
 
 
+@pytest.mark.parametrize("extra", [(), ("--json",)], ids=["text", "json"])
+def test_command_conversations_that_move_nothing_write_no_gate(
+    tmp_path: Path, extra: tuple[str, ...]
+) -> None:
+    """Regression: an empty table blamed the model, and a gate file without kinds was written."""
+    messages = [
+        {"role": role, "content": f"Say {number}."}
+        for number in range(3)
+        for role in ("user", "assistant")
+    ]
+    chat, out = tmp_path / "chat.jsonl", tmp_path / "gate.json"
+    chat.write_text(f"{json.dumps({'messages': messages})}\n" * 2, encoding="utf-8")
+    result = run("gqa", "--conversations", chat, "--min-run", 24, "--out", out, *extra)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.splitlines()[-1] == (
+        "kvtrie: no prompt of these 2 conversations moves KV, so nothing was measured: their "
+        "histories are only appended to, or moved runs are shorter than --min-run 24"
+    )
+    # The partial file neither: other conversations may be measured under the same name.
+    assert list(tmp_path.iterdir()) == [chat]
+
+
 def test_command_model_without_a_template_says_what_to_do(tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(shipped.model_path("gqa"), model)

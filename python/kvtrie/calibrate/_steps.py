@@ -22,6 +22,10 @@ class CalibrationError(ValueError):
     """The input cannot be measured; the text is one sentence."""
 
 
+class NothingMovesError(CalibrationError):
+    """No prompt of the recorded conversations moves KV, so nothing was measured."""
+
+
 @dataclass(frozen=True, slots=True)
 class Scenario:
     """Which part of a conversation is replayed and measured.

@@ -34,6 +34,7 @@ from kvtrie.calibrate._steps import (
     RECORDED,
     SCENARIOS,
     CalibrationError,
+    NothingMovesError,
     Renderer,
     Scenario,
     Step,
@@ -208,6 +209,7 @@ def calibrate(
         FileNotFoundError: There is no such directory.
         ValueError: A policy or edit is unknown, or an argument is out of range.
         CalibrationError: No conversation has anything to measure, or one cannot be replayed.
+        NothingMovesError: Of conversations that were given, all replayed, no prompt moves KV.
         LayoutError: The model's KV cannot be held.
         UnsupportedRopeError: The model's KV cannot be moved.
         PartialError: The partial file belongs to another run, or is damaged.
@@ -259,6 +261,13 @@ def calibrate(
     is_finished = _replay_all(
         bench, sources, tally, limits, before, most_seconds, partial, progress or (lambda _: None)
     )
+    if conversations is not None and is_finished and not tally.has_moved(RECORDED.name):
+        msg = (
+            f"no prompt of these {len(conversations)} conversations moves KV, so nothing was "
+            "measured: their histories are only appended to, or moved runs are shorter than "
+            f"--min-run {bench.min_run}"
+        )
+        raise NothingMovesError(msg)
     return Report(
         model=run["model"],
         kv_dtype=run["kv_dtype"],
@@ -371,6 +380,11 @@ class _Bench:
             one.reuse.repair in ("probe", "question", "adaptive") and one.reuse.recompute_share
             for one in chosen
         )
+
+    @property
+    def min_run(self) -> int:
+        """Tokens of the shortest run by which a prompt is measured."""
+        return self._base.reuse.min_run or named.LEAST_RUN
 
     def replay(self, steps: list[Step], *, is_chain: bool) -> list[dict[str, Any]]:
         """What was observed at each measured reply, as JSON."""

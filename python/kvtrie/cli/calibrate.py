@@ -15,6 +15,7 @@ from kvtrie import KvTrieError, gates
 from kvtrie.calibrate import logged, shipped
 from kvtrie.calibrate import policies as named
 from kvtrie.calibrate._partial import Partial, PartialError, PartialWriteError
+from kvtrie.calibrate._steps import NothingMovesError
 from kvtrie.cli import _options, _process
 from kvtrie.cli._failure import fail, need
 from kvtrie.demo import load_conversations
@@ -116,10 +117,10 @@ def calibrate(
     distributions. A reply is lost if a policy chooses another token before the first near tie. An
     edit ends when the verdict on its kinds is clear. The gate file says which kinds of edit are
     cleared for this model, under which policy. Nothing is downloaded: the small models are in the
-    package kvtrie-demo-models, which `make dist` builds in a checkout of kvtrie. Results go to stdout when all
-    is done, progress to stderr. With --out, the same command continues an interrupted run. Exit
-    code 2 means that the input is bad, 3 that results cannot be written, 130 that it was
-    interrupted (Ctrl-C).
+    package kvtrie-demo-models, which `make dist` builds in a checkout of kvtrie. Results go to
+    stdout when all is done, progress to stderr. With --out, the same command continues an
+    interrupted run. Exit code 2 means that the input is bad, 3 that results cannot be written, 130
+    that it was interrupted (Ctrl-C).
     """
     is_shipped = str(model) in shipped.KINDS and not model.is_dir()
     talks = None if conversations is None else _conversations(conversations)
@@ -169,6 +170,10 @@ def calibrate(
                     partial=partial,
                     chat_template=template,
                 )
+            except NothingMovesError as error:
+                if partial is not None:
+                    partial.remove()
+                fail(error)
             except PartialWriteError as error:
                 fail(error, _process.BAD_OUTPUT)
             except (KvTrieError, ValueError, OSError, MemoryError) as error:

@@ -57,8 +57,8 @@ def demo(
 
     Every turn is answered once with reuse, checked token by token against the same model without a
     cache, and timed in pairs with and without reuse. Nothing is downloaded: the small model is in
-    the package kvtrie-demo-models, which `make dist` builds in a checkout of kvtrie. Results go to stdout
-    when all is done, progress to stderr. Exit code 1 means that a logit differs by more than
+    the package kvtrie-demo-models, which `make dist` builds in a checkout of kvtrie. Results go to
+    stdout when all is done, progress to stderr. Exit code 1 means that a logit differs by more than
     rounding, 2 that the input is bad, 3 that results cannot be written, 130 that it was interrupted
     (Ctrl-C).
     """
