@@ -57,6 +57,18 @@ def test_import_leaves_torch_alone() -> None:
         ("torch", "from kvtrie import KVPool", "kvtrie.KVPool needs torch: pip install"),
         ("torch", "from kvtrie.pool import KVPool", "kvtrie.KVPool needs torch: pip install"),
         ("torch", "import kvtrie.kernels.reference", "kvtrie.kernels needs torch: pip install"),
+        (
+            "torch",
+            "from kvtrie.store import SpanLoader",
+            "SpanLoader and rows_of of kvtrie.store need torch: pip install 'kvtrie[store,torch]'",
+        ),
+        (
+            "torch",
+            "from kvtrie.store import rows_of",
+            "SpanLoader and rows_of of kvtrie.store need",
+        ),
+        ("jinja2", "from kvtrie import lab", "kvtrie.lab needs jinja2: pip install 'kvtrie[cli]'"),
+        ("jinja2", "import kvtrie.fleet", "kvtrie.fleet needs jinja2: pip install 'kvtrie[proxy]'"),
         ("numpy", "kvtrie.KVPool", "kvtrie.KVPool needs numpy: pip install numpy"),
         ("numpy", "kvtrie.RopeSpec", "kvtrie.RopeSpec needs numpy: pip install numpy"),
         ("numpy", "kvtrie.TurnTracker", "kvtrie.TurnTracker needs numpy: pip install numpy"),

@@ -186,6 +186,22 @@ def test_a_folder_that_cannot_be_made_is_refused_by_name(tmp_path: Path) -> None
         ObjectBackend.from_url(f"file://{tmp_path / 'file' / 'folder'}")
 
 
+def test_a_path_without_scheme_says_what_to_write(tmp_path: Path) -> None:
+    pytest.importorskip("obstore", reason="obstore is not installed")
+    with pytest.raises(BackendError) as raised:
+        ObjectBackend.from_url(str(tmp_path))
+    assert str(raised.value) == (
+        f"ObjectBackend: '{tmp_path}' has no scheme: write file://{tmp_path}"
+    )
+
+
+def test_obstore_fails_in_one_line() -> None:
+    """It adds many lines of its own structures."""
+    pytest.importorskip("obstore", reason="obstore is not installed")
+    with pytest.raises(BackendError, match=r"^ObjectBackend: 's4://bucket' cannot be .*$"):
+        ObjectBackend.from_url("s4://bucket")
+
+
 def test_a_backend_that_does_not_work_is_refused_at_the_start() -> None:
     class Broken(HostBackend):
         def read(self, name: str, ranges: object) -> None:

@@ -7,6 +7,13 @@ or another router; with ``llmd``, ``kvtrie.fleet.llmd`` answers llm-d over gRPC.
 """
 
 from kvtrie.fleet.dispatcher import Dispatcher, NoWorkerError, Sent
-from kvtrie.fleet.prompts import PromptError, ServedModel
+
+try:
+    from kvtrie.fleet.prompts import PromptError, ServedModel
+except ImportError as error:
+    if error.name != "jinja2":
+        raise
+    _MISSING = "kvtrie.fleet needs jinja2: pip install 'kvtrie[proxy]', or 'kvtrie[llmd]'"
+    raise ImportError(_MISSING, name="jinja2") from error
 
 __all__ = ["Dispatcher", "NoWorkerError", "PromptError", "Sent", "ServedModel"]

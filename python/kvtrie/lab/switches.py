@@ -10,9 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from jinja2 import TemplateError as JinjaError
-from jinja2 import meta, nodes
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+try:
+    from jinja2 import TemplateError as JinjaError
+    from jinja2 import meta, nodes
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+except ImportError as error:
+    _MISSING = "kvtrie.lab needs jinja2: pip install 'kvtrie[cli]'"
+    raise ImportError(_MISSING, name="jinja2") from error
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -14,7 +14,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-import torch
+
+try:
+    import torch
+except ImportError as error:
+    _MISSING = (
+        "SpanLoader and rows_of of kvtrie.store need torch: pip install 'kvtrie[store,torch]'"
+    )
+    raise ImportError(_MISSING, name="torch") from error
 
 from kvtrie._core import EXACT_ONLY, Imported, ReusePolicy
 from kvtrie.pool.kv_pool import KVPool

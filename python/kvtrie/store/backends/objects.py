@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlsplit
 
 from kvtrie.store.backends.protocol import Backend
 from kvtrie.store.errors import BackendError
@@ -66,6 +67,9 @@ class ObjectBackend(Backend):
             BackendError: The URL names nothing that can be opened.
         """
         obstore = _obstore()
+        if not urlsplit(url).scheme:
+            msg = f"ObjectBackend: {url!r} has no scheme: write file://{Path(url).absolute()}"
+            raise BackendError(msg, reason="unreachable")
         try:
             if url.startswith("file://"):
                 folder = Path(url.removeprefix("file://"))
@@ -77,7 +81,7 @@ class ObjectBackend(Backend):
                 retry_config={"max_retries": 1, "retry_timeout": limit},
             )
         except (obstore.exceptions.BaseError, OSError, ValueError) as error:
-            msg = f"ObjectBackend: {url!r} cannot be opened: {error}"
+            msg = f"ObjectBackend: {url!r} cannot be opened: {_first_line(error)}"
             raise BackendError(msg, reason="unreachable") from error
         return cls(store, prefix=prefix)
 
@@ -157,11 +161,15 @@ class ObjectBackend(Backend):
 
     @staticmethod
     def _failure(name: str, what: str, error: Exception) -> BackendError:
-        words = str(error)
         # obstore has no class for them: no space left on device, file too large, disk quota.
-        is_full = any(f"os error {number}" in words for number in (27, 28, 122))
-        msg = f"ObjectBackend: {name} cannot be {what}: {words[:500]}"
+        is_full = any(f"os error {number}" in str(error) for number in (27, 28, 122))
+        msg = f"ObjectBackend: {name} cannot be {what}: {_first_line(error)}"
         return BackendError(msg, reason="full" if is_full else "unreachable")
+
+
+def _first_line(error: Exception) -> str:
+    """Without obstore's dump of its own structures."""
+    return str(error).strip().partition("\n")[0][:500]
 
 
 def _run(lookups: Coroutine[Any, Any, list[bool]]) -> list[bool]:
