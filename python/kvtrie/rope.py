@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, cast
 import numpy as np
 
 from kvtrie._core import KvTrieError
-from kvtrie.models.config import is_int, is_number
+from kvtrie.models.config import check_config, is_int, is_number
 from kvtrie.models.rope import REGIMES, read_rope
 
 if TYPE_CHECKING:
@@ -304,7 +304,7 @@ class RopeSpec:
                 model type is unknown, or a field is missing or contradicts another one. The
                 message names the field.
             ValueError: ``mla`` or ``regime`` is unknown.
-            TypeError: ``interleaved`` is not a bool.
+            TypeError: ``interleaved`` is not a bool, or ``config`` is a path.
             ImportError: torch is not installed.
 
         Example:
@@ -320,6 +320,7 @@ class RopeSpec:
             msg = f"RopeSpec.from_config: regime must be 'short', 'long' or None, not {regime!r}"
             raise ValueError(msg)
         _check("RopeSpec.from_config", "interleaved", interleaved, bool | None)
+        check_config("RopeSpec.from_config", config)
         found = read_rope(config, mla, interleaved, regime)
         made = {fields: Rotary(*fields) for fields in found.layers if fields is not None}
         return cls(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 
 from kvtrie._core import LayoutError
 from kvtrie.pool import KVGroup, KVLayout
+from kvtrie.rope import RopeSpec
 
 GQA: dict[str, Any] = {
     "model_type": "some",
@@ -231,6 +234,20 @@ def test_from_config_refuses_missing_field(name: str) -> None:
 def test_from_config_refuses_empty_mapping() -> None:
     with pytest.raises(LayoutError, match="num_hidden_layers"):
         KVLayout.from_config({})
+
+
+@pytest.mark.parametrize("config", ["path/to/model", Path("path/to/model")], ids=["str", "path"])
+@pytest.mark.parametrize("kind", [KVLayout, RopeSpec])
+def test_from_config_says_that_a_path_is_no_config(
+    kind: type[KVLayout | RopeSpec], config: object
+) -> None:
+    """Regression: it was refused as a config without fields."""
+    said = (
+        f"{kind.__name__}.from_config: config must be a transformers config, or the mapping read "
+        f"from config.json, not {config!r}"
+    )
+    with pytest.raises(TypeError, match=f"^{re.escape(said)}$"):
+        kind.from_config(config)
 
 
 def test_from_config_takes_dtype_as_name_or_torch_dtype() -> None:

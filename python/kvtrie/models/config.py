@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from os import PathLike
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeGuard
 
 if TYPE_CHECKING:
@@ -31,6 +32,16 @@ def is_int(value: object) -> TypeGuard[int]:
 def is_number(value: object) -> TypeGuard[float]:
     """Whether it is an int or a float, and no bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def check_config(call: str, config: object) -> None:
+    """Refuse the path of a config, which would be read as a config without fields."""
+    if isinstance(config, (str, bytes, PathLike)):
+        msg = (
+            f"{call}: config must be a transformers config, or the mapping read from config.json, "
+            f"not {config!r}"
+        )
+        raise TypeError(msg)
 
 
 def config_field(config: object, name: str) -> Any:  # noqa: ANN401 - a config field may be anything

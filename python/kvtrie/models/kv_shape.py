@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 from kvtrie._core import LayoutError
-from kvtrie.models.config import MULTIMODAL, NUM_HEADS, ConfigFields
+from kvtrie.models.config import MULTIMODAL, NUM_HEADS, ConfigFields, check_config
 from kvtrie.models.layers import fields_of_layer, layer_windows, num_kv_layers
 from kvtrie.models.rope import BY_REGIME, named_type
 from kvtrie.models.vision import text_fields
@@ -48,6 +48,7 @@ def read_kv_shape(config: object, dtype: object, mla: str, *, is_short: bool = F
     if mla not in _MLA_FORMS:
         msg = f"KVLayout.from_config: mla must be one of {', '.join(_MLA_FORMS)}, not {mla!r}"
         raise ValueError(msg)
+    check_config("KVLayout.from_config", config)
     fields = text_fields(ConfigFields(config, _REFUSAL, LayoutError))
     _refuse_other_models(fields)
     _refuse_moving_rope(fields, is_short=is_short)

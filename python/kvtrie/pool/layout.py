@@ -309,6 +309,7 @@ class KVLayout:
                 layer (state, index rows, ...), its KV does not depend on the prefix alone
                 (bidirectional attention, dynamic RoPE), or a field is missing.
             ValueError: ``mla`` or ``regime`` has another value.
+            TypeError: ``config`` is a path.
         """
         if regime not in {None, "short"}:
             msg = f"KVLayout.from_config: regime must be 'short' or None, not {regime!r}"
