@@ -13,9 +13,8 @@ What is moved is approximate: here a policy allows it, in production a gate does
 
 from __future__ import annotations
 
-import sys
+import argparse
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,10 +23,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 import kvtrie
 from kvtrie import demo
+from kvtrie.models.directory import checked_model_dir
 from kvtrie.models.fingerprint import model_id
 from kvtrie.rope import RopeSpec
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from numpy.typing import NDArray
 
 
@@ -47,6 +49,7 @@ class Engine:
     def __init__(self, path: Path, *, num_blocks: int = 512, block_size: int = 16) -> None:
         self.model: Any = AutoModelForCausalLM.from_pretrained(path, local_files_only=True).eval()
         config, dtype = self.model.config, self.model.dtype
+        self.eos = set(np.atleast_1d(config.eos_token_id))  # an id, a list, or None
         layout = kvtrie.KVLayout.from_config(config, block_size=block_size, dtype=dtype)
         self.pool = kvtrie.KVPool(layout, RopeSpec.from_config(config), num_blocks=num_blocks)
         self.index = kvtrie.RadixIndex(num_blocks, block_size)
@@ -63,6 +66,9 @@ class Engine:
         max_new_tokens: int = 128,
     ) -> Answer:
         """Answer a prompt, and cache it with its answer."""
+        if not prompt:
+            msg = "the prompt is empty"
+            raise ValueError(msg)
         seq = kvtrie.TokenSequence(prompt, self.space)
         with self.index.plan(seq, policy, session=session) as plan:  # pins what it uses
             longest = -(-(len(prompt) + max_new_tokens) // self.block_size)
@@ -78,7 +84,7 @@ class Engine:
                     token = self.compute(seq, start, end, table)
                 known = len(prompt)
                 answer.append(token)
-                while token != self.model.config.eos_token_id and len(answer) < max_new_tokens:
+                while token not in self.eos and len(answer) < max_new_tokens:
                     seq.extend([token])
                     token = self.compute(seq, known, known + 1, table)
                     known += 1
@@ -146,4 +152,10 @@ def main(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else demo.model_path())
+    parser = argparse.ArgumentParser(description="An engine around the index.")
+    parser.add_argument("model", nargs="?", help="model directory (default: the small model)")
+    try:
+        path = checked_model_dir(parser.parse_args().model or demo.model_path())
+    except FileNotFoundError as error:
+        parser.error(str(error))
+    main(path)

@@ -13,7 +13,7 @@ asked for later. Its chat template drops the reasoning before the last question,
 
 from __future__ import annotations
 
-import sys
+import argparse
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,6 @@ from kvtrie.record import Finished, Recorder, RecordOptions
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-MODEL = shipped.model_path("gqa")
 BLOCK_SIZE = 16
 
 
@@ -38,7 +37,8 @@ class Traffic:
     """What an engine has served: sessions of prompts and replies, as token ids."""
 
     def __init__(self) -> None:
-        tokenizer: Any = AutoTokenizer.from_pretrained(MODEL, local_files_only=True)
+        self.model = shipped.model_path("gqa")
+        tokenizer: Any = AutoTokenizer.from_pretrained(self.model, local_files_only=True)
         self.template = lab.Template(tokenizer)
         mark = self.template.encode
         # The model has no tool calls, so no preset fits, and its delimiters are given.
@@ -85,7 +85,9 @@ class Traffic:
 
 def serve(traffic: Traffic, gate: gates.Gate, seed: int) -> None:
     """Serve a conversation that was not recorded, under the gate."""
-    engine = Generator.from_pretrained(MODEL, num_blocks=256, block_size=BLOCK_SIZE, gate=gate)
+    engine = Generator.from_pretrained(
+        traffic.model, num_blocks=256, block_size=BLOCK_SIZE, gate=gate
+    )
     for turn, (prompt, reply) in enumerate(traffic.session(seed), start=1):
         name, end = f"chat-{seed}", traffic.moved_end(prompt)
         done = engine.generate(prompt, session=name, moved_end=end, max_new_tokens=1)
@@ -113,7 +115,9 @@ def main(sessions: int, folder: Path) -> gates.Gate:
     found = logged.sessions(log)
     print(f"recorded: {len(found)} sessions, {log.stat().st_size:,} bytes")
 
-    report = measure.calibrate(MODEL, policies=["rotated"], conversations=found, data=log.name)
+    report = measure.calibrate(
+        traffic.model, policies=["rotated"], conversations=found, data=log.name
+    )
     report.gate(gates.Thresholds()).write(out)
     gate = gates.read(out)
     for policy in gate.measured:
@@ -128,5 +132,10 @@ def main(sessions: int, folder: Path) -> gates.Gate:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="A gate from recorded traffic.")
+    parser.add_argument("sessions", nargs="?", type=int, default=48, help="default: 48")
     with tempfile.TemporaryDirectory() as name:
-        main(int(sys.argv[1]) if len(sys.argv) > 1 else 48, Path(name))
+        try:
+            main(parser.parse_args().sessions, Path(name))
+        except (FileNotFoundError, measure.CalibrationError) as error:
+            parser.error(str(error))

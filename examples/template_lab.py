@@ -9,7 +9,7 @@ says where its prompt leaves the cache.
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -59,4 +59,12 @@ def main(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else demo.model_path())
+    parser = argparse.ArgumentParser(description="What a chat template does to the cache.")
+    parser.add_argument("path", nargs="?", help="model or tokenizer (default: the small model)")
+    try:
+        path = Path(parser.parse_args().path or demo.model_path())
+    except FileNotFoundError as error:
+        parser.error(str(error))
+    if not (path / "tokenizer.json").is_file():
+        parser.error(f"{path} is not the directory of a tokenizer: it has no tokenizer.json")
+    main(path)

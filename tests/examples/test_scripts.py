@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import runpy
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import kvtrie
 from examples import engine, gate_from_traffic, router, template_lab
@@ -86,6 +89,73 @@ def test_engine_gives_every_block_back_when_the_model_fails(
     # The prompt and the first generated token were computed: three blocks are shared.
     seq = kvtrie.TokenSequence(prompt, small.space)
     assert small.index.lookup(seq, keep_last=1).num_tokens == 48
+
+
+def test_engine_ends_at_any_of_the_ids_that_end_an_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prompt = list(range(300, 360))
+    long = engine.Engine(demo.model_path(), num_blocks=64)
+    long.eos = set()
+    whole = long.generate(prompt, session="a", max_new_tokens=8).tokens
+    load = AutoModelForCausalLM.from_pretrained
+
+    def listed(*args: Any, **options: Any) -> Any:
+        model = load(*args, **options)
+        model.config.eos_token_id = [2**20, whole[2]]
+        return model
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", listed)
+    short = engine.Engine(demo.model_path(), num_blocks=64)
+    tokens = short.generate(prompt, session="a", max_new_tokens=8).tokens
+    assert tokens == whole[: whole.index(whole[2]) + 1]
+
+
+def test_engine_refuses_an_empty_prompt(small: engine.Engine) -> None:
+    before = small.free.num_free, small.index.stats().indexed
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        small.generate([], session="d", max_new_tokens=8)
+    assert (small.free.num_free, small.index.stats().indexed) == before
+
+
+SCRIPTS = ("engine.py", "template_lab.py", "gate_from_traffic.py")
+
+
+def ended(monkeypatch: pytest.MonkeyPatch, script: str, *arguments: str) -> int:
+    """The exit code of a script, which this process has imported already."""
+    monkeypatch.setattr(sys, "argv", [script, *arguments])
+    with pytest.raises(SystemExit) as raised:
+        runpy.run_path(str(FOLDER / script), run_name="__main__")
+    return int(raised.value.code or 0)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_scripts_say_how_they_are_called(
+    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ended(monkeypatch, script, "--help") == 0
+    assert capsys.readouterr().out.startswith(f"usage: {script} [-h]")
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("has_models", [True, False])
+def test_what_a_script_lacks_is_one_sentence(
+    *,
+    has_models: bool,
+    script: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    if not has_models:
+        monkeypatch.setitem(sys.modules, "kvtrie_demo_models", None)
+    given = "x" if "gate" in script else str(tmp_path)
+    assert ended(monkeypatch, script, *([given] if has_models else [])) == 2
+    usage, *_, said = capsys.readouterr().err.splitlines()
+    assert usage.startswith(f"usage: {script}")
+    named = given if has_models else "pip install dist/kvtrie_demo_models-*.whl"
+    assert said.startswith(f"{script}: error: ")
+    assert named in said
 
 
 def test_engine_refuses_what_does_not_fit_and_keeps_everything(small: engine.Engine) -> None:
