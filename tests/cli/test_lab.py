@@ -124,6 +124,23 @@ def test_own_conversation_as_json(folder: Path, talk: Path) -> None:
     assert turns[1]["divergence"]["cached"].startswith("<think>")
 
 
+def test_an_agent_whose_replies_are_all_calls_is_measured(folder: Path, tmp_path: Path) -> None:
+    """Regression: it was refused, as without a message to reply to."""
+    call = {"type": "function", "function": {"name": "read", "arguments": {"path": "a"}}}
+    step = {"role": "assistant", "content": "", "reasoning_content": "then", "tool_calls": [call]}
+    result = {"role": "tool", "content": "what the tool says " * 4}
+    messages = [TALK[0], step, result, step, result, step]
+    chat = tmp_path / "agent.jsonl"
+    chat.write_text(json.dumps({"messages": messages}), encoding="utf-8")
+    done = run(folder, chat, "--json")
+    assert done.exit_code == 0, done.stderr
+    row = next(row for row in json.loads(done.stdout)["rows"] if not row["switch"])
+    prompts = [turn["prompt"] for turn in row["measured"]["turns"]]
+    assert len(prompts) == 3
+    assert prompts == sorted(set(prompts))
+    assert row["measured"]["turns"][2]["prefix"] > prompts[0]
+
+
 def test_own_conversation_with_the_ids_that_an_engine_returned(
     folder: Path, talk: Path, tmp_path: Path
 ) -> None:

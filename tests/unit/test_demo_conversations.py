@@ -52,6 +52,18 @@ def test_load_lines_of_conversations_stay_apart(tmp_path: Path) -> None:
     assert (second.line, second.tools) == (2, ())
 
 
+def test_load_replies_that_are_all_calls_where_they_may_be(tmp_path: Path) -> None:
+    row = {"messages": [USER, CALL, RESULT, CALL]}
+    for rows in ([row], row["messages"]):
+        file = _write(tmp_path, *rows)
+        with pytest.raises(ValueError, match=r"line 1: no reply is left to generate: .* a tool"):
+            load_conversations(file)
+        (found,) = load_conversations(file, may_only_call=True)
+        assert [one["role"] for one in found.messages] == ["user", "assistant", "tool", "assistant"]
+    with pytest.raises(ValueError, match="no user or tool message"):
+        load_conversations(_write(tmp_path, {"messages": [CALL]}), may_only_call=True)
+
+
 def test_load_mixed_forms_close_the_run_of_messages(tmp_path: Path) -> None:
     found = load_conversations(_write(tmp_path, USER, {"messages": [USER]}, USER, REPLY))
     assert [(one.line, len(one.messages)) for one in found] == [(1, 1), (2, 1), (3, 2)]

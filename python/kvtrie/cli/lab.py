@@ -110,7 +110,7 @@ def _arguments(given: list[str]) -> dict[str, Any]:
 
 def _conversations(chat: Path) -> list[Conversation]:
     try:
-        return load_conversations(chat)
+        return load_conversations(chat, may_only_call=True)
     except OSError as error:
         fail(f"{chat}: {error.strerror or error}")
     except ValueError as error:

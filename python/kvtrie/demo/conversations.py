@@ -87,7 +87,9 @@ def answer_of(content: str) -> str:
     return content.rpartition("</think>")[2].strip("\n")
 
 
-def load_conversations(path: str | Path | None = None) -> list[Conversation]:
+def load_conversations(
+    path: str | Path | None = None, *, may_only_call: bool = False
+) -> list[Conversation]:
     r"""Read a chat file: at least one conversation, each with at least one turn.
 
     A line is a JSON object of one of two forms. ``{"messages": [...], "tools": [...]}`` is a whole
@@ -98,6 +100,8 @@ def load_conversations(path: str | Path | None = None) -> list[Conversation]:
 
     Args:
         path: The file, or None for the shipped conversation.
+        may_only_call: Also take a conversation without a turn, if it has a user or tool message: a
+            run of an agent in which each reply calls a tool.
 
     Raises:
         ValueError: The file is empty or a line is not a conversation; the text names file, line and
@@ -110,14 +114,15 @@ def load_conversations(path: str | Path | None = None) -> list[Conversation]:
     for number, row in _rows(path):
         where = f"{path}, line {number}"
         if "messages" in row:
-            _close(found, run, path)
+            _close(found, run, path, may_only_call=may_only_call)
             run = {}
-            found.append(_conversation(row, where, number))
+            conversation = _conversation(row, where, number)
+            found.append(_checked(conversation, where, may_only_call=may_only_call))
         elif "role" in row:
             run[number] = _message(row, where)
         else:
             raise _bad(where, 'it has neither "messages" (a conversation) nor "role" (a message).')
-    _close(found, run, path)
+    _close(found, run, path, may_only_call=may_only_call)
     if not found:
         raise _bad(path, "the file holds no conversation.")
     return found
@@ -146,13 +151,15 @@ def _rows(path: Path) -> Iterable[tuple[int, dict[str, Any]]]:
         yield number, row
 
 
-def _close(found: list[Conversation], run: dict[int, dict[str, Any]], path: Path) -> None:
+def _close(
+    found: list[Conversation], run: dict[int, dict[str, Any]], path: Path, *, may_only_call: bool
+) -> None:
     """End a conversation whose messages have a line each."""
     if run:
         start = next(iter(run))
         places = tuple(f"{path}, line {number}" for number in run)
         conversation = Conversation(tuple(run.values()), line=start, places=places)
-        found.append(_checked(conversation, places[0]))
+        found.append(_checked(conversation, places[0], may_only_call=may_only_call))
 
 
 def _conversation(row: dict[str, Any], where: str, number: int) -> Conversation:
@@ -164,12 +171,18 @@ def _conversation(row: dict[str, Any], where: str, number: int) -> Conversation:
     places = tuple(f"{where}, message {at}" for at in range(1, len(messages) + 1))
     checked = tuple(_message(one, at) for one, at in zip(messages, places, strict=True))
     _printable(tools, where)
-    return _checked(Conversation(checked, tuple(tools), number, places), where)
+    return Conversation(checked, tuple(tools), number, places)
 
 
-def _checked(conversation: Conversation, where: str) -> Conversation:
-    if not conversation.turns():
+def _checked(conversation: Conversation, where: str, *, may_only_call: bool) -> Conversation:
+    if not any(message["role"] in {"user", "tool"} for message in conversation.messages):
         raise _bad(where, "the conversation has no user or tool message to reply to.")
+    if not may_only_call and not conversation.turns():
+        raise _bad(
+            where,
+            "no reply is left to generate: each is given as recorded, because it calls a tool or "
+            'has "recorded".',
+        )
     return conversation
 
 
