@@ -198,6 +198,27 @@ def test_a_prompt_against_a_snapshot(file: File, snapshot: Path) -> None:
     assert why["other_namespace"] == {"fields": ["model", "adapter"], "num_tokens": 40}
 
 
+def test_tokens_out_of_scope_are_named_and_a_session_brings_them_in(file: File) -> None:
+    index = kvtrie.RadixIndex(64, 8)
+    space = kvtrie.Namespace(model="m", salt="a")
+    cached = kvtrie.TokenSequence(IDS, space)
+    index.insert(cached, range(5), num_computed=40, source=kvtrie.COMPUTED, session="chat-7")
+    given = (file([7, *IDS[8:], 9]), "--snapshot", file(index.snapshot(), "cache.kv"))
+    save = document(run(*given, "--json"))["would_save"]
+    assert save["out_of_scope"] > 0
+    said = (
+        f"  scope      {save['out_of_scope']} of these are cached, but out of scope: neither in a "
+        "block of the session, nor after the same first blocks\n"
+    )
+    assert said in run(*given).stdout
+    assert said in run(*given, "--session", "chat-8").stdout
+    own = (*given, "--session", "chat-7")
+    assert "out of scope" not in run(*own).stdout
+    found = document(run(*own, "--json"))["would_save"]
+    assert (found["out_of_scope"], found["approximate"]) == (0, save["out_of_scope"])
+    refused(run(*given, "--session", ""), "session")
+
+
 def test_a_namespace_is_named_where_there_are_several(file: File, snapshot: Path) -> None:
     asked = run(file(IDS), "--snapshot", snapshot)
     refused(asked, "3 namespaces match, of the models m, n", "--salt")
@@ -259,6 +280,7 @@ def test_arguments_that_contradict_each_other(
     refused(run(path, path, path), "3 prompts given; give two")
     refused(run(path, path, "--snapshot", snapshot), "with --snapshot there is one")
     refused(run(path, "--snapshot", snapshot, "--block-size", 8), "--block-size")
+    refused(run(path, path, "--session", "chat-7"), "--session names a session of a snapshot")
     refused(run(path, path, "--kv-dtype", "fp8"), "--kv-dtype names a namespace")
     refused(run("-", "-", stdin="1"), "once")
     refused(run(path, path, "--tokenizer", tmp_path), "no tokenizer.json")

@@ -72,6 +72,11 @@ def show(why: kvtrie.Explanation, tokenizer: TextTokenizer | None) -> None:
         f"  a plan     takes {saved.exact} tokens exactly, {saved.approximate} approximately, and "
         f"leaves {saved.compute} to compute"
     )
+    if saved.out_of_scope:
+        console.print(
+            f"  scope      {saved.out_of_scope} of these are cached, but out of scope: neither in "
+            "a block of the session, nor after the same first blocks"
+        )
 
 
 def _split(why: kvtrie.Explanation) -> tuple[list[int], list[int], list[int]]:

@@ -35,6 +35,10 @@ def explain(
     context: Annotated[
         int, typer.Option(min=0, max=10_000, help="Tokens shown on either side of the position.")
     ] = 8,
+    session: Annotated[
+        str | None,
+        typer.Option(metavar="ID", help="The prompt's session, of those in the snapshot."),
+    ] = None,
     as_json: _options.AsJson = False,
     model: _options.Model = None,
     kv_dtype: _options.KvDtype = None,
@@ -71,6 +75,8 @@ def explain(
         fail("--block-size comes from the snapshot; omit it")
     if snapshot is None and asked:
         fail(f"--{next(iter(asked)).replace('_', '-')} names a namespace in a snapshot; give one")
+    if snapshot is None and session is not None:
+        fail("--session names a session of a snapshot; give one")
     loaded = None if tokenizer is None else _prompts.load_tokenizer(tokenizer)
     read = [_prompts.read_prompt(name, loaded, is_text=as_text) for name in prompts]
     if read[0].was_text != read[-1].was_text:
@@ -85,7 +91,7 @@ def explain(
         why = index.explain(
             kvtrie.TokenSequence(read[-1].ids, space),
             context=context,
-            session=None if snapshot else _cached.SESSION,
+            session=session if snapshot else _cached.SESSION,
         )
     except (kvtrie.KvTrieError, ValueError) as error:
         fail(error)
