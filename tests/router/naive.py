@@ -90,8 +90,19 @@ class NaiveTracker:
             count = len({kept.key for kept in rest} | {key})
             return size <= self.max_tokens and count <= self.max_conversations
 
+        def most() -> str:
+            """The namespace that has most of what is short, the new history included."""
+            rest = others()
+            held = [(kept.key[0], len(kept.ids)) for kept in rest]
+            more = len(ids)
+            if sum(size for _, size in held) + more <= self.max_tokens:
+                held, more = [(each[0], 1) for each in {kept.key for kept in rest} - {key}], 1
+            sizes = {one: sum(size for each, size in held if each == one) for one, _ in held}
+            return max(sizes, key=lambda one: (sizes[one] + more * (one == space), one == space))
+
         while not fits():
-            self._leave(others()[:1])
+            leaves = most()
+            self._leave([kept for kept in others() if kept.key[0] == leaves][:1])
         self.kept.append(
             Kept(key, self.count, ids, num_computed, exact_until, reasoning, now, has_params)
         )

@@ -23,6 +23,7 @@ from kvtrie._core import (
 )
 from kvtrie.router.comparison import Seen
 from kvtrie.router.history import HistoriesByPlace, History, Key, session_of
+from kvtrie.router.shares import Shares
 from kvtrie.router.stats import TrackerStats
 
 if TYPE_CHECKING:
@@ -59,7 +60,12 @@ class HistoryStore:
         # Oldest first.
         self.by_number: OrderedDict[int, History] = OrderedDict()
         self.spaces: dict[Namespace, dict[int, History]] = {}
-        self.conversations: OrderedDict[Key, list[History]] = OrderedDict()
+        self.conversations: dict[Key, list[History]] = {}
+        # Least recently used first.
+        self._order: dict[Namespace, OrderedDict[Key, None]] = {}
+        # Of each namespace.
+        self._tokens = Shares()
+        self._num_conversations = Shares()
         self.expired: OrderedDict[Key, float] = OrderedDict()
         self.num_tokens = 0
         self.stats = TrackerStats()
@@ -116,15 +122,18 @@ class HistoryStore:
         dead.append(history)
         self.stats.dropped[cause] += 1
         del self.by_number[history.number]
+        namespace = history.key[0]
         self.num_tokens -= len(history.places)
+        self._tokens.add(namespace, -len(history.places))
         histories = self.conversations[history.key]
         histories.remove(history)
         if not histories:
-            del self.conversations[history.key]
-        space = self.spaces[history.key[0]]
+            del self.conversations[history.key], self._order[namespace][history.key]
+            self._num_conversations.add(namespace, -1)
+        space = self.spaces[namespace]
         del space[history.number]
         if not space:
-            del self.spaces[history.key[0]]
+            del self.spaces[namespace], self._order[namespace]
         self.ending.remove(history.last, history)
         if history.conversation is None:
             self.unnamed.remove(history.last, history)
@@ -134,24 +143,45 @@ class HistoryStore:
         if len(unused):
             self.allocator.free(self.index.discard(unused))
 
+    def use(self, key: Key) -> None:
+        """Count a use of a conversation, if it is there."""
+        if key in self.conversations:
+            self._order[key[0]].move_to_end(key)
+
     def _make_room(
         self, key: Key, num_tokens: int, leaving: Sequence[History], dead: list[History]
     ) -> None:
-        """Drop histories until a new one fits; the caller drops `leaving`."""
+        """Drop histories until a new one fits; the caller drops `leaving`.
+
+        They are of the namespace that has most of what is short, the new history included.
+        """
+        own = key[0]
         spared = sum(len(history.places) for history in leaving)
-        empty = {history.key for history in leaving} - {key}
+        # Conversations that do not count: its own, and those that leave.
+        uncounted = len({history.key for history in leaving} - {key}) + (key in self.conversations)
         while True:
             too_long = self.num_tokens - spared + num_tokens > self._max_tokens
-            num_others = len(self.conversations) - len(empty) - (key in self.conversations)
-            if not too_long and num_others < self._max_conversations:
+            if not too_long and len(self.conversations) - uncounted < self._max_conversations:
                 return
-            self.drop(self._least_recent(key, leaving), dead, "room")
+            shares, less, more = (
+                (self._tokens, spared, num_tokens)
+                if too_long
+                else (self._num_conversations, uncounted, 1)
+            )
+            other = shares.largest(besides=own)
+            held = shares.of(own) - less
+            if held and (other is None or held + more >= shares.of(other)):
+                other = own
+            had_key = key in self.conversations
+            history = self._least_recent(own if other is None else other, key, leaving)
+            self.drop(history, dead, "room")
+            uncounted -= had_key and key not in self.conversations
 
-    def _least_recent(self, key: Key, leaving: Sequence[History]) -> History:
-        """The oldest of the least recently used conversation; those of `key` come last."""
-        others = (histories for each, histories in self.conversations.items() if each != key)
-        for histories in itertools.chain(others, [self.conversations.get(key, [])]):
-            for history in histories:
+    def _least_recent(self, namespace: Namespace, key: Key, leaving: Sequence[History]) -> History:
+        """The oldest of the conversation that was used longest ago; those of `key` come last."""
+        others = (each for each in self._order.get(namespace, ()) if each != key)
+        for each in itertools.chain(others, [key]):
+            for history in self.conversations.get(each, ()):
                 if history not in leaving:
                     return history
         # A history is no longer than the bound, so it fits alone.
@@ -201,8 +231,14 @@ class HistoryStore:
         self.before_reasoning.add(history.before_reasoning, history)
         self.by_number[history.number] = history
         self.spaces.setdefault(space, {})[history.number] = history
-        self.conversations.setdefault(key, []).append(history)
-        self.conversations.move_to_end(key)
+        if key not in self.conversations:
+            self.conversations[key] = []
+            self._num_conversations.add(space, 1)
+        self.conversations[key].append(history)
+        order = self._order.setdefault(space, OrderedDict())
+        order[key] = None
+        order.move_to_end(key)
+        self._tokens.add(space, len(places))
         self.expired.pop(key, None)
         self.num_tokens += len(places)
         self.stats.kept += 1

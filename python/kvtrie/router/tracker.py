@@ -103,7 +103,8 @@ class TurnTracker:
             its blocks for (vLLM's ``decoder_kv_blocks_ttl``, 480 by default, counts from the end of
             the request).
         max_tokens: Most tokens of all histories together, each counted whole, 1 to 2**30. The least
-            recently used conversations are dropped to keep this limit and the next.
+            recently used conversations are dropped to keep this limit and the next, those of the
+            namespace first that has most.
         max_conversations: Most conversations. Each history without an id counts as one.
         block_size: Tokens per block of the engines that return `kv_transfer_params`: an int for one
             group, or one per group. All groups must be full attention: sliding-window and
@@ -582,8 +583,7 @@ class TurnTracker:
                 )
         if asked.take:
             history.params_taken |= cut.params is not None
-            if history.key in self._store.conversations:
-                self._store.conversations.move_to_end(history.key)
+            self._store.use(history.key)
         return TurnAnswer(
             kind=kind,
             num_tokens=found.num_tokens,
