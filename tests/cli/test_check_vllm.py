@@ -368,6 +368,14 @@ def test_what_the_model_says(tmp_path: Path, model: Path) -> None:
     assert "the gate is of this model; exact reuse only: nothing that reuses as much" in out
     code, out, _ = run("--model", str(model), **extra(mode="exact", chat_format=None))
     assert out.splitlines()[-1] == "chat format: unknown"
+    # A template that none of the presets is of.
+    (model / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    code, out, _ = run("--model", str(model), **extra(mode="exact"))
+    assert code == 0
+    said = out.splitlines()[-1]
+    advice = 'unknown; dropped reasoning is not evicted first: set "chat_format" ('
+    assert said.startswith(f"chat format: {advice}")
+    assert said.endswith("...")
 
 
 def other_checkpoint(folder: Path, model: Path) -> Path:

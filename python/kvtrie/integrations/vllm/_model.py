@@ -17,6 +17,7 @@ from kvtrie.integrations._asked import SettingsError, hint
 from kvtrie.integrations.vllm import _command, _formats, _template
 from kvtrie.integrations.vllm._version import refuse
 from kvtrie.models.fingerprint import CheckpointError
+from kvtrie.tags import PRESETS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -228,8 +229,15 @@ def _chat(settings: Settings, directory: Path) -> str:
         tokenizer = _tokenizer(directory)
     reasons: list[str] = []
     tagger = _formats.tagger_of(settings, tokenizer, otherwise=reasons.append)
-    # It lists what each preset lacks.
-    said = ": ".join([_formats.form_of(tagger), *(one[:_LONGEST] for one in reasons)])
+    said = _formats.form_of(tagger)
+    if reasons:
+        # They list what each preset lacks.
+        why = ": ".join(reasons)
+        why = why if len(why) <= _LONGEST else f"{why[:_LONGEST]}..."
+        if tagger is None:
+            known = ", ".join(PRESETS)
+            said += f'; dropped reasoning is not evicted first: set "chat_format" ({known})'
+        said += f": {why}"
     forbidden = settings.wanted().forbid_kinds
     if tagger is None and forbidden:
         said += f"; policy forbids {', '.join(forbidden)}: only --reasoning-parser can find them"
