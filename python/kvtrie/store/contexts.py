@@ -17,7 +17,7 @@ import numpy as np
 from kvtrie.store.shape import UNIT_TOKENS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from numpy.typing import NDArray
 
@@ -102,6 +102,24 @@ class PrefixMarks:
         first = int(np.searchsorted(self._positions, np.uint32(position), side="right"))
         some = self.marks[first : first + UNIT_TOKENS].tolist()
         return {at: digest for at, digest in some if at < position + UNIT_TOKENS}
+
+
+def with_marks(sizes: Sequence[int], num_bytes: int) -> list[bool]:
+    """Which of a turn's runs are stored with its marks: the largest, while marks take no more.
+
+    Each run has the marks of its whole prompt: with all runs of very many short messages, they
+    would take many times the KV.
+
+    Args:
+        sizes: Bytes of each run.
+        num_bytes: Bytes of the marks.
+    """
+    most = sum(sizes) // max(1, num_bytes)
+    largest = sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True)[:most]
+    chosen = [False] * len(sizes)
+    for number in largest:
+        chosen[number] = True
+    return chosen
 
 
 @dataclass(frozen=True, slots=True)

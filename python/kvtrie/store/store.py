@@ -340,9 +340,6 @@ class SpanStore:
                 return self._left("known")
             written = int(self._clock())
             context = b"" if marks is None else marks.tobytes()
-            if len(context) > self.shape.num_bytes(num_tokens):
-                # In a prompt of many short messages, marks of each would take most of the store.
-                context = b""
             header = SpanHeader(
                 start=run.start,
                 position=run.position,

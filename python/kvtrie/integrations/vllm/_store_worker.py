@@ -43,6 +43,7 @@ from kvtrie.store import (
     TenantLimits,
     rows_of,
 )
+from kvtrie.store.contexts import with_marks
 from kvtrie.store.threads import Crew
 
 if TYPE_CHECKING:
@@ -409,6 +410,7 @@ class _Turns:
             session = self._store.session_of(seq.namespace, turn.prompt.session)
             runs = runs_of(self._store, seq, turn.prompt)
             marks: PrefixMarks | None = None
+            marked: set[int] = set()
             wanted = [run for run in runs if self._is_wanted(run, labels.get((run.start, run.end)))]
             for some in _neighbours(wanted):
                 whole = self._read(job, some[0].start, some[-1].end)
@@ -426,6 +428,7 @@ class _Turns:
                     if marks is None:
                         borders = [at for one in runs for at in (one.start, one.end)]
                         marks = self._store.marks(seq, borders)
+                        marked = self._marked(wanted, marks)
                     exact, hops = labels[run.start, run.end]
                     self._store.put(
                         run,
@@ -434,13 +437,21 @@ class _Turns:
                         hops=hops,
                         policy=turn.policy,
                         session=session,
-                        marks=marks,
+                        marks=marks if run.start in marked else None,
                     )
             self._num_written += 1
             if self._num_written % _SWEEP_EVERY == 0:
                 self._store.sweep()
         finally:
             self._end(job)
+
+    def _marked(self, runs: Sequence[SpanRun], marks: PrefixMarks | None) -> set[int]:
+        """Where the runs begin that are stored with marks."""
+        if marks is None:
+            return set()
+        sizes = [self._store.shape.num_bytes(run.num_tokens) for run in runs]
+        chosen = with_marks(sizes, len(marks.tobytes()))
+        return {run.start for run, is_chosen in zip(runs, chosen, strict=True) if is_chosen}
 
     def _is_wanted(self, run: SpanRun, label: tuple[int, int | None] | None) -> bool:
         if label is None:
