@@ -23,7 +23,7 @@ from kvtrie._core import (
 )
 from kvtrie.router.comparison import Seen
 from kvtrie.router.history import HistoriesByPlace, History, Key, session_of
-from kvtrie.router.shares import Shares
+from kvtrie.router.namespace_counts import NamespaceCounts
 from kvtrie.router.stats import TrackerStats
 
 if TYPE_CHECKING:
@@ -64,8 +64,8 @@ class HistoryStore:
         # Least recently used first.
         self._order: dict[Namespace, OrderedDict[Key, None]] = {}
         # Of each namespace.
-        self._tokens = Shares()
-        self._num_conversations = Shares()
+        self._tokens = NamespaceCounts()
+        self._num_conversations = NamespaceCounts()
         self.expired: OrderedDict[Key, float] = OrderedDict()
         self.num_tokens = 0
         self.stats = TrackerStats()

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 _MOST_OUTDATED: Final = 64
 
 
-class Shares:
+class NamespaceCounts:
     """Counts of namespaces.
 
     A change takes O(log namespaces), and finding the largest as well, on average over all calls.

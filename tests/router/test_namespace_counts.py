@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvtrie
-from kvtrie.router.shares import Shares
+from kvtrie.router.namespace_counts import NamespaceCounts
 
 SPACES = [kvtrie.Namespace(model="m", salt=f"tenant {number}") for number in range(6)]
 CHANGES = st.lists(st.tuples(st.sampled_from(SPACES), st.integers(-4, 9)), max_size=200)
@@ -76,14 +76,14 @@ def test_room_is_made_within_the_bounds(turns: list[tuple[int, int, int]]) -> No
 
 @given(CHANGES)
 def test_the_largest_other_share(changes: list[tuple[kvtrie.Namespace, int]]) -> None:
-    shares, counts = Shares(), dict.fromkeys(SPACES, 0)
+    held, counts = NamespaceCounts(), dict.fromkeys(SPACES, 0)
     for space, wanted in changes:
         change = max(wanted, -counts[space])
         counts[space] += change
-        shares.add(space, change)
-        assert shares.of(space) == counts[space]
+        held.add(space, change)
+        assert held.of(space) == counts[space]
         others = [count for one, count in counts.items() if one != space and count]
-        found = shares.largest(besides=space)
+        found = held.largest(besides=space)
         assert (found is None) == (not others)
         if found is not None:
             assert found != space
@@ -94,18 +94,18 @@ def test_the_largest_other_share(changes: list[tuple[kvtrie.Namespace, int]]) ->
 def test_a_share_is_found_without_looking_at_each_namespace(
     tenants: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looked, of = 0, Shares.of
+    looked, of = 0, NamespaceCounts.of
 
-    def counted(self: Shares, namespace: kvtrie.Namespace) -> int:
+    def counted(self: NamespaceCounts, namespace: kvtrie.Namespace) -> int:
         nonlocal looked
         looked += 1
         return of(self, namespace)
 
-    monkeypatch.setattr(Shares, "of", counted)
-    shares, source = Shares(), random.Random(0)
+    monkeypatch.setattr(NamespaceCounts, "of", counted)
+    held, source = NamespaceCounts(), random.Random(0)
     spaces = [kvtrie.Namespace(model="m", salt=f"t{number}") for number in range(tenants)]
     for _ in range(5000):
-        shares.add(source.choice(spaces), source.randrange(1, 9))
-        shares.largest(besides=source.choice(spaces))
-        assert len(shares._heap) <= 2 * tenants + 64
+        held.add(source.choice(spaces), source.randrange(1, 9))
+        held.largest(besides=source.choice(spaces))
+        assert len(held._heap) <= 2 * tenants + 64
     assert looked <= 8 * 5000
