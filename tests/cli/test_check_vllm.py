@@ -369,8 +369,9 @@ def test_what_the_model_says(tmp_path: Path, model: Path) -> None:
     code, out, _ = run("--model", str(model), **extra(mode="exact", chat_format=None))
     assert out.splitlines()[-1] == "chat format: unknown"
     # A template that none of the presets is of.
-    (model / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    code, out, _ = run("--model", str(model), **extra(mode="exact"))
+    other = shutil.copytree(model, tmp_path / "other")
+    (other / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    code, out, _ = run("--model", str(other), **extra(mode="exact"))
     assert code == 0
     said = out.splitlines()[-1]
     advice = 'unknown; dropped reasoning is not evicted first: set "chat_format" ('
