@@ -437,7 +437,7 @@ def test_the_end_of_a_reply_does_not_wait_for_prompts_of_others() -> None:
         running.router.reply = replies
         asking = asyncio.ensure_future(running.post(body(QUESTION, stream=True)))
         await asked.wait()
-        running.dispatcher.choose = waits  # type: ignore[method-assign, assignment]
+        running.dispatcher.choose = waits  # type: ignore[method-assign, assignment] # a stub
         other = asyncio.ensure_future(running.post(body(NEXT)))
         try:
             assert await asyncio.to_thread(went.wait, 20)

@@ -155,7 +155,7 @@ def weights_digest(directory: str | PathLike[str]) -> str:
     """The digest of all bytes of a model directory's config, weights and code, 32 hex digits.
 
     For KV that outlives the process: `checkpoint_digest` does not see some rows that were trained.
-    It reads all weights, which takes a second or two per gigabyte.
+    It reads all weights.
 
     Raises:
         CheckpointError: As for `checkpoint_digest`.

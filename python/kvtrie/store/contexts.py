@@ -27,7 +27,7 @@ MAX_MARKS: Final = 1 << 14
 """Marks that a run is stored with at most: some 250,000 tokens."""
 _MARK: Final = np.dtype([("position", "<u4"), ("digest", "<u8")])
 _MAX_CUTS: Final = 65535
-# Of one plan, whose runs beyond them have the worst context: some 50 ms of Python in all.
+# Of one plan, whose runs beyond them have the worst context.
 _MOST_STRETCHES: Final = 256
 _MOST_COMPARED: Final = 2048
 

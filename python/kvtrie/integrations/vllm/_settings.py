@@ -196,7 +196,8 @@ def _check_params(params: Mapping[str, Any]) -> None:
     for name in params:
         if name in _PARAMS:
             continue
-        if name.startswith("kvtrie") or _is_close(name):
+        # JSON has names alone; a caller in Python may give anything.
+        if isinstance(name, str) and (name.startswith("kvtrie") or _is_close(name)):
             known = ", ".join(_PARAMS[:-1])
             near = hint(name, _PARAMS)
             msg = f"kv_transfer_params: unknown key {shown(name)}{near} (kvtrie's: {known})"

@@ -111,7 +111,7 @@ def _check_windows(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> N
     if vllm_config.scheduler_config.policy == "priority":
         refuse(
             "by priority vLLM takes a request out of the step that it is already in, and the "
-            f"windows it was about to copy with it: remove --scheduling-policy priority"
+            "windows it was about to copy with it: remove --scheduling-policy priority"
             f"{instead.replace(':', ', or', 1)}"
         )
     events = vllm_config.kv_events_config
