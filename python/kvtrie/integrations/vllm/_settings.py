@@ -197,7 +197,7 @@ def _check_params(params: Mapping[str, Any]) -> None:
         if name in _PARAMS:
             continue
         # JSON has names alone; a caller in Python may give anything.
-        if isinstance(name, str) and (name.startswith("kvtrie") or _is_close(name)):
+        if str(name).startswith("kvtrie") or _is_close(str(name)):
             known = ", ".join(_PARAMS[:-1])
             near = hint(name, _PARAMS)
             msg = f"kv_transfer_params: unknown key {shown(name)}{near} (kvtrie's: {known})"
