@@ -145,3 +145,8 @@ def test_no_entry_after_the_first_is_looked_at_to_show_a_value() -> None:
 
     shown([Watched(dict.fromkeys(map(str, range(10_000)), 0))])
     assert Watched.looked < 20
+
+
+def test_a_key_that_is_no_text_is_none_of_ours() -> None:
+    """Callers in Python may give one; it raised in the scheduler."""
+    assert request_policy({3: "x"}, EXACT_ONLY, "exact") is EXACT_ONLY  # type: ignore[dict-item] # that is tested
