@@ -8,7 +8,6 @@ look (``kvtrie.gates.statistics``).
 from __future__ import annotations
 
 import hashlib
-import itertools
 import time
 from dataclasses import astuple, dataclass, replace
 from importlib.metadata import version
@@ -21,6 +20,7 @@ from transformers.utils import logging as transformers_logging
 from kvtrie import gates
 from kvtrie.calibrate import edits, recall
 from kvtrie.calibrate import policies as named
+from kvtrie.calibrate._ahead import Ahead, twin
 from kvtrie.calibrate._engine import (
     MOST_TOKENS,
     Model,
@@ -30,6 +30,7 @@ from kvtrie.calibrate._engine import (
     divergence,
     tokens_needed,
 )
+from kvtrie.calibrate._products import speed_up
 from kvtrie.calibrate._steps import (
     RECORDED,
     SCENARIOS,
@@ -52,7 +53,7 @@ from kvtrie.models.fingerprint import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from os import PathLike
     from pathlib import Path
 
@@ -154,8 +155,13 @@ class _Conversations:
     every: int = 1
 
 
+def num_threads() -> int:
+    """Threads of torch in this process."""
+    return torch.get_num_threads()
+
+
 def set_threads(number: int) -> None:
-    """Set torch's threads in this process."""
+    """Set torch's threads in this process, for each thread that computes."""
     torch.set_num_threads(number)
 
 
@@ -179,6 +185,7 @@ def calibrate(
     status: Callable[[str], None] | None = None,
     partial: Partial | None = None,
     chat_template: str | None = None,
+    jobs: int = 1,
 ) -> Report:
     """Replay edited conversations and compare every policy with full and with exact reuse.
 
@@ -204,6 +211,8 @@ def calibrate(
         partial: Keeps each finished conversation, and resumes the same run from it. The caller
             removes and closes it.
         chat_template: The text of the served template; None: the directory's.
+        jobs: Conversations that are replayed at once, each on a thread of its own and with caches
+            of its own. The report is that of one job.
 
     Raises:
         FileNotFoundError: There is no such directory.
@@ -225,8 +234,11 @@ def calibrate(
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     renderer = Renderer(tokenizer)
-    model = Model(loaded, block_size)
-    bench = _Bench(model, chosen, _eos_ids(loaded, tokenizer))
+    speed_up(loaded)
+    eos = _eos_ids(loaded, tokenizer)
+    copies = [loaded, *(twin(loaded) for _ in range(1, jobs))]
+    models = [Model(one, block_size) for one in copies]
+    model, benches = models[0], [_Bench(one, chosen, eos) for one in models]
     say("rendering conversations by the chat template")
     if conversations is not None:
         sources = _recorded(renderer, conversations)
@@ -259,13 +271,13 @@ def calibrate(
     before = [] if partial is None else partial.begin(run)
     tally = Tally(chosen)
     is_finished = _replay_all(
-        bench, sources, tally, limits, before, most_seconds, partial, progress or (lambda _: None)
+        benches, sources, tally, limits, before, most_seconds, partial, progress or (lambda _: None)
     )
     if conversations is not None and is_finished and not tally.has_moved(RECORDED.name):
         msg = (
             f"no prompt of these {len(conversations)} conversations moves KV, so nothing was "
             "measured: their histories are only appended to, or moved runs are shorter than "
-            f"--min-run {bench.min_run}"
+            f"--min-run {benches[0].min_run}"
         )
         raise NothingMovesError(msg)
     return Report(
@@ -285,7 +297,7 @@ def calibrate(
 
 
 def _replay_all(
-    bench: _Bench,
+    benches: Sequence[_Bench],
     sources: Sequence[_Conversations],
     tally: Tally,
     limits: gates.Thresholds,
@@ -300,45 +312,86 @@ def _replay_all(
     """
     rows = iter(before)
     began, replayed = time.monotonic(), 0
-    count = dict.fromkeys((one.name for one in sources), 0)
-    is_open = {one.name: True for one in sources}
+    turns = _Turns(sources)
 
     def tell(edit: str | None) -> None:
         seconds = time.monotonic() - began
         each = seconds / replayed if replayed else 0.0
-        left = [one for one in sources if is_open[one.name]]
-        least = sum(
-            max(0, min(LEAST_CASES // one.every, one.most) - count[one.name]) for one in left
-        )
-        most = sum(one.most - count[one.name] for one in left)
-        done = len(before) if edit is None else sum(count.values())
+        done = len(before) if edit is None else sum(turns.count.values())
+        least, most = turns.left()
         progress(Progress(edit, done, tally, seconds, each * least, each * most))
 
     tell(None)
-    turns = itertools.count()
-    while any(is_open.values()):
-        turn = next(turns)
-        for source in sources:
-            if not is_open[source.name] or turn % source.every:
-                continue
+    with Ahead(benches) as ahead:
+        while (wanted := next(turns.next(), None)) is not None:
+            source, number = wanted
             row = next(rows, None)
             if row is None:
                 if most_seconds is not None and time.monotonic() - began > most_seconds:
+                    ahead.stop()
+                else:
+                    ahead.begin(turns.next())
+                steps = ahead.take(source, number)
+                if steps is None:
                     return False
-                steps, is_chain = source.make(count[source.name])
-                row = {"edit": source.name, "steps": bench.replay(steps, is_chain=is_chain)}
+                row = {"edit": source.name, "steps": steps}
                 replayed += 1
                 if partial is not None:
                     partial.add(row)
             tally.add(row)
-            count[source.name] += 1
-            is_open[source.name] = count[source.name] < source.most and not (
-                _is_clear(tally, source.name, limits)
-                or (source.is_alike and _moves_nothing(tally, source.name))
+            is_clear = _is_clear(tally, source.name, limits) or (
+                source.is_alike and _moves_nothing(tally, source.name)
             )
+            if turns.took(ends=is_clear):
+                ahead.drop(source.name)
             if replayed:
                 tell(source.name)
     return True
+
+
+class _Turns:
+    """Whose turn it is: each edit in each round, or in one of so many, until it has ended."""
+
+    def __init__(self, sources: Sequence[_Conversations]) -> None:
+        self._sources = sources
+        self._at = 0
+        self.count = dict.fromkeys((one.name for one in sources), 0)
+        self._is_open = {one.name: True for one in sources}
+
+    def next(self) -> Iterator[tuple[_Conversations, int]]:
+        """The next conversations, if no edit ends before its last one."""
+        for _, source, number in self._slots():
+            yield source, number
+
+    def took(self, *, ends: bool) -> bool:
+        """The next conversation was taken; whether its edit has ended."""
+        at, source, number = next(self._slots())
+        self._at = at + 1
+        self.count[source.name] = number + 1
+        self._is_open[source.name] = not ends and number + 1 < source.most
+        return not self._is_open[source.name]
+
+    def _slots(self) -> Iterator[tuple[int, _Conversations, int]]:
+        count = dict(self.count)
+        left = sum(one.most - count[one.name] for one in self._sources if self._is_open[one.name])
+        at = self._at
+        while left:
+            turn, place = divmod(at, len(self._sources))
+            source = self._sources[place]
+            number = count[source.name]
+            if self._is_open[source.name] and number < source.most and turn % source.every == 0:
+                yield at, source, number
+                count[source.name] += 1
+                left -= 1
+            at += 1
+
+    def left(self) -> tuple[int, int]:
+        """Conversations that are left, at least and at most."""
+        left = [one for one in self._sources if self._is_open[one.name]]
+        least = sum(
+            max(0, min(LEAST_CASES // one.every, one.most) - self.count[one.name]) for one in left
+        )
+        return least, sum(one.most - self.count[one.name] for one in left)
 
 
 def _is_clear(tally: Tally, edit: str, limits: gates.Thresholds) -> bool:

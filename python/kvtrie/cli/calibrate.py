@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _LIMITS: Final = gates.Thresholds()
 _MINUTES: Final = 20
+_MOST_JOBS: Final = 64
 
 
 def calibrate(
@@ -97,7 +98,18 @@ def calibrate(
     threads: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Threads of torch (default: 1 for a small model, else torch's choice)."
+            min=1,
+            help="Threads of torch for each conversation (default: 1 for a small model, else the "
+            "cores by the number of --jobs).",
+        ),
+    ] = None,
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=_MOST_JOBS,
+            help="Conversations that are measured at once, with caches of their own (default: 2 on "
+            "a CPU of several cores, 1 on another device and for a small model).",
         ),
     ] = None,
     device: Annotated[str, typer.Option(help="Torch device of the model.")] = "cpu",
@@ -147,9 +159,10 @@ def calibrate(
             from kvtrie.calibrate import measure  # noqa: PLC0415 - slow: torch
             from kvtrie.cli import _calibrated  # noqa: PLC0415 - with rich
 
-            if threads or is_shipped:
-                # A small model's matrices are too small for a second thread.
-                measure.set_threads(threads or 1)
+            # A small model's matrices are too small for a second thread.
+            cores = 1 if is_shipped else measure.num_threads()
+            at_once = jobs or (min(2, cores) if device == "cpu" else 1)
+            measure.set_threads(threads or max(1, cores // at_once))
 
             try:
                 report = measure.calibrate(
@@ -169,6 +182,7 @@ def calibrate(
                     status=shown.stage,
                     partial=partial,
                     chat_template=template,
+                    jobs=at_once,
                 )
             except NothingMovesError as error:
                 if partial is not None:
