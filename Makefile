@@ -15,6 +15,8 @@ PYTHON ?=
 
 export VIRTUAL_ENV := $(CURDIR)/$(VENV)
 unexport CONDA_PREFIX PYTHONPATH PYTHONHOME
+# Bytecode is kept, whatever the machine says: no installer writes any, and compiling torch takes as long as importing it.
+unexport PYTHONDONTWRITEBYTECODE
 # uv trusts what the machine trusts, as pip does.
 export UV_SYSTEM_CERTS := 1
 
