@@ -184,6 +184,10 @@ target/workloads/W11-10M.bin: EXPORT := --conversations 2000 --cached-tokens 100
 $(WORKLOADS): $(wildcard benches/workloads/*.py) | $(VENV)/.packages
 	$(PY) benches/workloads/export.py W11 $(EXPORT) --prompt-tokens 20000 --asked 8 --out $@
 
+.PHONY: test-benches
+test-benches: workloads ## the Rust benchmarks as tests, one pass each
+	$(CARGO) test --quiet --package kvtrie-benches --benches
+
 # Each peer runs in an environment of its own, with kvtrie's wheel; one after the other, or they disturb each other.
 PEERS := sglang vllm lmcache
 PEER_FLAGS ?=
