@@ -20,6 +20,7 @@ from nats.js.client import JetStreamContext
 from tests.cluster.nats_server import PROGRAM, SECONDS, NatsServer, free_port, needs_nats
 from tests.cluster.publisher import CLEARED, SIZE, Publisher, packed, removed, stored
 from tests.cluster.test_subscription import KEY, NS, PROMPT, block
+from tests.s3_server import S3Bucket
 
 import kvtrie
 from kvtrie.cluster import (
@@ -575,9 +576,13 @@ def test_bad_header_names_the_worker(text: str, why: str) -> None:
     assert good.message_id == "w:an epoch:1"
 
 
-@pytest.fixture
-def store() -> Any:
-    return obstore.store.MemoryStore()
+@pytest.fixture(params=["memory", "s3"])
+def store(request: pytest.FixtureRequest) -> Iterator[Any]:
+    if request.param == "memory":
+        yield obstore.store.MemoryStore()
+    else:
+        with S3Bucket() as bucket:
+            yield obstore.store.S3Store(bucket.name)
 
 
 def names(store: Any) -> list[str]:

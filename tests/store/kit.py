@@ -1,4 +1,4 @@
-"""What tests of the store share: small stores, rows of known bytes, a master of Mooncake."""
+"""What tests of the store share: small stores, rows of known bytes, backends and their servers."""
 
 from __future__ import annotations
 
@@ -8,16 +8,28 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import pytest
+from tests.s3_server import S3Bucket
 
 import kvtrie
-from kvtrie.store import HostBackend, SpanRows, SpanShape, SpanStore, StoreKey
+from kvtrie.store import (
+    HostBackend,
+    MooncakeBackend,
+    ObjectBackend,
+    SpanRows,
+    SpanShape,
+    SpanStore,
+    StoreKey,
+)
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from kvtrie.store import Backend, SpanRun
 
 SECRET = b"a secret of the store's owner"
@@ -125,3 +137,50 @@ class MooncakeMaster:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
+
+
+# Object stores, which outlive the process.
+OBJECTS = ["folder", "s3"]
+KINDS = ["host", *OBJECTS, pytest.param("mooncake", marks=needs_mooncake)]
+# Those that a server keeps.
+SERVERS = ["s3", pytest.param("mooncake", marks=needs_mooncake)]
+
+
+@contextmanager
+def url_of(kind: str, folder: Path) -> Iterator[str]:
+    """The URL of an empty object store."""
+    pytest.importorskip("obstore", reason="obstore is not installed")
+    if kind == "folder":
+        yield f"file://{folder / 'objects'}"
+    else:
+        with S3Bucket() as bucket:
+            yield bucket.url
+
+
+@contextmanager
+def opened(kind: str, folder: Path, prefix: str = "model-a/") -> Iterator[Backend]:
+    """An empty backend."""
+    if kind == "host":
+        yield HostBackend(1 << 22)
+    elif kind in OBJECTS:
+        with url_of(kind, folder) as url:
+            yield ObjectBackend.from_url(url, prefix=prefix)
+    else:
+        with served(kind) as (backend, _):
+            yield backend
+
+
+@contextmanager
+def served(kind: str) -> Iterator[tuple[Backend, Callable[[], None]]]:
+    """An empty backend that a server keeps, and what kills it."""
+    if kind == "s3":
+        pytest.importorskip("obstore", reason="obstore is not installed")
+        with S3Bucket() as bucket:
+            yield ObjectBackend.from_url(bucket.url), bucket.kill
+        return
+    with MooncakeMaster() as master:
+        client = MooncakeBackend(master.address, segment_bytes=16 << 20, buffer_bytes=4 << 20)
+        try:
+            yield client, master.kill
+        finally:
+            client.close()

@@ -9,23 +9,28 @@ import sys
 import textwrap
 import threading
 import time
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.s3_server import S3Bucket
 from tests.store.kit import (
+    KINDS,
+    OBJECTS,
+    SERVERS,
     SHAPE,
     MooncakeMaster,
     make_store,
     needs_mooncake,
+    opened,
     read,
     rows,
     run_of,
     same,
+    served,
+    url_of,
 )
 
 from kvtrie.store import (
-    Backend,
     BackendError,
     HostBackend,
     MooncakeBackend,
@@ -36,26 +41,7 @@ from kvtrie.store import (
 from kvtrie.store.runs import LONGEST
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
-
-KINDS = ["host", "folder", pytest.param("mooncake", marks=needs_mooncake)]
-
-
-@contextmanager
-def opened(kind: str, folder: Path) -> Iterator[Backend]:
-    if kind == "host":
-        yield HostBackend(1 << 22)
-    elif kind == "folder":
-        pytest.importorskip("obstore", reason="obstore is not installed")
-        yield ObjectBackend.from_url(f"file://{folder / 'objects'}", prefix="model-a/")
-    else:
-        with MooncakeMaster() as master:
-            client = MooncakeBackend(master.address, segment_bytes=16 << 20, buffer_bytes=4 << 20)
-            try:
-                yield client
-            finally:
-                client.close()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -102,9 +88,9 @@ def test_a_store_on_each_backend_returns_what_was_stored(kind: str, tmp_path: Pa
         assert store.exists([run]) == [False]
 
 
-def test_a_restarted_store_counts_what_is_in_its_folder(tmp_path: Path) -> None:
-    pytest.importorskip("obstore", reason="obstore is not installed")
-    with opened("folder", tmp_path) as backend:
+@pytest.mark.parametrize("kind", OBJECTS)
+def test_a_restarted_store_counts_what_is_there(kind: str, tmp_path: Path) -> None:
+    with opened(kind, tmp_path) as backend:
         store = make_store(backend)
         for at in range(0, 160, 40):
             store.put(run_of(store, list(range(at, at + 40))), rows(40))
@@ -117,33 +103,93 @@ def test_a_restarted_store_counts_what_is_in_its_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("prefix", ["", "model-a", "model-a/", "/model-a/b/"])
-def test_a_folder_with_other_files_keeps_them(prefix: str, tmp_path: Path) -> None:
-    """What was in the folder before was counted as runs, and deleted to make room."""
-    pytest.importorskip("obstore", reason="obstore is not installed")
-    letter = tmp_path / prefix.strip("/") / "letter.txt"
-    letter.parent.mkdir(parents=True, exist_ok=True)
-    letter.write_text("x" * 5_000)
-    limit = SHAPE.num_bytes(40)
-    for at in range(3):
-        backend = ObjectBackend.from_url(f"file://{tmp_path}", prefix=prefix)
-        store = make_store(backend, max_bytes=limit)
-        assert store.num_bytes == (limit if at else 0)
-        assert store.put(run_of(store, list(range(at, at + 40))), rows(40))
-        assert store.num_bytes == limit
-    assert letter.exists()
+@pytest.mark.parametrize("kind", OBJECTS)
+def test_what_else_is_under_the_prefix_stays(kind: str, prefix: str, tmp_path: Path) -> None:
+    """What was in a folder before was counted as runs, and deleted to make room."""
+    with opened(kind, tmp_path, prefix) as backend:
+        backend.put("letter.txt", bytearray(5_000))
+        limit = SHAPE.num_bytes(40)
+        for at in range(3):
+            store = make_store(backend, max_bytes=limit)
+            assert store.num_bytes == (limit if at else 0)
+            assert store.put(run_of(store, list(range(at, at + 40))), rows(40))
+            assert store.num_bytes == limit
+        assert ("letter.txt", 5_000) in backend.sizes()
+    if kind == "folder":
+        assert (tmp_path / "objects" / prefix.strip("/") / "letter.txt").exists()
 
 
-def test_runs_are_looked_up_where_an_event_loop_runs(tmp_path: Path) -> None:
-    pytest.importorskip("obstore", reason="obstore is not installed")
-    store = make_store(ObjectBackend.from_url(f"file://{tmp_path}"))
-    runs = [run_of(store, list(range(at, at + 40))) for at in range(600)]
+@pytest.mark.parametrize("kind", OBJECTS)
+def test_runs_are_looked_up_where_an_event_loop_runs(kind: str, tmp_path: Path) -> None:
+    with opened(kind, tmp_path) as backend:
+        store = make_store(backend)
+        runs = [run_of(store, list(range(at, at + 40))) for at in range(600)]
 
-    async def within() -> list[bool]:
-        assert store.put(runs[500], rows(40))
-        return store.exists(runs)
+        async def within() -> list[bool]:
+            assert store.put(runs[500], rows(40))
+            return store.exists(runs)
 
-    found = asyncio.run(within())
+        found = asyncio.run(within())
     assert [at for at, is_there in enumerate(found) if is_there] == [500]
+
+
+@pytest.mark.parametrize("kind", ["host", *OBJECTS])
+def test_ranges_of_a_value_that_ends_early_are_short(kind: str, tmp_path: Path) -> None:
+    """obstore panicked where a value ends between two ranges that it reads in one request."""
+    with opened(kind, tmp_path) as backend:
+        value = bytearray(range(256)) * 8
+        backend.put("a", value)
+        wanted = [(1_000, 3_000), (0, 1_024), (1_024, 2_000), (2_500, 2_600)]
+        found = backend.read("a", wanted)
+        assert found is not None
+        for part, (start, end) in zip(found, wanted, strict=True):
+            assert bytes(part) == value[start:end][: len(part)]
+            assert len(part) < end - start or end <= len(value)
+        # What is far apart is read by itself.
+        backend.put("b", bytearray(3 << 20))
+        found = backend.read("b", [(3 << 20, (3 << 20) + 1), (0, 8), (9, 1 << 20)])
+        assert found is not None
+        assert len(found[0]) == 0
+        found = backend.read("b", [((3 << 20) - 1, 3 << 20), (0, 8), (9, 1 << 20)])
+        assert found is not None
+        assert [len(part) for part in found] == [1, 8, (1 << 20) - 9]
+
+
+@pytest.mark.parametrize("kind", OBJECTS)
+def test_a_cut_value_ends_no_thread_and_is_stored_again(kind: str, tmp_path: Path) -> None:
+    with opened(kind, tmp_path) as backend:
+        store = make_store(backend)
+        run = run_of(store, list(range(100)))
+        for left in (0, 10, 1_023, 1_024, 1_100):
+            assert store.put(run, rows(100))
+            whole = backend.read(run.name, [(0, 2_000)])
+            assert whole is not None
+            backend.put(run.name, bytearray(whole[0][:left]))
+            assert read(store, run, (50, 60)) is None
+        assert store.put(run, rows(100))
+        assert same(read(store, run, (0, 100)) or rows(100, 1), rows(100))
+
+
+@pytest.mark.parametrize("kind", OBJECTS)
+def test_another_process_finds_what_was_stored(kind: str, tmp_path: Path) -> None:
+    with url_of(kind, tmp_path) as url:
+        store = make_store(ObjectBackend.from_url(url))
+        assert store.put(run_of(store, list(range(100))), rows(100))
+        code = f"""
+        import os
+        from tests.store.kit import make_store, read, rows, run_of, same
+        from kvtrie.store import ObjectBackend
+        store = make_store(ObjectBackend.from_url({url!r}))
+        assert store.num_runs == 1
+        assert same(read(store, run_of(store, list(range(100))), (0, 100)), rows(100))
+        assert store.put(run_of(store, list(range(7, 107))), rows(100, 1))
+        # Threads of obstore may want the interpreter while it ends, and abort.
+        os._exit(0)
+        """
+        subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=120)
+        found = read(store, run_of(store, list(range(7, 107))), (0, 100))
+    assert found is not None
+    assert same(found, rows(100, 1))
 
 
 def test_a_buffer_of_mooncake_holds_a_run_of_a_model_of_8b() -> None:
@@ -213,10 +259,9 @@ def test_a_backend_that_does_not_work_is_refused_at_the_start() -> None:
     assert refused.value.reason == "unreachable"
 
 
-@needs_mooncake
-def test_the_master_is_killed_while_runs_are_read_and_no_byte_is_wrong() -> None:
-    with MooncakeMaster() as master:
-        backend = MooncakeBackend(master.address, segment_bytes=16 << 20, buffer_bytes=4 << 20)
+@pytest.mark.parametrize("kind", SERVERS)
+def test_the_server_is_killed_while_runs_are_read_and_no_byte_is_wrong(kind: str) -> None:
+    with served(kind) as (backend, kill):
         store = make_store(backend)
         runs = [run_of(store, list(range(at, at + 64))) for at in range(0, 640, 64)]
         for number, run in enumerate(runs):
@@ -237,7 +282,7 @@ def test_the_master_is_killed_while_runs_are_read_and_no_byte_is_wrong() -> None
         thread.start()
         while reads[0] < 20:
             time.sleep(0.001)
-        master.kill()
+        kill()
         while not store.counts().get("read_unreachable"):
             time.sleep(0.001)
         ends.set()
@@ -246,6 +291,80 @@ def test_the_master_is_killed_while_runs_are_read_and_no_byte_is_wrong() -> None
         assert wrong == []
         assert store.exists(runs) == [False] * len(runs)
         store.close()
+
+
+def test_a_reply_of_s3_that_breaks_off_anywhere_is_a_miss() -> None:
+    pytest.importorskip("obstore", reason="obstore is not installed")
+    with S3Bucket() as bucket:
+        store = make_store(ObjectBackend.from_url(bucket.url))
+        run = run_of(store, list(range(250)))
+        assert store.put(run, rows(250))
+        for passes in (0, 100, 700, 2_000, 3_500):
+            bucket.relay.passes = passes
+            assert read(store, run, (0, 250)) is None
+            # Whether it has arrived is not known, so that it may be stored again.
+            assert not store.put(run_of(store, list(range(passes + 1, passes + 251))), rows(250))
+        bucket.relay.passes = None
+        assert store.counts()["read_unreachable"] == store.counts()["put_unreachable"] == 5
+        assert same(read(store, run, (0, 250)) or rows(250, 1), rows(250))
+
+
+def test_s3_that_does_not_answer_is_asked_once() -> None:
+    """A read took its timeout twice: the second time to ask whether the value is short."""
+    pytest.importorskip("obstore", reason="obstore is not installed")
+    with S3Bucket() as bucket:
+        backend = ObjectBackend.from_url(bucket.url, timeout=0.2)
+        bucket.relay.stall()
+        before = bucket.relay.connections
+        with pytest.raises(BackendError) as raised:
+            backend.read("a", [(0, 10)])
+        assert raised.value.reason == "unreachable"
+        assert bucket.relay.connections == before + 1
+
+
+def test_another_bucket_or_key_of_s3_is_refused_at_the_start_and_named() -> None:
+    pytest.importorskip("obstore", reason="obstore is not installed")
+    with S3Bucket() as bucket:
+        with pytest.raises(StoreRefused, match=r"404 Not Found: NoSuchBucket$") as refused:
+            make_store(ObjectBackend.from_url(f"{bucket.url}-of-nobody"))
+        assert refused.value.reason == "unreachable"
+        backend = ObjectBackend.from_url(bucket.url)
+        with bucket.checks_keys():
+            with pytest.raises(StoreRefused, match=r"403 Forbidden: InvalidAccessKeyId$"):
+                make_store(backend)
+            with pytest.raises(BackendError, match="403 Forbidden"):
+                backend.exists(["a"])
+            with pytest.raises(BackendError, match=r"403 Forbidden: InvalidAccessKeyId$"):
+                list(backend.sizes())
+        assert make_store(backend).num_runs == 0
+
+
+def test_s3_without_tls_needs_the_word_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variable was not read, so that only servers with TLS could be used."""
+    pytest.importorskip("obstore", reason="obstore is not installed")
+    with S3Bucket() as bucket:
+        for word, is_allowed in (("TRUE", True), ("1", True), ("false", False), ("", False)):
+            monkeypatch.setenv("AWS_ALLOW_HTTP", word)
+            backend = ObjectBackend.from_url(bucket.url)
+            if is_allowed:
+                assert backend.exists(["a"]) == [False]
+                continue
+            before = bucket.relay.connections
+            with pytest.raises(BackendError):
+                backend.exists(["a"])
+            assert bucket.relay.connections == before
+
+
+def test_a_store_counts_the_runs_of_all_pages_of_s3() -> None:
+    """S3 lists 1,000 objects at a time."""
+    pytest.importorskip("obstore", reason="obstore is not installed")
+    with S3Bucket() as bucket:
+        store = make_store(ObjectBackend.from_url(bucket.url))
+        run = run_of(store, list(range(40)))
+        names = [f"{run.name[:-8]}{number:08x}" for number in range(2_500)]
+        bucket.fill(names, b"12345")
+        again = make_store(ObjectBackend.from_url(bucket.url))
+        assert (again.num_runs, again.num_bytes) == (2_500, 12_500)
 
 
 @needs_mooncake

@@ -10,7 +10,18 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from tests.store.kit import SECRET, SHAPE, SPACE, make_store, read, rows, run_of, same
+from tests.store.kit import (
+    OBJECTS,
+    SECRET,
+    SHAPE,
+    SPACE,
+    make_store,
+    opened,
+    read,
+    rows,
+    run_of,
+    same,
+)
 
 import kvtrie
 from kvtrie import tags
@@ -33,6 +44,7 @@ from kvtrie.store.budget import Budget
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 SEEDS = 10_000
 
@@ -502,25 +514,27 @@ def test_a_header_says_where_a_run_was_computed_and_how_exact_it_is() -> None:
     assert not header.is_at(moved)
 
 
-def test_the_budget_is_kept_and_what_was_used_last_stays() -> None:
-    size = SHAPE.num_bytes(32)
-    store = make_store(max_bytes=4 * size)
-    seq = kvtrie.TokenSequence(range(20_000), SPACE)
-    late = store.runs(seq, [19_968])[-1]
-    runs = [late, *(run_of(store, list(range(at, at + 32))) for at in range(0, 288, 32))]
-    for run in runs[:4]:
-        store.put(run, rows(32))
-    # Neither many uses in the past nor the cost of a run late in a prompt keeps it.
-    for _ in range(3):
-        read(store, late, (0, 32))
-    read(store, runs[1], (0, 32))
-    for run in runs[4:7]:
-        store.put(run, rows(32))
-        assert store.num_bytes <= 4 * size
-    assert store.exists(runs[:7]) == [False, True, False, False, True, True, True]
-    assert store.counts()["evicted"] == 3
-    assert not store.put(run_of(store, list(range(255))), rows(255))
-    assert store.counts()["put_too_large"] == 1
+@pytest.mark.parametrize("kind", ["host", *OBJECTS])
+def test_the_budget_is_kept_and_what_was_used_last_stays(kind: str, tmp_path: Path) -> None:
+    with opened(kind, tmp_path) as backend:
+        size = SHAPE.num_bytes(32)
+        store = make_store(backend, max_bytes=4 * size)
+        seq = kvtrie.TokenSequence(range(20_000), SPACE)
+        late = store.runs(seq, [19_968])[-1]
+        runs = [late, *(run_of(store, list(range(at, at + 32))) for at in range(0, 288, 32))]
+        for run in runs[:4]:
+            store.put(run, rows(32))
+        # Neither many uses in the past nor the cost of a run late in a prompt keeps it.
+        for _ in range(3):
+            read(store, late, (0, 32))
+        read(store, runs[1], (0, 32))
+        for run in runs[4:7]:
+            store.put(run, rows(32))
+            assert store.num_bytes <= 4 * size
+        assert store.exists(runs[:7]) == [False, True, False, False, True, True, True]
+        assert store.counts()["evicted"] == 3
+        assert not store.put(run_of(store, list(range(255))), rows(255))
+        assert store.counts()["put_too_large"] == 1
 
 
 def test_tenants_share_one_order_of_last_use() -> None:
