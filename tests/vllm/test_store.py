@@ -28,7 +28,10 @@ from vllm.engine.arg_utils import EngineArgs
 
 import kvtrie
 from kvtrie import gates
+from kvtrie.integrations import _turns
 from kvtrie.integrations._asked import SettingsError
+from kvtrie.integrations._store_settings import StoreSettings
+from kvtrie.integrations._turns import StorePrompt, TurnToWrite
 from kvtrie.integrations.vllm import _gate, _store_worker, _support
 from kvtrie.integrations.vllm._filled_plan import FilledPlan, fillable
 from kvtrie.integrations.vllm._metadata import (
@@ -36,12 +39,9 @@ from kvtrie.integrations.vllm._metadata import (
     Load,
     Seek,
     StepMetadata,
-    StorePrompt,
     StoreReport,
     StoreStep,
-    TurnToWrite,
 )
-from kvtrie.integrations.vllm._store_settings import StoreSettings
 from kvtrie.integrations.vllm._vllm import KVConnectorBase_V1
 from kvtrie.integrations.vllm.connector import check_early
 from kvtrie.store import BackendError, HostBackend, PlacedSpan, TakenSpans, loading
@@ -555,7 +555,7 @@ def test_a_step_waits_for_the_copy_of_its_own_blocks_alone(
         assert goes.wait(60)
         return loading.rows_of(*given)
 
-    monkeypatch.setattr(_store_worker, "rows_of", slowly)
+    monkeypatch.setattr(_turns, "rows_of", slowly)
     name = e.add(TURN, max_tokens=2)
     while not e.answers[name].tokens:
         e.step()

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 import kvtrie
+from kvtrie.integrations._store_settings import StoreSettings
 from kvtrie.integrations.vllm._metadata import FoundSpans, StoreReport, StoreStep
 from kvtrie.integrations.vllm._requests import LiveRequest
 from kvtrie.integrations.vllm._stats import Counts
-from kvtrie.integrations.vllm._store_settings import StoreSettings
 from kvtrie.integrations.vllm._stored import StoreRequests
 from kvtrie.integrations.vllm._vllm import RequestStatus
 from kvtrie.store import PlacedSpan

@@ -880,7 +880,11 @@ def rows_of(pool: KVPool, table: NDArray[np.integer[Any]], start: int, end: int)
         LayoutError: The rows of layers differ in shape.
         ValueError: A position is outside the table.
     """
-    k, v = pool.gather(table, start, end)
+    return rows_from(*pool.gather(table, start, end))
+
+
+def rows_from(k: torch.Tensor, v: torch.Tensor | None) -> SpanRows:
+    """What `KVPool.gather` has returned, copied to the host."""
     num_layers, num_tokens = k.shape[:2]
     sides = [
         np.empty((num_layers, num_tokens, 0), np.uint8)

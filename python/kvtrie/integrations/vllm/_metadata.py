@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvtrie._core import ReusePolicy
+    from kvtrie.integrations._turns import StorePrompt, TurnToWrite
     from kvtrie.integrations.vllm._requests import Range
     from kvtrie.store import PlacedSpan, PromptContexts
 
@@ -35,20 +36,6 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class StorePrompt:
-    """Tokens of one request as the store cuts and names them.
-
-    ``spans`` are start, end and kind.
-    """
-
-    tokens: NDArray[Any]
-    salt: str | None
-    borders: tuple[int, ...]
-    spans: tuple[tuple[int, int, str], ...]
-    session: str | None
-
-
-@dataclass(frozen=True, slots=True)
 class Seek:
     """What is looked for in the store for a request that waits.
 
@@ -63,19 +50,6 @@ class Seek:
     moved_end: int | None
     to_first_gap: bool
     judges: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class TurnToWrite:
-    """Runs of a request that has ended, and the blocks that hold them from position 0.
-
-    ``pieces`` are start, end, exact tokens and hops of each.
-    """
-
-    prompt: StorePrompt
-    blocks: tuple[int, ...]
-    pieces: tuple[tuple[int, int, int, int | None], ...]
-    policy: ReusePolicy
 
 
 @dataclass(slots=True)

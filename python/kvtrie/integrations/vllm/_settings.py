@@ -19,7 +19,7 @@ from kvtrie.integrations._asked import (
     session_id,
     shown,
 )
-from kvtrie.integrations.vllm._store_settings import StoreSettings
+from kvtrie.integrations._store_settings import StoreSettings
 from kvtrie.tags import PRESETS, Tagger
 
 if TYPE_CHECKING:

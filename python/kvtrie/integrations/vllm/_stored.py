@@ -15,16 +15,15 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from kvtrie.integrations._store_settings import HOST
+from kvtrie.integrations._turns import StorePrompt, TurnToWrite, borders_of
 from kvtrie.integrations.vllm._filled_plan import fillable, limits_contexts
 from kvtrie.integrations.vllm._metadata import (
     Seek,
-    StorePrompt,
     StoreReport,
     StoreStep,
-    TurnToWrite,
 )
 from kvtrie.integrations.vllm._requests import adapter_of
-from kvtrie.integrations.vllm._store_settings import HOST
 from kvtrie.integrations.vllm._vllm import RequestStatus
 from kvtrie.store.runs import Gone, gone_of, pieces
 from kvtrie.store.threads import Shares
@@ -37,12 +36,11 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvtrie._core import ReusePlan, ReusePolicy
+    from kvtrie.integrations._store_settings import StoreSettings
     from kvtrie.integrations.vllm._filled_plan import FilledPlan
     from kvtrie.integrations.vllm._metadata import Load
     from kvtrie.integrations.vllm._requests import LiveRequest, Range
     from kvtrie.integrations.vllm._stats import Counts
-    from kvtrie.integrations.vllm._store_settings import StoreSettings
-    from kvtrie.integrations.vllm._tags import Reading
 
 _LOG: Final = logging.getLogger("vllm.kvtrie")
 # Requests that may wait for the store at a time; tenants share them.
@@ -51,7 +49,6 @@ _MAX_WAITING: Final = 64
 _LEAST_PREFILL: Final = 64
 # Runs whose hashes are kept, in some 40 MB; beyond that every prompt is looked up.
 _MOST_WRITTEN: Final = 1 << 19
-_GENERATED: Final = ("answer", "reasoning", "tool_call")
 _TURN: Final = TurnPolicy()
 # What ends a request between two steps, while one that it is in may be under way.
 _CUT_OFF: Final = (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR)
@@ -370,7 +367,7 @@ class StoreRequests:
         num = len(live.seq) if end is None else end
         if live.reading is not None:
             live.reading.follow(live.seq)
-            borders = tuple(one for one in borders_of(live.reading) if one <= num)
+            borders = tuple(one for one in borders_of(live.reading.stream) if one <= num)
             spans = tuple((one.start, one.end, one.kind) for one in live.reading.spans())
         salt = request.cache_salt or None
         return StorePrompt(live.seq[:num], salt, borders, spans, live.session)
@@ -398,27 +395,6 @@ class MostHops:
         while self._begun and self._begun[0][1] <= start:
             heapq.heappop(self._begun)
         return -self._begun[0][0] if self._begun else 0
-
-
-def borders_of(reading: Reading) -> set[int]:
-    """Where prompts are cut: where the model's own sections begin and end, and between others.
-
-    What the template writes around a message goes with what is not the model's. So a turn has the
-    runs that the next prompt has, although the last token that was sampled has no KV; and no run is
-    the template's alone, which would be the same everywhere, and stored as computed in one place.
-    """
-    borders: set[int] = set()
-    follows_own = False
-    for one in sorted(reading.stream.sections, key=lambda one: one.span.start):
-        if one.nested:
-            continue
-        is_own = one.kind in _GENERATED
-        if is_own:
-            borders |= {one.span.start, one.span.end, *one.dropped}
-        elif not follows_own:
-            borders.add(one.span.start)
-        follows_own = is_own
-    return borders
 
 
 def _gaps(
