@@ -203,4 +203,5 @@ def test_without_a_format_all_is_kept(
 
 def test_one_pass_over_a_long_prompt() -> None:
     ids = np.array([USER, *range(1000, 9000), ASSISTANT, OPEN, *range(10, 510), CLOSE, 30, 31])
-    assert _reasoning.Reasoning(TAGGER).dead(ids, complete=True) == [(8002, 8504)]
+    reasoning = _reasoning.Reasoning(TAGGER)
+    assert reasoning.dead(reasoning.read(ids, complete=True)) == [(8002, 8504)]

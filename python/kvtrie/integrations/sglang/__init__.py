@@ -49,10 +49,14 @@ def register() -> None:
         return
     register_radix_cache_backend(BACKEND, _make)
     try:
-        with_gaps = SGLangSettings.read().computes_gaps
+        settings = SGLangSettings.read()
     except SettingsError:
         return  # the cache says so, if the server has it
-    if with_gaps and is_tested():
+    if settings.store is not None and is_tested():
+        from kvtrie.integrations.sglang import _waiting  # noqa: PLC0415 - imports torch
+
+        _waiting.install()
+    if settings.computes_gaps and is_tested():
         from kvtrie.integrations.sglang import _gaps  # noqa: PLC0415 - imports torch
 
         _gaps.install()

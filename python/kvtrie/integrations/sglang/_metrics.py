@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import threading
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from kvtrie.record import Would
+
+_STORE: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
+    "store_requests": ("Requests that were looked up in the store.", ()),
+    "store_found": ("Requests of which the store had something.", ()),
+    "store_late": ("Requests for which the store took too long.", ()),
+    "store_busy": ("Requests that were not looked up because too many waited.", ()),
+    "store_stopped": ("Whether the store is neither read nor written any more.", ()),
+    "store_tokens_exact": ("Prompt tokens whose KV came from the store, exact.", ()),
+    "store": ("Runs, ranges, bytes and tokens of the store, by event.", ("event",)),
+}
 
 
 class Metrics:
@@ -22,6 +33,9 @@ class Metrics:
         from prometheus_client import Counter  # noqa: PLC0415
 
         self._labels = labels
+        self._make = Counter
+        self._lock = threading.Lock()
+        self._store: dict[str, Any] = {}
         self._failures = Counter(
             "sglang:kvtrie_failures",
             "Calls of kvtrie's cache that failed, each answered as a miss, and keys it cannot "
@@ -49,6 +63,17 @@ class Metrics:
             "Finished requests, by whether they are in the log.",
             [*labels, "outcome"],
         )
+
+    def stored(self, name: str, event: str | None, count: int) -> None:
+        """Count news of the store; its counters are there from the first on. In any thread."""
+        with self._lock:
+            if not self._store:
+                self._store = {
+                    one: self._make(f"sglang:kvtrie_{one}", what, [*self._labels, *more])
+                    for one, (what, more) in _STORE.items()
+                }
+        more = {} if event is None else {"event": event}
+        self._store[name].labels(**self._labels, **more).inc(count)
 
     def failed(self, name: str) -> None:
         self._failures.labels(**self._labels, call=name).inc()

@@ -302,12 +302,30 @@ def _would(plan: ReusePlan, known: int, end: int, num_prompt: int) -> Would:
 
 
 def pool_of(kvcache: Any, config: object) -> KVPool:  # noqa: ANN401 - one of SGLang's many
-    """SGLang's K and V as a pool with a slot a block.
+    """SGLang's K and V as a pool with a slot a block, whose keys can be rotated.
 
     Raises:
         LayoutError: K and V are kept in another way than a row of each for a slot.
         UnsupportedRopeError: The model's keys cannot be rotated, or it has M-RoPE.
     """
+    tensors, layout = _tensors_of(kvcache)
+    rope = RopeSpec.from_config(config)
+    if rope.item_positions:
+        msg = "M-RoPE is not supported: the cache knows no positions of images"
+        raise UnsupportedRopeError(msg)
+    return KVPool.wrap(tensors, layout, rope)
+
+
+def unmoved_pool_of(kvcache: Any) -> KVPool:  # noqa: ANN401 - one of SGLang's many
+    """SGLang's K and V as a pool with a slot a block, whose keys stay as they are.
+
+    Raises:
+        LayoutError: K and V are kept in another way than a row of each for a slot.
+    """
+    return KVPool.wrap(*_tensors_of(kvcache))
+
+
+def _tensors_of(kvcache: Any) -> tuple[tuple[list[torch.Tensor], ...], KVLayout]:  # noqa: ANN401
     name = type(kvcache).__name__
     if name != "MHATokenToKVPool" or kvcache.kv_cache_layout != "nhd" or kvcache.start_layer:
         msg = f"how {name} keeps K and V is not known"
@@ -326,8 +344,4 @@ def pool_of(kvcache: Any, config: object) -> KVPool:  # noqa: ANN401 - one of SG
         head_dim=kvcache.head_dim,
         v_head_dim=kvcache.v_head_dim,
     )
-    rope = RopeSpec.from_config(config)
-    if rope.item_positions:
-        msg = "M-RoPE is not supported: the cache knows no positions of images"
-        raise UnsupportedRopeError(msg)
-    return KVPool.wrap(tensors, layout, rope)
+    return tensors, layout

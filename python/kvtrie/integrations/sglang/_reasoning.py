@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from sglang.srt.server_args import ServerArgs
 
+    from kvtrie.tags import Stream
+
 _LOG = logging.getLogger("sglang.kvtrie")
 
 DROPPED_AT: Final = {"user": "next user message", "final": "final answer", "never": "never"}
@@ -56,8 +58,8 @@ class Reasoning:
         self._tagger = tagger
         self._policy = TurnPolicy()
 
-    def dead(self, ids: NDArray[np.integer], *, complete: bool) -> list[tuple[int, int]]:
-        """The dead reasoning of a request that has ended, in order.
+    def read(self, ids: NDArray[np.integer], *, complete: bool) -> Stream:
+        """The sections of a request that has ended.
 
         Args:
             ids: Prompt and reply.
@@ -66,8 +68,15 @@ class Reasoning:
         stream = self._tagger.stream()
         stream.feed(ids)
         stream.finish(complete=complete)
-        # A prompt with reasoning of earlier turns comes from a template that keeps it.
+        return stream
+
+    def keeps(self, stream: Stream) -> bool:
+        """Whether the template keeps reasoning: the prompt has some of earlier turns."""
         earlier = (section for turn in stream.turns[:-1] for section in turn.sections)
-        if any(section.kind == "reasoning" for section in earlier):
+        return any(section.kind == "reasoning" for section in earlier)
+
+    def dead(self, stream: Stream) -> list[tuple[int, int]]:
+        """The dead reasoning of a request that has ended, in order."""
+        if self.keeps(stream):
             return []
         return list(self._policy.decide(stream).evict_first)

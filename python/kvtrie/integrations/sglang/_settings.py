@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvtrie.integrations import _asked
 from kvtrie.integrations._asked import SettingsError, shown
+from kvtrie.integrations._store_settings import StoreSettings
 
 if TYPE_CHECKING:
     from kvtrie._core import ReusePolicy
@@ -42,6 +43,7 @@ class SGLangSettings:
         shadow: Whether what would be moved is only counted.
         record: Where finished requests are recorded: a path, or fields of `RecordOptions`.
         snapshot: Where snapshots of the KV events are given; None: nowhere.
+        store: KV outside the pool: fields of `StoreSettings`; None: there is none.
     """
 
     gate: str | None = None
@@ -51,6 +53,7 @@ class SGLangSettings:
     shadow: bool = False
     record: str | Mapping[str, Any] | None = None
     snapshot: Mapping[str, Any] | None = None
+    store: Mapping[str, Any] | None = None
 
     @classmethod
     def read(cls) -> SGLangSettings:
@@ -98,6 +101,7 @@ class SGLangSettings:
         found = cls(**given)
         found.wanted()
         found.recorded()
+        found.stored()
         return found
 
     @property
@@ -112,6 +116,14 @@ class SGLangSettings:
             SettingsError: The setting is invalid.
         """
         return _asked.recorded(self.record, VARIABLE)
+
+    def stored(self) -> StoreSettings | None:
+        """The store's settings; None without one.
+
+        Raises:
+            SettingsError: A setting is unknown or invalid.
+        """
+        return StoreSettings.read(self.store, VARIABLE)
 
     def wanted(self) -> ReusePolicy | None:
         """The operator's policy; None if the gate chooses.

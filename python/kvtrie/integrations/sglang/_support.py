@@ -7,23 +7,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtrie import gates
-from kvtrie._core import LayoutError, UnsupportedRopeError
-from kvtrie.integrations import _asked, _served
+from kvtrie._core import SHARED, LayoutError, Namespace, UnsupportedRopeError
+from kvtrie.integrations import _asked, _served, _store_identity
 from kvtrie.integrations._asked import SettingsError
-from kvtrie.integrations.sglang import _gaps, _snapshots
-from kvtrie.integrations.sglang._moving import Moving, pool_of
+from kvtrie.integrations.sglang import _gaps, _snapshots, _waiting
+from kvtrie.integrations.sglang._moving import Moving, pool_of, unmoved_pool_of
 from kvtrie.integrations.sglang._ranks import shared_seed
 from kvtrie.integrations.sglang._reasoning import tagger_of
 from kvtrie.integrations.sglang._recording import RequestLog
 from kvtrie.integrations.sglang._settings import VARIABLE, SGLangSettings
+from kvtrie.integrations.sglang._stored import Stored
 from kvtrie.integrations.sglang._version import check_version, installed, refuse
 from kvtrie.integrations.sglang.cache import KvtrieCache
 from kvtrie.rope import RopeSpec
+from kvtrie.store import BackendError, SpanShape, SpanStore, StoreRefused, TenantLimits
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 
     from kvtrie.integrations._snapshots import SnapshotSource
+    from kvtrie.pool.kv_pool import KVPool
     from kvtrie.tags import Tagger
 
 _LOG = logging.getLogger("sglang.kvtrie")
@@ -80,6 +83,7 @@ def make(context: TreeCacheBuildContext) -> KvtrieCache:
     moving, why = _moving_of(context, tagger)
     recording = _recording_of(context, tagger)
     snapshots = _snapshots_of(context, num_pages)
+    stored = _stored_of(context, tagger)
     cache = KvtrieCache(
         params,
         num_pages,
@@ -88,6 +92,7 @@ def make(context: TreeCacheBuildContext) -> KvtrieCache:
         moving,
         recording,
         snapshots,
+        stored,
         seed=seed,
         counts_for_all=context.tp_rank == 0,
     )
@@ -123,16 +128,12 @@ def _moving_of(context: TreeCacheBuildContext, tagger: Tagger | None) -> tuple[M
     if why_not is not None:
         _LOG.warning("kvtrie: exact reuse only: %s", why_not)
         return None, "exact reuse only (its KV is not moved)"
-    stream = None
-    # Without overlap scheduling, steps run on the stream of the scheduler, which calls the cache.
-    if pool.device.type != "cpu" and not context.server_args.disable_overlap_schedule:
-        stream = context.tp_worker.model_runner.forward_stream
     _LOG.info("kvtrie: %s", decision.reason)
     moving = Moving(
         decision,
         tagger,
         pool,
-        stream,
+        _stream_of(context, pool),
         settings.default,
         is_checked=settings.gate != _served.UNCHECKED,
         max_in_gaps=_max_in_gaps(context, settings) if settings.gaps else 0,
@@ -142,6 +143,84 @@ def _moving_of(context: TreeCacheBuildContext, tagger: Tagger | None) -> tuple[M
     what = "exact reuse only, and a count of" if settings.shadow else "approximate"
     gaps = "after gaps too" if settings.gaps else "up to the first gap"
     return moving, f"{what} reuse {gaps} (gate: {settings.gate}){who}"
+
+
+def _stream_of(context: TreeCacheBuildContext, pool: KVPool) -> Any:  # noqa: ANN401 - of a device's module
+    """The stream of the steps; None: that of the scheduler, which calls the cache."""
+    if pool.device.type == "cpu" or context.server_args.disable_overlap_schedule:
+        return None
+    return context.tp_worker.model_runner.forward_stream
+
+
+def _stored_of(context: TreeCacheBuildContext, tagger: Tagger | None) -> Stored | None:
+    """The store next to the pool; None: there is none.
+
+    Raises:
+        SGLangUnsupportedError: The setting is invalid, or there can be no store here.
+    """
+    where = f"{VARIABLE}: store"
+    try:
+        given = SGLangSettings.read().stored()
+        if given is None:
+            return None
+        given.check_files(VARIABLE)
+        model = context.model_config
+        why_not = _why_not_stored(context)
+        if why_not is not None:
+            refuse(f"{where}: {why_not}")
+        kvcache = context.params.token_to_kv_pool_allocator.get_kvcache()
+        pool, for_reading = unmoved_pool_of(kvcache), unmoved_pool_of(kvcache)
+        served = _model(context, kvcache)
+        name = _store_identity.identity(
+            given,
+            served,
+            model.hf_text_config,
+            VARIABLE,
+            dtype=str(model.dtype).removeprefix("torch."),
+            context=model.context_len,
+        )
+        # Another engine computes with other kernels, which was not compared.
+        space = Namespace(model=f"{name} sglang", kv_dtype=served.kv_dtype, salt=SHARED)
+        store = SpanStore(
+            given.open_backend(),
+            given.key(VARIABLE),
+            space,
+            SpanShape.of(pool.layout),
+            max_bytes=given.max_bytes,
+            limits=TenantLimits(max_bytes=given.tenant_bytes, lifetime=given.lifetime),
+            longest=given.run_tokens,
+        )
+    except SettingsError as error:
+        refuse(str(error))
+    except (BackendError, ImportError, LayoutError, StoreRefused) as error:
+        refuse(f"{where}: {error}")
+    _LOG.info("kvtrie: store %s: %d runs of this model", given.backend, store.num_runs)
+    return Stored(
+        store,
+        given,
+        space,
+        pool,
+        for_reading,
+        page_size=context.params.page_size,
+        stream=_stream_of(context, pool),
+        tagger=tagger,
+    )
+
+
+def _why_not_stored(context: TreeCacheBuildContext) -> str | None:
+    """Why there can be no store in this server; None if there can."""
+    args = context.server_args
+    reasons = {
+        f"tp_size={args.tp_size} is not supported: the ranks would have to agree on what arrived": (
+            args.tp_size > 1
+        ),
+        "--enable-memory-saver is not supported: it unmaps pages that a thread reads": (
+            args.enable_memory_saver
+        ),
+        "SGLang could not be hooked; its log says why": not _waiting.is_installed(),
+    }
+    found = next((reason for reason, applies in reasons.items() if applies), None)
+    return found or _why_not_moved(context)
 
 
 def _why_not_moved(context: TreeCacheBuildContext) -> str | None:

@@ -32,6 +32,7 @@ import torch
 from sglang.srt.managers.schedule_batch import FINISH_MATCHED_STR, FINISH_MATCHED_TOKEN
 from sglang.srt.mem_cache.base_prefix_cache import (
     BasePrefixCache,
+    CacheRequestHandle,
     DecLockRefParams,
     DecLockRefResult,
     EvictParams,
@@ -72,8 +73,9 @@ if TYPE_CHECKING:
     from kvtrie.integrations._snapshots import SnapshotSource
     from kvtrie.integrations.sglang._moving import Ask, Moving
     from kvtrie.integrations.sglang._recording import RequestLog
+    from kvtrie.integrations.sglang._stored import Stored
     from kvtrie.record import Would
-    from kvtrie.tags import Tagger
+    from kvtrie.tags import Stream, Tagger
 
 _LOG = logging.getLogger("sglang.kvtrie")
 _P = ParamSpec("_P")
@@ -90,7 +92,10 @@ class Handle:
     Its blocks are read off the index's answers when somebody asks for them, as most never do.
     """
 
-    __slots__ = ("_blocks", "_new", "ask", "built", "epoch", "found", "locks", "own", "seq")
+    __slots__ = (
+        *("_blocks", "_new", "ask", "built", "epoch", "found", "locks", "own", "seq"),
+        "stored",
+    )
 
     def __init__(
         self,
@@ -115,7 +120,9 @@ class Handle:
         self.own: torch.Tensor | None = None
         """Slots of the request after those of the blocks: copies that continue the match."""
         self.built: Built | None = None
-        """What these are."""
+        """What these are; None if they are exact."""
+        self.stored = 0
+        """Tokens after the match that have arrived from the store."""
 
     @property
     def blocks(self) -> NDArray[np.int32]:
@@ -168,6 +175,7 @@ class KvtrieCache(BasePrefixCache):
         moving: What continues a match after an edit; None: all is exact.
         recording: Where requests are recorded when they have finished; None: nowhere.
         snapshots: What gives snapshots of the KV events; None: nothing does.
+        stored: The store next to the pool; None: there is none.
         seed: What all ranks of tensor parallelism share; None: the index draws one.
         counts_for_all: Whether this rank has the metrics of all, which do the same.
     """
@@ -181,6 +189,7 @@ class KvtrieCache(BasePrefixCache):
         moving: Moving | None = None,
         recording: RequestLog | None = None,
         snapshots: SnapshotSource | None = None,
+        stored: Stored | None = None,
         *,
         seed: int | None = None,
         counts_for_all: bool = True,
@@ -217,6 +226,9 @@ class KvtrieCache(BasePrefixCache):
         # How often blocks have left the index: blocks that a lookup found since then are still so.
         self._epoch = 0
         self._snapshots = snapshots
+        self._store = stored
+        if stored is not None and self._metrics is not None:
+            stored.tell = self._metrics.stored
         self._events = PageEvents(params, num_pages, tells_all=snapshots is not None)
         self.kv_events = self._events.recorder
         self._tagger = tagger
@@ -241,6 +253,8 @@ class KvtrieCache(BasePrefixCache):
     def reset(self) -> None:
         """Forget all; SGLang clears its pools itself."""
         self._epoch += 1
+        if self._store is not None:
+            self._store.give_up()
         self._slots.put_back(self._index.reset())
         self._slots.put_back(self._index.take_freed())
         self._slots.put_back(np.array(sorted(self._withheld), dtype=np.int32))
@@ -255,7 +269,7 @@ class KvtrieCache(BasePrefixCache):
         if seq is None:
             return self._matched(self.root_node)
         found = self._index.lookup(seq)
-        known, ask = found.num_tokens, None
+        known, ask, stored = found.num_tokens, None, 0
         if params.req is not None:
             if self._moving is not None:
                 ask = self._asked(self._moving, seq, known, params.req)
@@ -263,22 +277,36 @@ class KvtrieCache(BasePrefixCache):
                 self._look(self._reasons, params.req, seq.namespace, known, ask)
             if ask is not None and (not ask.promised or self._is_shadow):
                 ask = None
+            if self._store is not None:
+                covered = 0 if ask is None else ask.promised
+                stored = self._sought(self._store, params.req, seq, known, covered)
+                # What is exact goes first where it reaches as far.
+                if stored and stored >= covered:
+                    ask = None
+                else:
+                    stored = 0
         if not known:
-            return self._matched(Handle(None, None, self._epoch, ask))
-        if ask is None:
-            seq.truncate(known)
-        else:  # its plan needs all of it
-            seq = TokenSequence(seq[:known], seq.namespace)
-        return self._matched(Handle(seq, found, self._epoch, ask), known)
+            handle = Handle(None, None, self._epoch, ask)
+        else:
+            if ask is None:
+                seq.truncate(known)
+            else:  # its plan needs all of it
+                seq = TokenSequence(seq[:known], seq.namespace)
+            handle = Handle(seq, found, self._epoch, ask)
+        handle.stored = stored
+        return self._matched(handle, known)
 
     def init_load_back(self, params: InitLoadBackParams) -> tuple[int, Handle]:
         """Copy what continues a match into pages of the request: all that was promised, or none."""
         handle: Handle = params.best_match_node
         count = params.host_hit_length
+        req = params.req
+        if handle.stored:
+            stored = self._from_store(handle, count, req)
+            return (0, handle) if stored is None else (count, stored)
         loaded = self._loaded(handle, count)
         if loaded is None or loaded.built is None:
             return 0, handle
-        req = params.req
         # SGLang's reports have no name for it; it was in the device's pool, not on the host.
         req.host_hit_length = 0
         # What SGLang subtracts from the prefix to get what was cached.
@@ -323,8 +351,13 @@ class KvtrieCache(BasePrefixCache):
         protected = req.kv.cache_protected_len
         if seq is None:
             return
+        if self._store is not None:
+            self._store.admitted(req)
         if len(seq) <= protected:
             self._index.lookup(seq)  # no new page; what it has was used now
+            if self._store is not None and req.finished() and req.last_node.built is None:
+                blocks = req.last_node.blocks[: len(seq) // self.page_size]
+                self._write_turn(self._store, req, seq, blocks, up_to, self._read(req))
             return
         if req.last_node is not None and req.last_node.built is not None:
             if req.finished():
@@ -362,8 +395,8 @@ class KvtrieCache(BasePrefixCache):
         self.unlock(before)
         if self._events.recorder.enabled:
             self._stored(blocks, known, key)
-        if self._reasoning is not None and req.finished():
-            self._mark_dead(self._reasoning, seq, blocks, req)
+        if req.finished():
+            self._settle(req, seq, blocks, blocks, up_to)
 
     def on_release(self, req: Req, *, checkpointed: bool) -> None:  # noqa: ARG002 - SGLang's
         """Count what was approximate, once for each time that a request is admitted."""
@@ -525,7 +558,7 @@ class KvtrieCache(BasePrefixCache):
             return None
 
     def _matched(self, handle: Handle, known: int = 0) -> MatchResult:
-        promised = 0 if handle.ask is None else handle.ask.promised
+        promised = handle.stored if handle.ask is None else handle.ask.promised
         return MatchResult(known, handle, handle, handle, promised)
 
     # --- after an edit -------------------------------------------------------------------------
@@ -588,6 +621,112 @@ class KvtrieCache(BasePrefixCache):
         self._take_freed()
         return loaded
 
+    # --- the store -----------------------------------------------------------------------------
+
+    @_guarded(lambda _: 0)
+    def _sought(
+        self, stored: Stored, req: Req, seq: TokenSequence, known: int, covered: int
+    ) -> int:
+        """Tokens after an exact match that have arrived from the store."""
+        return stored.promised(req, seq, known, covered)
+
+    @_guarded(lambda _: False)
+    def waits(self, req: Req, adder: object, *, is_idle: bool) -> bool:
+        """Whether a request waits for the store, and others are admitted before it."""
+        return self._store is not None and self._store.waits(req, adder, is_idle=is_idle)
+
+    @_guarded(_none)
+    def computed_prefill(self, num_tokens: int, seconds: float) -> None:
+        """Measure a step that computed prompts."""
+        if self._store is not None:
+            self._store.computed(num_tokens, seconds)
+
+    @_guarded(_none)
+    def _from_store(self, handle: Handle, count: int, req: Req) -> Handle | None:
+        """The match with what was loaded, in slots of its own; None if it cannot be made."""
+        known = len(handle.blocks) * self.page_size
+        if self._store is None or known != req.prefix_len or count != handle.stored:
+            return None
+        allocator = self.token_to_kv_pool_allocator
+        own = None
+        try:
+            evict_from_tree_cache(self, count)
+            own = allocator.alloc(count)
+            if own is None:
+                return None
+            self._store.load(req, own, known)
+        except BaseException:
+            if own is not None:
+                allocator.free_segment(own, start_pos=known)
+            raise
+        finally:
+            self._store.admitted(req)
+        # How SGLang reports it.
+        req.host_hit_is_storage = not self._store.is_in_host
+        loaded = Handle(handle.seq, None, self._epoch)
+        loaded.blocks = handle.blocks
+        loaded.own = own
+        return loaded
+
+    def _settle(
+        self,
+        req: Req,
+        seq: TokenSequence,
+        blocks: NDArray[np.int32],
+        exact: NDArray[np.int32],
+        up_to: int,
+    ) -> None:
+        """At its end, write a request to the store, and let go of what no later prompt asks for."""
+        stream = self._read(req)
+        if self._store is not None:
+            self._write_turn(self._store, req, seq, exact, up_to, stream)
+        if stream is not None:
+            self._mark_dead(stream, seq, blocks, req)
+
+    @_guarded(_none)
+    def _write_turn(
+        self,
+        stored: Stored,
+        req: Req,
+        seq: TokenSequence,
+        blocks: NDArray[np.int32],
+        up_to: int,
+        stream: Stream | None,
+    ) -> None:
+        """Have what a request leaves up to a position written to the store."""
+        wish = self._wish(req)
+        keeps = wish.reasoning == "keep" or (
+            stream is not None and self._reasoning is not None and self._reasoning.keeps(stream)
+        )
+        start = len(blocks) * self.page_size
+        after = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, start:up_to]
+        stored.ended(
+            req,
+            blocks,
+            self._slots.of(blocks),
+            after,
+            seq.namespace,
+            stream=stream,
+            keeps=keeps,
+            session=wish.session,
+        )
+
+    @_guarded(_none)
+    def _read(self, req: Req) -> Stream | None:
+        """Prompt and reply of a request that has ended, in the model's chat format."""
+        if self._reasoning is None:
+            return None
+        stopped = isinstance(req.finished_reason, FINISH_MATCHED_TOKEN | FINISH_MATCHED_STR)
+        return self._reasoning.read(np.asarray(req.full_untruncated_fill_ids), complete=stopped)
+
+    def release_aborted_request(self, handle: CacheRequestHandle) -> None:
+        if self._store is not None:
+            self._store.aborted(handle.rid)
+
+    def release_host_resources(self) -> None:
+        if self._store is not None:
+            self._store.close()
+
     def _copies(self, plan: ReusePlan, known: int, own: torch.Tensor) -> NDArray[np.void]:
         """The copies of a plan from a page on into slots, in SGLang's numbers."""
         size = self.page_size
@@ -627,8 +766,8 @@ class KvtrieCache(BasePrefixCache):
         exact = all_blocks[: built.exact_until // self.page_size]
         if len(exact) * self.page_size > known:
             self._stored(exact, known, key)
-        if self._reasoning is not None:
-            self._mark_dead(self._reasoning, seq, all_blocks, req)
+        # What is approximate is not stored.
+        self._settle(req, seq, all_blocks, exact, len(exact) * self.page_size)
 
     # --- the index -----------------------------------------------------------------------------
 
@@ -676,6 +815,8 @@ class KvtrieCache(BasePrefixCache):
         if not len(blocks):
             return 0
         self._epoch += 1
+        if self._store is not None:
+            self._store.left(blocks)
         if self._events.recorder.enabled:
             self._removed(blocks)
         if self._held:
@@ -705,14 +846,13 @@ class KvtrieCache(BasePrefixCache):
 
     @_guarded(_none)
     def _mark_dead(
-        self, reasoning: Reasoning, seq: TokenSequence, blocks: NDArray[np.int32], req: Req
+        self, stream: Stream, seq: TokenSequence, blocks: NDArray[np.int32], req: Req
     ) -> None:
         """Let the index evict first, or drop, what no later prompt asks for."""
         wish = self._wish(req).reasoning
-        if wish == "keep":
+        if wish == "keep" or self._reasoning is None:
             return
-        stopped = isinstance(req.finished_reason, FINISH_MATCHED_TOKEN | FINISH_MATCHED_STR)
-        dead = reasoning.dead(np.asarray(req.full_untruncated_fill_ids), complete=stopped)
+        dead = self._reasoning.dead(stream)
         if dead and (self._moving is None or self._moving.is_shadow):
             # The next prompt has what follows after other tokens, and nothing is moved.
             dead = [(dead[0][0], len(seq))]

@@ -1,0 +1,106 @@
+"""Requests that wait for the store, as SGLang lets them wait for its own HiCache.
+
+SGLang asks its own caches whether a prefetch has ended before it admits a request, but no other
+cache. So `install` hooks, by SGLang's registry and only where the operator asks for a store: the
+admission of a request, which is put off while others are admitted; the replacement of weights,
+after which the store is neither read nor written; and the two ends of a step, by which it is
+measured how fast prompts are computed.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+from kvtrie.integrations.sglang import _stored
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.managers.schedule_policy import PrefillAdder
+    from sglang.srt.managers.scheduler import Scheduler
+
+_ADMISSION: Final = "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req"
+_STEP: Final = "sglang.srt.managers.scheduler.Scheduler.run_batch"
+_RESULT: Final = "sglang.srt.managers.scheduler.Scheduler.process_batch_result"
+_UPDATER: Final = (
+    "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+)
+_WEIGHTS: Final = tuple(
+    f"{_UPDATER}.{name}"
+    for name in (
+        "begin_weight_update",
+        "update_weights_from_disk",
+        "update_weights_from_distributed",
+        "update_weights_from_ipc",
+        "update_weights_from_tensor",
+    )
+)
+# On the result of a step: when it began, and the tokens of prompts in it.
+_MARK: Final = "kvtrie_step"
+
+
+def install() -> None:
+    """Hook what the store needs; SGLang applies it when its plugins are loaded."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: PLC0415
+
+    HookRegistry.register(_ADMISSION, _admit, HookType.AROUND)
+    HookRegistry.register(_STEP, _step, HookType.AROUND)
+    HookRegistry.register(_RESULT, _result, HookType.AFTER)
+    for one in _WEIGHTS:
+        HookRegistry.register(one, _replaced, HookType.BEFORE)
+
+
+def is_installed() -> bool:
+    """Whether SGLang has applied the hooks: it logs what it cannot hook, and goes on."""
+    from sglang.srt.plugins.hook_registry import HookRegistry  # noqa: PLC0415
+
+    applied = HookRegistry._patched  # noqa: SLF001 - there is no other way to ask
+    return bool({_ADMISSION, _STEP, _RESULT, *_WEIGHTS} <= applied)
+
+
+def _admit(
+    original: Callable[..., Any],
+    adder: PrefillAdder,
+    req: Req,
+    *args: object,
+    **kwargs: object,
+) -> Any:  # noqa: ANN401 - SGLang's verdict on the next request
+    """Put a request off that waits for the store."""
+    waits = getattr(adder.tree_cache, "waits", None)
+    if waits is not None:
+        running = adder.running_batch
+        is_idle = not adder.can_run_list and (running is None or not running.reqs)
+        if waits(req, adder, is_idle=is_idle):
+            from sglang.srt.managers.schedule_policy import AddReqResult  # noqa: PLC0415
+
+            return AddReqResult.CONTINUE
+    return original(adder, req, *args, **kwargs)
+
+
+def _step(
+    original: Callable[..., Any],
+    scheduler: Scheduler,
+    batch: ScheduleBatch,
+    *args: object,
+    **kwargs: object,
+) -> Any:  # noqa: ANN401 - SGLang's result
+    began = time.monotonic()
+    count = batch.extend_num_tokens if batch.forward_mode.is_extend() else None
+    result = original(scheduler, batch, *args, **kwargs)
+    if count:
+        setattr(result, _MARK, (began, int(count)))
+    return result
+
+
+def _result(_: None, scheduler: Scheduler, __: ScheduleBatch, result: object) -> None:
+    began, count = getattr(result, _MARK, (0.0, 0))
+    if count:
+        computed = getattr(scheduler.tree_cache, "computed_prefill", None)
+        if computed is not None:
+            computed(count, time.monotonic() - began)
+
+
+def _replaced(*_: object, **__: object) -> None:
+    _stored.stop_all("the weights are replaced")
