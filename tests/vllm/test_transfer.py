@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import json
+import shutil
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -164,16 +165,23 @@ class Side:
         return came
 
 
+NO = object()
+"""A setting that is not given."""
+
+
 @pytest.fixture
 def start(tmp_path: Path) -> Callable[..., Side]:
     (tmp_path / "key").write_bytes(KEY)
     model = str(shipped.model_path("gqa"))
     init_none_hash(sha256)
 
-    def make(connector: str = "Checked", *, key: str = "key", **extra: Any) -> Side:
+    def make(
+        connector: str = "Checked", *, key: str = "key", folder: str = model, **extra: Any
+    ) -> Side:
         settings = {transfer.KEY_FILE: str(tmp_path / key), transfer.MODEL: "m", **extra}
+        settings = {name: value for name, value in settings.items() if value is not NO}
         config = EngineArgs(
-            model=model,
+            model=folder,
             skip_tokenizer_init=True,
             dtype="float32",
             block_size=SIZE,
@@ -349,6 +357,41 @@ def test_another_key_model_or_tenant_is_computed(
     receiver = start()
     assert receive(receiver, sender, PROMPT, salted) == len(PROMPT)
     assert receiver.scheduler.connector.outcomes == {"namespace": 1}
+
+
+def test_models_without_a_name_are_told_apart_by_their_weights(
+    start: Callable[..., Side], tmp_path: Path
+) -> None:
+    """Their paths were their names: two machines may have other weights under one path."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder in (first, second):
+        shutil.copytree(shipped.model_path("gqa"), folder)
+    sender, receiver = (
+        start(folder=str(first), kvtrie_model=NO),
+        start(folder=str(second), kvtrie_model=NO),
+    )
+    params = prefill(sender, PROMPT)
+    assert receive(receiver, sender, PROMPT, dict(params)) < len(PROMPT)
+    assert receiver.scheduler.connector.outcomes == {"whole": 1}
+
+    file = second / "model.safetensors"
+    raw = bytearray(file.read_bytes())
+    raw[-1] ^= 1
+    file.write_bytes(raw)
+    trained = start(folder=str(second), kvtrie_model=NO)
+    assert receive(trained, sender, PROMPT, dict(params)) == len(PROMPT)
+    assert trained.scheduler.connector.outcomes == {"namespace": 1}
+
+
+def test_weights_that_cannot_be_read_need_a_name(
+    start: Callable[..., Side], tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(shipped.model_path("gqa"), folder)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(SettingsError, match=r"give it a name .*kvtrie_model"):
+        start(folder=str(folder), kvtrie_model=NO)
+    start(folder=str(folder))
 
 
 def test_requests_without_a_transfer_are_left_alone(start: Callable[..., Side]) -> None:

@@ -22,7 +22,8 @@ from kvtrie._core import (
     TransferRefused,
     plan_transfer,
 )
-from kvtrie.integrations.vllm import _support
+from kvtrie.integrations import _store_identity
+from kvtrie.integrations.vllm import _gate, _support
 from kvtrie.integrations.vllm._outcomes import (
     OUTCOMES,
     THEIRS,
@@ -30,18 +31,20 @@ from kvtrie.integrations.vllm._outcomes import (
     TransferStats,
 )
 from kvtrie.integrations.vllm._requests import adapter_of
+from kvtrie.integrations.vllm._settings import WHERE, Settings
 from kvtrie.integrations.vllm._transfer_settings import MODEL, check_transfer
 from kvtrie.integrations.vllm._vllm import (
     TRANSFER,
     TRANSFER_STATS,
     KVCacheBlocks,
+    KVConnectorRole,
     nixl_connector,
     probe_transfer,
 )
+from kvtrie.models.fingerprint import weights_digest
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
         KVConnectorStats,
         PromMetric,
@@ -75,7 +78,8 @@ class CheckedTransfer:
             if the manifest could not be made. In Prometheus ``vllm:kvtrie_transfers``.
 
     Raises:
-        SettingsError: There is no key, or it is invalid.
+        SettingsError: There is no key, or it is invalid; or the model's weights cannot be read,
+            and it has no name.
         UnsupportedError: Blocks cannot be identified by their tokens, or the connector has not the
             methods that are extended.
     """
@@ -87,10 +91,10 @@ class CheckedTransfer:
         self._probe()
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._key = check_transfer(extra)
-        self._space: dict[str, Any] = {
-            "model": str(extra.get(MODEL, vllm_config.model_config.model)),
-            "kv_dtype": str(vllm_config.cache_config.cache_dtype),
-        }
+        # Manifests are made and read in the scheduler's process alone.
+        self._space: dict[str, Any] = (
+            _names(extra.get(MODEL), vllm_config) if role is KVConnectorRole.SCHEDULER else {}
+        )
         self._size: int = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self._promised: dict[str, tuple[int, int]] = {}
         self.outcomes: Counter[str] = Counter()
@@ -280,6 +284,23 @@ class KvtrieNixlConnector(CheckedTransfer, NixlConnector):
     @classmethod
     def _probe(cls) -> None:
         probe_transfer(_below(cls), (*TRANSFER, *TRANSFER_STATS), word=_BLOCKS)
+
+
+def _names(name: str | None, vllm_config: VllmConfig) -> dict[str, Any]:
+    """Whose KV a manifest is of: two engines of one path may serve other weights."""
+    served = _gate.engine_model(Settings(), vllm_config)
+    config = vllm_config.model_config
+    model = _store_identity.model_identity(
+        name,
+        served,
+        config.hf_text_config,
+        (WHERE, MODEL),
+        digest=weights_digest,
+        dtype=str(config.dtype).removeprefix("torch."),
+        context=config.max_model_len,
+        overrides=config.hf_overrides,
+    )
+    return {"model": model, "kv_dtype": served.kv_dtype}
 
 
 def _is_token_ids(request: Request) -> bool:
