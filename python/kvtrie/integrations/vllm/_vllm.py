@@ -12,6 +12,7 @@ import dis
 import inspect
 import re
 import sys
+from functools import cache
 from types import CodeType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -509,12 +510,15 @@ def _fields(given: Mapping[str, object]) -> Iterator[str]:
 
 def _sets(thing: object, name: str) -> bool:
     """Whether a method of a class sets an attribute of this name."""
-    return any(
-        step.opname == "STORE_ATTR" and step.argval == name
-        for code in _codes(getattr(thing, "__mro__", ()))
-        if name in code.co_names
-        for step in dis.get_instructions(code)
-    )
+    codes = _codes(getattr(thing, "__mro__", ()))
+    return any(name in code.co_names and name in _set_by(code) for code in codes)
+
+
+@cache
+def _set_by(code: CodeType) -> frozenset[str]:
+    """The attributes that a method sets; kept, since each part of vLLM that starts is probed."""
+    steps = dis.get_instructions(code)
+    return frozenset(step.argval for step in steps if step.opname == "STORE_ATTR")
 
 
 def _codes(classes: Iterable[type]) -> Iterator[CodeType]:
