@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from tests.vllm import heap
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
@@ -17,6 +19,8 @@ class Kept:
         self._make = make
         self._key: object = None
         self._engine: Any = None
+        self._is_first = True
+        heap.leave_out_what_there_is()
 
     def get(self, model: Path, **options: Any) -> Any:
         key = (model, repr(sorted(options.items())))
@@ -32,6 +36,10 @@ class Kept:
     def close(self) -> None:
         if self._engine is not None:
             self._engine.close()
+            if self._is_first:
+                # A first engine imports the rest of vLLM.
+                heap.leave_out_what_there_is()
+                self._is_first = False
         self._engine = self._key = None
 
     def lend(self, model: Path) -> Iterator[Callable[..., Any]]:
