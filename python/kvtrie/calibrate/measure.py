@@ -30,7 +30,6 @@ from kvtrie.calibrate._engine import (
     divergence,
     tokens_needed,
 )
-from kvtrie.calibrate._products import speed_up
 from kvtrie.calibrate._steps import (
     RECORDED,
     SCENARIOS,
@@ -43,6 +42,7 @@ from kvtrie.calibrate._steps import (
 )
 from kvtrie.calibrate._tally import FLOOR, Observed, Tally
 from kvtrie.calibrate.logged import Session
+from kvtrie.engines._products import speed_up
 from kvtrie.models.directory import checked_model_dir
 from kvtrie.models.fingerprint import (
     CheckpointError,

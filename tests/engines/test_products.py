@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvtrie.calibrate import _products, shipped
+from kvtrie.calibrate import shipped
 from kvtrie.calibrate._engine import divergence
+from kvtrie.engines import _products
+from kvtrie.engines.transformers import Generator
 
 transformers = pytest.importorskip("transformers")
 
@@ -92,3 +94,22 @@ def test_a_processor_with_the_instructions_uses_them() -> None:
     _products.speed_up(layer)
     assert type(layer) is torch.nn.Linear
     assert not _products.is_slow(layer.weight)
+
+
+@pytest.mark.usefixtures("slow")
+def test_a_generator_that_loads_a_model_speeds_it_up_and_leaves_the_callers_alone() -> None:
+    path = shipped.model_path("gqa")
+    ours = Generator.from_pretrained(path, num_blocks=16, dtype=torch.bfloat16)
+    given = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
+    theirs = Generator(given, num_blocks=16)
+    prompt = list(range(3, 40))
+    found = [
+        one.generate(prompt, max_new_tokens=4, ignore_eos=True, return_logits=True)
+        for one in (ours, theirs)
+    ]
+    kinds = [{type(one) for one in each.model.modules()} for each in (ours, theirs)]
+    assert _products._Linear in kinds[0]
+    assert torch.nn.Linear not in kinds[0]
+    assert _products._Linear not in kinds[1]
+    first = [one.logits[0] for one in found if one.logits is not None]
+    assert float(divergence(*(row.unsqueeze(0) for row in first)).mean()) < 1e-3
