@@ -17,6 +17,7 @@ from tests.tags.templates import CHATML, tokenizer_of
 
 import kvtrie
 from kvtrie.fleet import ServedModel, chats
+from kvtrie.fleet.chats import ReplyIds
 from kvtrie.router import PromptSplicer
 
 if TYPE_CHECKING:
@@ -361,6 +362,49 @@ def test_a_reply_that_is_too_long_passes_as_it_is(
         assert running.proxy.counts["not kept: no end of the reply"] == 1
 
     fleet(test)
+
+
+HEAVY = b"[" + b"[]," * 150_000 + b"0]"
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_reply_that_is_too_heavy_passes_as_it_is(
+    streams: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json, "loads", lambda _: pytest.fail("it was read"))
+    reading = ReplyIds(streams, shows_ids=False)
+    raw = b"data: " + HEAVY + b"\n\n" if streams else HEAVY
+    passed = b"".join(reading.feed(raw[at : at + 65_536]) for at in range(0, len(raw), 65_536))
+    assert passed + reading.rest() == raw
+    assert not reading.ended
+
+
+def test_a_reply_of_too_many_ids_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chats, "_MOST_SAMPLED", 100)
+    for number, is_kept in ((99, True), (100, True), (101, False)):
+        reading = ReplyIds(streams=True, shows_ids=False)
+        for token in range(number):
+            event = json.dumps({"choices": [{"token_ids": [token]}]})
+            assert b"token_ids" not in reading.feed(f"data: {event}\n\n".encode())
+        reading.feed(b'data: {"choices":[{"finish_reason":"stop"}]}\n\n')
+        assert reading.ended is is_kept
+
+
+def test_a_line_that_comes_in_pieces_is_looked_through_once() -> None:
+    """Each piece had all that was held looked through: time in the square of a line's length."""
+
+    class Counting(bytearray):
+        looked = 0
+
+        def rfind(self, what: Any, start: Any = 0, end: Any = None) -> int:
+            Counting.looked += len(self) - start
+            return super().rfind(what, start, len(self) if end is None else end)
+
+    reading = ReplyIds(streams=True, shows_ids=False, _held=Counting())
+    for _ in range(1_000):
+        assert reading.feed(b"x" * 1_000) == b""
+    assert reading.feed(b"\n") == b"x" * 1_000_000 + b"\n"
+    assert Counting.looked <= 1_000_001
 
 
 def test_ids_that_are_none_are_not_kept() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import signal
 import sys
@@ -165,6 +166,8 @@ def test_a_clients_own_header_is_not_passed_on() -> None:
         (b"{", CHAT, "unrouted: not JSON"),
         (b"[" * 100_000, CHAT, "unrouted: not JSON"),
         ([], CHAT, "unrouted: not JSON"),
+        (b"[" + b"[]," * 150_000 + b"0]", CHAT, "unrouted: JSON of a weight above 524288"),
+        (json.dumps(chat()).encode("utf-16"), CHAT, "unrouted: not JSON"),
         ({"messages": MESSAGES}, CHAT, "unrouted: unknown model"),
         (chat(model="other"), CHAT, "unrouted: unknown model"),
         (chat(messages=5), CHAT, "unrouted: messages in another form"),
@@ -471,6 +474,23 @@ def test_one_request_asks_for_the_workers_and_reads_all_of_them() -> None:
     run(test)
 
 
+@pytest.mark.parametrize(
+    "said",
+    [b"{", b"[" * 100_000, b"[" + b"[]," * 150_000 + b"0]", b"[]", b'{"workers":[5]}', b"\xff"],
+)
+def test_a_list_of_workers_that_cannot_be_read_is_none(said: bytes) -> None:
+    """One that was nested too deeply was an error of each request."""
+
+    async def test(running: Running) -> None:
+        async def says(_: web.Request) -> web.Response:
+            return web.Response(body=said)
+
+        running.router.reply = says
+        assert await SmgTargets(running.proxy._upstream).of(running.client, "tiny") == {}
+
+    run(test)
+
+
 def test_errors_of_the_router_pass_as_they_are() -> None:
     async def test(running: Running) -> None:
         async def refuses(_: web.Request) -> web.StreamResponse:
@@ -591,6 +611,27 @@ def test_the_command_reads_settings_and_prints_what_it_counted(tmp_path: Path) -
             publisher.close()
 
     run(test)
+
+
+def test_the_command_keeps_what_it_has_loaded_out_of_collections(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A body of many lists had all of it gone through, several times, while everybody waited."""
+    byte_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "key").write_bytes(b"the key of tests")
+    done: list[str] = []
+    monkeypatch.setattr(gc, "freeze", lambda: done.append("freeze"))
+
+    async def starts(*_: object) -> int:
+        done.append("start")
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(Proxy, "start", starts)
+    model = {"name": "m", "tokenizer": str(tmp_path / "tokenizer"), "shared": True}
+    given = {"key_file": str(tmp_path / "key"), "model": model, "workers": []}
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(serve(SETTINGS | given))
+    assert done == ["freeze", "start"]
 
 
 SETTINGS: dict[str, Any] = {

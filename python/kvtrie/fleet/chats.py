@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from kvtrie._core import TokenSequence
+from kvtrie.fleet.documents import read_json
 from kvtrie.router import PromptSplicer
 
 if TYPE_CHECKING:
@@ -45,8 +46,10 @@ _PARAMS: Final = "kv_transfer_params"
 _PROMPT_IDS: Final = "prompt_token_ids"
 _SAMPLED_IDS: Final = "token_ids"
 _RETURN_IDS: Final = "return_token_ids"
-# A reply that is longer passes as it is, and its ids are not kept.
-_MOST_REPLY: Final = 64 << 20
+# A document, or an event of a stream, that is longer passes as it is, and no ids are kept; nor of
+# a reply with more ids.
+_MOST_REPLY: Final = 8 << 20
+_MOST_SAMPLED: Final = 1 << 20
 
 
 class UnsplicedError(ValueError):
@@ -181,13 +184,15 @@ class ReplyIds:
 
     def feed(self, piece: bytes) -> bytes:
         """Take what came; returns what may pass."""
+        before = len(self._held)
         self._held += piece
         self._gives_up |= len(self._held) > _MOST_REPLY
         if self._gives_up:
             return self._taken()
-        if not self.streams:
+        # What was held has no end of a line, so that it is looked through once.
+        whole = self._held.rfind(b"\n", before) + 1 if self.streams else 0
+        if not whole:
             return b""
-        whole = self._held.rfind(b"\n") + 1
         lines = bytes(self._held[:whole]).splitlines(keepends=True)
         del self._held[:whole]
         return b"".join(map(self._line, lines))
@@ -212,7 +217,7 @@ class ReplyIds:
 
     def _document(self, text: bytes) -> bytes:
         try:
-            document = json.loads(text)
+            document = read_json(text)
             choices = list(document.get("choices") or ())
             prompt = document.get(_PROMPT_IDS)
             if isinstance(prompt, list):
@@ -220,6 +225,7 @@ class ReplyIds:
             for choice in choices:
                 self.sampled += choice.get(_SAMPLED_IDS) or ()
                 self._has_ended |= choice.get("finish_reason") is not None
+            self._gives_up |= len(self.sampled) > _MOST_SAMPLED
         except (AttributeError, RecursionError, TypeError, ValueError):
             # In another form: it passes, and no ids are kept.
             self._gives_up = True

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
+import gc
 import sys
 import tomllib
 from collections import Counter
@@ -28,6 +28,7 @@ from kvtrie._core import SHARED, KvIndexer, Namespace
 from kvtrie.cluster import subscribe
 from kvtrie.fleet.chats import ChatSplicer, ReplyIds, SplicedChat, UnsplicedError
 from kvtrie.fleet.dispatcher import Dispatcher, NoWorkerError, Sent
+from kvtrie.fleet.documents import HeavyError, read_json
 from kvtrie.fleet.prompts import CHAT, TEXT, PromptError, ServedModel
 from kvtrie.fleet.smg import NOT_BEGUN, REFUSED, ROUTED, TARGET, SmgTargets
 from kvtrie.router import TurnTracker
@@ -467,7 +468,9 @@ def _abort(request: web.Request) -> None:
 
 def _document(body: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(body)
+        found = read_json(body)
+    except HeavyError as error:
+        raise PromptError(str(error)) from error
     except (ValueError, RecursionError) as error:
         msg = "not JSON"
         raise PromptError(msg) from error
@@ -568,6 +571,9 @@ async def serve(settings: dict[str, Any]) -> None:
         proxy = Proxy(
             settings["upstream"], Dispatcher(index), {model["name"]: served}, tracker=tracker
         )
+        # A collection that goes through all modules takes longer than to read any request.
+        gc.collect()
+        gc.freeze()
         try:
             port = await proxy.start(settings.get("host", "127.0.0.1"), settings.get("port", 8001))
             sys.stdout.write(f"port {port} -> {settings['upstream']}\n")

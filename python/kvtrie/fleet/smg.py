@@ -8,9 +8,10 @@ the ids. A reply has `x-smg-routed-worker-id`, the URL of the worker that it is 
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from typing import TYPE_CHECKING, Any, Final
+
+from kvtrie.fleet.documents import read_json
 
 if TYPE_CHECKING:
     import aiohttp
@@ -87,8 +88,11 @@ class SmgTargets:
                     raw += piece
                     if len(raw) > _MOST_BYTES:
                         return []
-                return _available(json.loads(raw)) if reply.status == 200 else []
-        except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError, AttributeError):
+                return _available(read_json(bytes(raw))) if reply.status == 200 else []
+        except (aiohttp.ClientError, TimeoutError):
+            return []
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
+            # In another form.
             return []
 
 
