@@ -27,9 +27,10 @@ from tests.vllm.inside import SCHEDULER, Inside, connector_config
 from tests.vllm.shadow import Shadow
 from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.triton_utils import dispatcher
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
     import torch
@@ -38,6 +39,16 @@ if TYPE_CHECKING:
     from kvtrie.pool import KVPool
 
 runner.keep_steps_in_flight()
+_register_kernels = dispatcher.register_kernels
+
+
+def _register_once(kernels: Mapping[str, Callable[..., Any]]) -> None:
+    """Each engine would look for the same kernels in all modules, most of what its start takes."""
+    if not kernels.keys() <= dispatcher._registry.keys():
+        _register_kernels(kernels)
+
+
+dispatcher.register_kernels = _register_once
 
 BLOCK = 32
 
