@@ -112,9 +112,9 @@ class _Writing:
         self.turn = turn
         self.blocks = set(turn.blocks)
         self.lost: set[int] = set()
-        # The positions from here on, if they are read elsewhere.
+        # The positions from here on are read elsewhere, if they still are to be read.
         self.tail: Callable[[], SpanRows] | None = None
-        self.tail_start = 0
+        self.tail_start: int | None = None
         self.ready: Callable[[], None] | None = None
 
 
@@ -197,7 +197,8 @@ class TurnWriter:
             ready: Returns when all of the turn is in its slots; called in the thread.
         """
         job = _Writing(turn)
-        job.tail, job.tail_start, job.ready = tail, tail_start, ready
+        job.tail, job.ready = tail, ready
+        job.tail_start = None if tail is None else tail_start
         self._offer(job)
 
     def _offer(self, job: _Writing) -> None:
@@ -315,10 +316,12 @@ class TurnWriter:
             pool = self.pool
             if pool is None:
                 return None
-            read_tail = job.tail
-        if read_tail is not None and end > job.tail_start:
-            tail = read_tail().part(max(0, start - job.tail_start), end - job.tail_start)
-            end = job.tail_start
+            read_tail, tail_start = job.tail, job.tail_start
+        if tail_start is not None and end > tail_start:
+            if read_tail is None:
+                return None
+            tail = read_tail().part(max(0, start - tail_start), end - tail_start)
+            end = tail_start
             if start >= end:
                 return tail
         size = self._block_size or pool.layout.block_size

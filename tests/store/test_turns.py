@@ -1,0 +1,124 @@
+"""Turns that are written out of slots which their request has left."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+import kvtrie
+from kvtrie._core import EXACT_ONLY
+from kvtrie.integrations._turns import StorePrompt, TurnToWrite, TurnWriter
+from kvtrie.store import HostBackend, SpanShape, SpanStore, StoreKey, rows_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SPACE = kvtrie.Namespace(model="m@1", kv_dtype="float32", salt="a")
+LAYOUT = kvtrie.KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, dtype="float32", block_size=1)
+TOKENS = np.arange(100, 142, dtype=np.uint32)
+PAGE = 16
+
+
+class Held:
+    """A pool whose pages of 16 slots are 5 and 2, and ten slots of page 7; writing waits."""
+
+    def __init__(self) -> None:
+        self.pool = kvtrie.KVPool(LAYOUT, num_blocks=200)
+        self.slots = torch.tensor([*range(80, 96), *range(32, 48)])
+        self.after = np.arange(112, 122)
+        table = np.concatenate([self.slots.numpy(), self.after])
+        self.pool.scatter(torch.randn(2, 42, 1, 8), torch.randn(2, 42, 1, 8), table, 0)
+        self.expected = rows_of(self.pool, table, 0, 42)
+        key = StoreKey(b"a secret of 16 bytes or more")
+        self.store = SpanStore(
+            HostBackend(1 << 20), key, SPACE, SpanShape.of(LAYOUT), max_bytes=1 << 20
+        )
+        self.goes = threading.Event()
+        self.writer = TurnWriter(
+            self.store,
+            lambda prompt: kvtrie.TokenSequence(prompt.tokens, SPACE),
+            8,
+            logging.getLogger("kvtrie.store"),
+            block_size=PAGE,
+        )
+        self.writer.pool = self.pool
+
+    def offer(self, borders: tuple[int, ...]) -> None:
+        ends = (*borders, 42)
+        ranges = zip((0, *borders), ends, strict=True)
+        turn = TurnToWrite(
+            StorePrompt(TOKENS, "a", borders, (), None),
+            (11, 12),
+            tuple((start, end, end - start, None) for start, end in ranges),
+            EXACT_ONLY,
+            self.slots,
+        )
+        tail = rows_of(self.pool, self.after, 0, 10)
+
+        def ready() -> None:
+            assert self.goes.wait(30)
+
+        self.writer.offer_slots(turn, lambda: tail, 32, ready)
+
+    def written(self, borders: tuple[int, ...]) -> list[bool]:
+        """Which runs are there; those that are have the rows of the turn."""
+        self.goes.set()
+        assert self.writer.wait(30)
+        there = []
+        for run in self.store.runs(kvtrie.TokenSequence(TOKENS, SPACE), borders):
+            into = self.store.shape.empty(run.num_tokens)
+            found = self.store.get_ranges(run, [(0, run.num_tokens)], [into])
+            there.append(found is not None)
+            if found is not None:
+                rows = self.expected.part(run.start, run.end)
+                assert (into.k == rows.k).all()
+                assert (into.v == rows.v).all()
+        return there
+
+
+@pytest.fixture
+def held() -> Iterator[Held]:
+    one = Held()
+    yield one
+    one.goes.set()
+    one.writer.close()
+
+
+def overwrite(held: Held, *slots: int) -> None:
+    for k, v in zip(held.pool.k, held.pool.v, strict=True):
+        assert v is not None
+        k[list(slots)] = v[list(slots)] = 7.0
+
+
+@pytest.mark.parametrize("borders", [(), (10, 20, 30), (16, 32), (33,)], ids=str)
+def test_whole_pages_and_a_tail_that_left_at_once(held: Held, borders: tuple[int, ...]) -> None:
+    held.offer(borders)
+    overwrite(held, *range(112, 128))
+    assert held.written(borders) == [True] * (len(borders) + 1)
+
+
+@pytest.mark.parametrize(("page", "there"), [(11, [False, True, True]), (12, [True, False, True])])
+def test_runs_of_a_page_that_was_overwritten_are_not_stored(
+    held: Held, page: int, there: list[bool]
+) -> None:
+    held.offer((16, 32))
+    held.writer.overwritten([page, 3])
+    overwrite(held, *(range(80, 96) if page == 11 else range(32, 48)))
+    assert held.written((16, 32)) == there
+    assert held.store.counts()["overwritten"] == 1
+
+
+@pytest.mark.parametrize("borders", [(), (32,), (20, 36)], ids=str)
+def test_nothing_of_a_turn_that_was_given_up_is_read(held: Held, borders: tuple[int, ...]) -> None:
+    held.offer(borders)
+    held.writer.give_up()
+    overwrite(held, *range(200))
+    assert held.written(borders) == [False] * (len(borders) + 1)
+    counts: dict[str, Any] = held.store.counts()
+    assert counts["overwritten"] == len(borders) + 1
+    assert "put_failed" not in counts
