@@ -8,14 +8,72 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
+import time
+from importlib.util import find_spec
+from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
 from tests.sglang.edited import Client, apart
-from tests.sglang.engine import Job, words
+from tests.sglang.engine import VOCAB, Job, words
+
+from kvtrie.integrations._store_settings import StoreSettings
+from kvtrie.store import BackendError, HostBackend
 
 if TYPE_CHECKING:
     import torch
+
+
+class Files(HostBackend):
+    """Values in a folder, where obstore is not installed."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(1 << 40)
+        self._folder = Path(folder)
+        for path in self._folder.glob("*"):
+            super().put(path.name.replace("+", "/"), bytearray(path.read_bytes()))
+
+    def put(self, name: str, value: bytearray) -> None:
+        super().put(name, value)
+        (self._folder / name.replace("/", "+")).write_bytes(value)
+
+
+if find_spec("obstore") is None:
+    open_backend = StoreSettings.open_backend
+    vars_of: Any = StoreSettings
+    vars_of.check_files = lambda self, where: self.key(where)
+    vars_of.open_backend = lambda self: (
+        open_backend(self) if self.backend == "host" else Files(self.backend)
+    )
+
+
+class Faulty:
+    """A backend that fails as a test says."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        self.raises: dict[str, Exception] = {}
+        self.delay = 0.0
+        self.slow: tuple[str, ...] = ("exists", "read", "put", "delete")
+        self.flips = False
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._backend, name)
+
+        def inner(*given: Any) -> Any:
+            if name in self.slow:
+                time.sleep(self.delay)
+            if name in self.raises:
+                raise self.raises[name]
+            found = call(*given)
+            if name == "read" and self.flips and found is not None and len(found) > 1:
+                wrong = bytearray(found[-1])
+                wrong[len(wrong) // 2] ^= 1
+                return [*found[:-1], memoryview(bytes(wrong))]
+            return found
+
+        return inner
 
 
 class Stored(Client):
@@ -24,6 +82,26 @@ class Stored(Client):
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         self.cache = self.server.cache
+
+    def send(
+        self, ids: list[int], new: int = 8, **more: Any
+    ) -> tuple[dict[str, Any], list[tuple[torch.Tensor, torch.Tensor]]]:
+        """As `Client.send`, where a step may be one in which the prompt waits."""
+        store = self.cache._store
+        if store is None:
+            return super().send(ids, new, **more)
+        step = self.server.step
+
+        def steps() -> None:
+            step()
+            while any(one.waits for one in store._sought.values()):
+                step()
+
+        self.server.step = steps  # type: ignore[method-assign]
+        try:
+            return super().send(ids, new, **more)
+        finally:
+            self.server.step = step  # type: ignore[method-assign]
 
     def settle(self) -> None:
         """All that has ended is written."""
@@ -46,7 +124,23 @@ class Stored(Client):
         store = self.cache._store
         if store is None:
             return self.balance()
-        return self.balance() | {"requests": dict(store.counts), "events": store.store.counts()}
+        counted = {"requests": dict(store.counts), "events": store.store.counts()}
+        return self.balance() | counted | {"told": told()}
+
+
+def told() -> dict[str, float]:
+    """``sglang:kvtrie_store…_total``, by event where there is one."""
+    from prometheus_client import REGISTRY  # noqa: PLC0415
+
+    start = "sglang:kvtrie_"
+    return {
+        sample.labels.get("event", sample.name.removeprefix(start).removesuffix("_total")): (
+            sample.value
+        )
+        for family in REGISTRY.collect()
+        for sample in family.samples
+        if sample.name.startswith(f"{start}store") and sample.name.endswith("_total")
+    }
 
 
 def same(job: Job) -> dict[str, Any]:
@@ -75,8 +169,258 @@ def same(job: Job) -> dict[str, Any]:
     return found | client.report()
 
 
+def faulty(client: Stored) -> Faulty:
+    """Puts it between the store and its backend."""
+    store = client.cache._store.store
+    store._backend = Faulty(store._backend)
+    found: Faulty = store._backend
+    return found
+
+
+def once(job: Job) -> dict[str, Any]:
+    """A prompt, for a process that has what another one has stored, or has not."""
+    client = Stored(job)
+    found, _ = client.tell(words(Random(job.seed), 203), 12)
+    client.cache._store.close()
+    return found | client.report()
+
+
+def faults(job: Job) -> dict[str, Any]:
+    """The store fails in one way after the other; each time the prompt is computed."""
+    client = Stored(job)
+    ids = words(Random(job.seed), 203)
+    first, _ = client.tell(ids, 12)
+    backend = faulty(client)
+    found: dict[str, Any] = {"first": first}
+
+    def again(name: str) -> None:
+        client.flush()
+        found[name], _ = client.tell(ids, 12)
+
+    backend.flips = True
+    again("corrupt")
+    backend.flips = False
+    again("stored again")
+    again("whole")
+    dead = BackendError("it is gone", reason="unreachable")
+    for call in ("exists", "read", "put", "delete"):
+        for error in (dead, RuntimeError(f"{call} fails for the test"), MemoryError()):
+            backend.raises = {call: error}
+            again(f"{call} {type(error).__name__}")
+    # Nothing that was not stored is written, so no put was tried.
+    client.flush()
+    backend.raises = {"put": RuntimeError("put fails for the test"), "delete": dead}
+    client.tell(words(Random(1), 50), 4)
+    backend.raises = {}
+    again("well")
+    return found | client.report()
+
+
+def calls(job: Job) -> dict[str, Any]:
+    """Each call of the cache into its store raises."""
+    client = Stored(job)
+    ids = words(Random(job.seed), 203)
+    first, _ = client.tell(ids, 12)
+    store = client.cache._store
+    found: dict[str, Any] = {"first": first}
+    for name in ("promised", "waits", "load", "ended", "computed", "admitted"):
+        client.flush()
+
+        def fails(*_: Any, **__: Any) -> Any:
+            msg = "it fails for the test"
+            raise RuntimeError(msg)
+
+        setattr(store, name, fails)
+        found[name], _ = client.send(ids, 12)
+        delattr(store, name)
+    client.flush()
+    # No slot is free for what was loaded; then some are not there, then half of the rows.
+    pool, alloc = client.pool, client.pool.alloc
+    pool.alloc = lambda count: None if count == 192 else alloc(count)
+    found["alloc"], _ = client.tell(ids, 12)
+    pool.alloc = alloc
+    client.flush()
+    found["well"], _ = client.tell(ids, 12)
+    return found | client.report()
+
+
+def slow(job: Job) -> dict[str, Any]:
+    """A prompt waits for a slow store while another is served, and no longer than it may."""
+    rng = Random(job.seed)
+    client = Stored(job)
+    ids, other = words(rng, 203), words(rng, 40)
+    first, _ = client.tell(ids, 12)
+    client.flush()
+    backend = faulty(client)
+    backend.delay = 0.02
+    one = client.server.add("waits", ids, 12)
+    two = client.server.add("goes", other, 4)
+    order: list[str] = []
+    began = time.monotonic()
+    while len(order) < 2 and time.monotonic() - began < 60:
+        client.server.step()
+        order += [each.rid for each in (one, two) if each.finished() and each.rid not in order]
+    client.server.step()
+    client.settle()
+    found = {"first": first, "order": order}
+    found["waits"] = {"cached": one.cached_tokens, "reply": list(one.output_ids)}
+    client.flush()
+    backend.delay = 1.5
+    found["late"], _ = client.send(ids, 12)
+    backend.delay = 0
+    client.flush()
+    # What was slow is expected to be slow.
+    found["slower"], _ = client.tell(ids, 12)
+    return found | client.report()
+
+
+def aborts(job: Job) -> dict[str, Any]:
+    """A prompt that the store has is aborted after each number of steps."""
+    rng = Random(job.seed)
+    client = Stored(job)
+    ids = words(rng, 503)
+    first, _ = client.tell(ids, 12)
+    backend = faulty(client)
+    cached, held = [], []
+    for steps in range(24):
+        client.flush()
+        # A load that is slow is not tried again.
+        backend.slow, backend.delay = ("exists",), 0.03
+        request = client.server.add(f"aborted {steps}", ids, 8)
+        for _ in range(steps):
+            client.server.step()
+            time.sleep(0.004)
+        client.server.abort(request.rid)
+        for _ in range(4):
+            client.server.step()
+        cached.append(request.cached_tokens)
+        held.append(client.cache._store._loader._room._left)
+    backend.delay = 0
+    client.flush()
+    last, _ = client.tell(ids, 12)
+    held.append(client.cache._store._loader._room._left)
+    return {"first": first, "cached": cached, "last": last, "room": held} | client.report()
+
+
+def reasoning(job: Job) -> dict[str, Any]:
+    """A turn with reasoning, which the template drops from the next user message on."""
+    from kvtrie.integrations.sglang._reasoning import Reasoning  # noqa: PLC0415
+    from kvtrie.tags import Tagger  # noqa: PLC0415
+
+    rng = Random(job.seed)
+    client = Stored(job)
+    user, assistant, opens, closes, end = range(3, 8)
+    tagger = Tagger.from_ids(
+        user=[user], assistant=[assistant], reasoning=([opens], [closes]), end=[end]
+    )
+    client.cache._reasoning = Reasoning(tagger)
+    client.cache._store._tagger = tagger
+    said = [[8 + one for one in words(rng, n) if one < VOCAB - 8] for n in (90, 120, 70)]
+    question = [user, *said[0], end, assistant]
+    dropped, answer = [opens, *said[1], closes], [*said[2], end]
+    turn = [*question, *dropped, *answer]
+    found: dict[str, Any] = {"lengths": [len(question), len(dropped), len(answer)]}
+    for name, custom in (("first", {}), ("kept", {"reasoning": "keep"})):
+        found[name], _ = client.tell(turn, 2, salt=name, **custom)
+        client.flush()
+        found[f"{name} again"], _ = client.tell(turn, 2, salt=name, reuse="exact")
+        client.flush()
+    return found | client.report()
+
+
+def approximate(job: Job) -> dict[str, Any]:
+    """What was computed after moved KV is not found as exact, nor as anything else."""
+    rng = Random(job.seed)
+    client = Stored(job)
+    head, dropped, rest = words(rng, 64), words(rng, 70), words(rng, 150)
+    client.tell([*head, *dropped, *rest], session="talk")
+    edited = [*head, *rest, *words(rng, 41)]
+    found: dict[str, Any] = {}
+    found["moved"], _ = client.tell(edited, session="talk")
+    client.flush()
+    found["edited"], first = client.tell(edited, session="talk")
+    client.flush()
+    found["exact"], second = client.tell(edited, session="talk", reuse="exact")
+    found["apart"] = apart(first, second)
+    client.flush()
+    found["again"], _ = client.tell(edited, session="talk")
+    return found | client.report()
+
+
+def weights(job: Job) -> dict[str, Any]:
+    """Weights are replaced, with the cache flushed or not."""
+    from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput  # noqa: PLC0415
+
+    client = Stored(job)
+    ids = words(Random(job.seed), 203)
+    first, _ = client.tell(ids, 12)
+    client.flush()
+    other = UpdateWeightFromDiskReqInput(
+        model_path=job.overrides["served_model_name"], load_format="auto", flush_cache=False
+    )
+    done = client.server.scheduler.weight_updater.update_weights_from_disk(other)
+    assert done.success, done.message
+    second, _ = client.tell(ids, 12)
+    client.flush()
+    third, _ = client.tell(ids, 12)
+    return {"first": first, "second": second, "third": third} | client.report()
+
+
+def overwritten(job: Job) -> dict[str, Any]:
+    """The thread that writes is held while its pages are evicted, and written to by others."""
+    rng = Random(job.seed)
+    client = Stored(job)
+    ids = words(rng, 203)
+    goes, began = threading.Event(), threading.Event()
+    backend = faulty(client)
+    put = backend._backend.put
+
+    def held(*given: Any) -> None:
+        began.set()
+        assert goes.wait(60)
+        put(*given)
+
+    backend._backend.put = held
+    first, _ = client.send(ids, 12)
+    assert began.wait(60)
+    for _ in range(12):
+        client.send(words(rng, 200), 1)
+    goes.set()
+    client.flush()
+    again, rows = client.tell(ids, 12)
+    client.flush()
+    last, others = client.tell(ids, 12)
+    found = {"first": first, "again": again, "last": last, "apart": apart(rows, others)}
+    return found | client.report()
+
+
+def mixed(job: Job) -> dict[str, Any]:
+    """The requests of `tests.sglang.engine`, then those of the same conversations once more."""
+    from tests.sglang.engine import Talk, drawn_heads, serve  # noqa: PLC0415
+
+    client = Stored(job)
+    found: dict[str, Any] = {"tokens": [], "cached": []}
+    met: dict[str, int] = {}
+    for _ in range(2):
+        rng = Random(job.seed)
+        heads = drawn_heads(rng)
+        talks = [Talk(job, number, heads) for number in range(job.talks)]
+        for name, count in serve(client.server, talks, rng, 100_000 * job.turns).items():
+            met[name] = met.get(name, 0) + count
+        found["tokens"].append([reply for talk in talks for reply in talk.tokens])
+        found["cached"].append(sum(count for talk in talks for count in talk.cached))
+        client.flush()
+    return found | {"met": met, "evicted": client.server.evicted} | client.report()
+
+
 if __name__ == "__main__":
-    jobs = {"same": same}
+    jobs = {
+        one.__name__: one
+        for one in (
+            *(same, once, faults, calls, slow, aborts),
+            *(weights, overwritten, mixed, reasoning, approximate),
+        )
+    }
     done = jobs[sys.argv[1]](Job(**json.loads(sys.argv[2])))
     sys.stdout.write(json.dumps(done) + "\n")
     sys.stdout.flush()

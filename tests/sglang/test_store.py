@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.sglang.engine import Job, scheduled
+from tests.sglang.engine import Job, run, scheduled
+from tests.sglang.processes import process
 from tests.vllm import models
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 HOST: dict[str, Any] = {
     "backend": "host",
@@ -37,7 +42,11 @@ def balanced(found: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_what_the_pool_has_lost_is_loaded_exactly(model: str, page_size: int) -> None:
-    found = stored("same", Job(model, page_size=page_size, num_slots=1024, settings=settings()))
+    metrics = {"enable_metrics": True}
+    job = Job(model, page_size=page_size, num_slots=1024, settings=settings(), overrides=metrics)
+    found = stored("same", job)
+    counted = found["requests"] | found["events"]
+    assert found["told"] == {name: count for name, count in counted.items() if count}
     first = found["first"]
     assert first["cached"] == 0
     # Runs of 16 tokens, and pages that are whole.
@@ -54,3 +63,178 @@ def test_what_the_pool_has_lost_is_loaded_exactly(model: str, page_size: int) ->
     assert found["counts"] == {}
     assert found["requests"]["store_tokens_exact"] == found["events"]["placed_exact"] > 700
     balanced(found)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_reasoning_that_the_template_drops_is_not_stored(model: str, page_size: int) -> None:
+    found = stored("reasoning", Job(model, page_size=page_size, settings=settings()))
+    question, dropped, answer = found["lengths"]
+    assert found["first again"]["reply"] == found["first"]["reply"]
+    assert found["first again"]["cached"] == question // page_size * page_size
+    # A request may say that its template keeps it.
+    kept = found["kept again"]
+    assert kept["cached"] == (question + dropped + answer - 1) // page_size * page_size
+    assert found["counts"] == {}
+    balanced(found)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_approximate_kv_is_not_stored(model: str, page_size: int) -> None:
+    given = settings(gate="unchecked", policy={"scope": "namespace"})
+    found = stored("approximate", Job(model, page_size=page_size, settings=given))
+    assert found["moved"]["cached"] > 64
+    # The head was exact; so is what is computed after a flush, and only then it is stored.
+    assert found["edited"]["cached"] == 64
+    assert max(max(pair) for pair in found["apart"]) <= 1e-4
+    assert found["again"]["cached"] == (64 + 150 + 41) // 16 * 16 == 240
+    assert found["counts"] == {}
+    balanced(found)
+
+
+def test_the_whole_of_sglang(model: str) -> None:
+    """Its three processes, which prepare a step while the one before runs."""
+    mine = process("tests.sglang.whole", model, "kvtrie", KVTRIE_SGLANG=settings())
+    theirs = process("tests.sglang.whole", model, "")
+    assert mine["rounds"] == theirs["rounds"]
+    assert mine["overlap"]
+    assert mine["cached"] >= theirs["cached"] > 1000
+
+
+# --- other processes ------------------------------------------------------------------------
+
+
+def test_another_process_finds_it_in_a_folder(model: str, tmp_path: Path) -> None:
+    """On pages of another size; and nothing is there for other keys, models and versions."""
+    key, folder = tmp_path / "key", tmp_path / "runs"
+    key.write_bytes(b"a secret of the test's own")
+    folder.mkdir()
+    store = {**HOST, "backend": str(folder), "key_file": str(key)}
+    job = Job(model, page_size=16, settings=settings(store))
+    first = stored("once", job)
+    assert first["cached"] == 0
+    assert first["events"]["stored"] == 14
+    second = stored("once", replace(job, page_size=1))
+    assert (second["cached"], second["reply"]) == (192, first["reply"])
+    assert second["counts"] == {}
+    balanced(second)
+    key.write_bytes(b"another secret of the test's")
+    with pytest.raises(RuntimeError, match=r"KVTRIE_SGLANG: store: .* with another key"):
+        stored("once", job)
+    key.write_bytes(b"a secret of the test's own")
+    other = str(models.llama(tmp_path / "other", seed=1))
+    with pytest.raises(RuntimeError, match=r"KVTRIE_SGLANG: store: .* the store has namespace"):
+        stored("once", replace(job, model=other))
+
+
+@pytest.mark.parametrize(
+    ("store", "why"),
+    [
+        ({"backend": "host", "waits": 1}, "unknown key 'waits'"),
+        ({"backend": "disk"}, "store: backend must be"),
+        ({"backend": "/a/folder"}, "store: key_file must be"),
+        ({"backend": "/a/folder", "key_file": "/nowhere/key"}, "key_file /nowhere/key"),
+    ],
+    ids=str,
+)
+def test_settings_that_are_invalid_are_refused(model: str, store: Any, why: str) -> None:
+    with pytest.raises(RuntimeError, match=f"kvtrie: KVTRIE_SGLANG: .*{why}"):
+        run(Job(model, settings=settings(store)))
+
+
+def test_what_cannot_be_stored_is_refused_by_name(model: str) -> None:
+    quantised = Job(model, settings=settings(), overrides={"kv_cache_dtype": "fp8_e4m3"})
+    with pytest.raises(RuntimeError, match=r"KVTRIE_SGLANG: store: KV of torch.* is quantised"):
+        run(quantised)
+
+
+# --- what goes wrong ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_a_store_that_fails_is_recomputed(model: str, page_size: int) -> None:
+    found = stored("faults", Job(model, page_size=page_size, settings=settings()))
+    first = found["first"]["reply"]
+    for name, one in found.items():
+        if isinstance(one, dict) and "reply" in one:
+            assert one["reply"] == first, name
+            fails = name in ("first", "corrupt") or name.startswith(("exists", "read"))
+            assert one["cached"] == (0 if fails else 192), name
+    events = found["events"]
+    assert events["corrupt"] >= 1
+    assert events["exists_unreachable"] >= 1
+    assert events["read_unreachable"] >= 1
+    assert events["load_failed"] >= 4
+    assert events["put_failed"] >= 1
+    assert found["counts"] == {}
+    balanced(found)
+
+
+def test_calls_of_the_store_that_raise_lose_no_slot(model: str) -> None:
+    found = stored("calls", Job(model, page_size=16, settings=settings()))
+    first = found["first"]["reply"]
+    for name, one in found.items():
+        if isinstance(one, dict) and "reply" in one:
+            assert one["reply"] == first, name
+    assert found["well"]["cached"] == 192
+    assert found["load"]["cached"] == found["alloc"]["cached"] == 0
+    assert set(found["counts"]) >= {"_sought", "waits", "_from_store", "_write_turn"}
+    balanced(found)
+
+
+def test_a_prompt_waits_while_others_are_served_and_not_for_long(model: str) -> None:
+    store = {**HOST, "wait": 1.0, "threads": 1}
+    found = stored("slow", Job(model, page_size=16, settings=settings(store)))
+    assert found["order"] == ["goes", "waits"]
+    assert found["waits"] == {"cached": 192, "reply": found["first"]["reply"]}
+    assert found["late"] == {"cached": 0, "reply": found["first"]["reply"]}
+    assert found["requests"]["store_late"] == 1
+    assert found["slower"] == {"cached": 0, "reply": found["first"]["reply"]}
+    assert found["events"]["chose_recompute_slower"] > 0
+    assert found["counts"] == {}
+    balanced(found)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_an_abort_after_any_number_of_steps(model: str, page_size: int) -> None:
+    """While it waits, when it has arrived, between its chunks and after its first token."""
+    store = {**HOST, "run_tokens": 64}
+    found = stored("aborts", Job(model, page_size=page_size, settings=settings(store)))
+    assert found["cached"][0] == 0
+    assert max(found["cached"]) == found["last"]["cached"] == 448
+    assert found["last"]["reply"] == found["first"]["reply"]
+    # Nothing is kept of what was loaded.
+    assert set(found["room"]) == {2 << 30}
+    assert found["counts"] == {}
+    balanced(found)
+
+
+def test_pages_that_are_overwritten_before_they_are_read_are_not_stored(model: str) -> None:
+    found = stored("overwritten", Job(model, page_size=16, num_slots=640, settings=settings()))
+    assert found["events"]["overwritten"] > 0
+    assert found["first"]["reply"] == found["again"]["reply"] == found["last"]["reply"]
+    assert max(max(pair) for pair in found["apart"]) <= 1e-4
+    assert found["counts"] == {}
+    balanced(found)
+
+
+def test_after_weights_are_replaced_nothing_is_read_or_written(model: str, tmp_path: Path) -> None:
+    other = str(models.llama(tmp_path / "other", seed=1))
+    job = Job(model, settings=settings(), overrides={"served_model_name": other})
+    found = stored("weights", job)
+    assert found["second"]["cached"] == found["third"]["cached"] == 0
+    assert found["second"]["reply"] == found["third"]["reply"] != found["first"]["reply"]
+    assert found["requests"]["store_stopped"] == 1
+    balanced(found)
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_mixed_requests_in_a_small_pool(model: str, page_size: int) -> None:
+    """Chunks, retraction, aborts, salts and keys: replies are those of SGLang's own cache."""
+    job = Job(model, page_size=page_size, num_slots=1600, turns=4, retract=True)
+    found = stored("mixed", replace(job, settings=settings()))
+    theirs = run(replace(job, backend=None, num_slots=40_000, retract=False))
+    assert found["tokens"] == [theirs.tokens, theirs.tokens]
+    assert found["requests"]["store_tokens_exact"] > 1000
+    assert found["counts"] == {}
+    balanced(found)
+    assert min(found["evicted"], *found["met"].values()) > 2

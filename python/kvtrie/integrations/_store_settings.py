@@ -34,7 +34,7 @@ _WANTED: Final = '"host", a folder, a URL such as "s3://bucket", or "mooncake://
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreSettings:
-    """The keys of ``store``; ``docs/vllm.md`` describes them."""
+    """The keys of ``store``; ``docs/vllm.md`` and ``docs/sglang.md`` describe them."""
 
     backend: str
     key_file: str | None = None

@@ -15,7 +15,8 @@ pages that are about to be overwritten.
 
 What it costs on that path: for a prompt that is looked up, a copy of its tokens and the step in
 which it waits; for one that is loaded, the copies into its pages; for a request that ends, a set
-of its pages and a copy of the tokens in its last page if that is not full.
+of its pages and a copy of the tokens in its last page if that is not full. On a GPU the copies into
+its pages wait for the step that is under way.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from kvtrie.store.threads import Shares
 from kvtrie.tags import TurnPolicy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
     from numpy.typing import NDArray
@@ -65,10 +66,10 @@ _PAUSE: Final = 0.002
 _LEAST_PREFILL: Final = 64
 _TURN: Final = TurnPolicy()
 
-_OPEN: Final[weakref.WeakSet[Stored]] = weakref.WeakSet()
+_OPEN: Final[weakref.WeakSet[PoolStore]] = weakref.WeakSet()
 
 
-class _Sought:
+class _Lookup:
     """A request that was looked up."""
 
     def __init__(self, rid: str, tenant: str | None) -> None:
@@ -86,7 +87,7 @@ class _Sought:
             self.load.cancel()
 
 
-class Stored:
+class PoolStore:
     """Looks prompts up, loads what was found, and writes what finished requests leave.
 
     Args:
@@ -125,10 +126,11 @@ class Stored:
         self._tagger = tagger
         self._estimate = Estimate(prefill_tokens_per_s=settings.prefill_tokens_per_s)
         self._places = Shares(_MAX_WAITING)
-        self._sought: weakref.WeakKeyDictionary[Req, _Sought] = weakref.WeakKeyDictionary()
+        self._sought: weakref.WeakKeyDictionary[Req, _Lookup] = weakref.WeakKeyDictionary()
         # Of requests that are gone without a word.
-        self._lost: deque[_Sought] = deque()
+        self._lost: deque[_Lookup] = deque()
         self._is_stopped = False
+        self._last = 0.0
         self._arrival = threading.Event()
         self._paused: Callable[[], object] | None = None
         self._told: Counter[tuple[str, str | None]] = Counter()
@@ -244,26 +246,24 @@ class Stored:
             self._drop(found)
 
     def _may_use(self, request: Req) -> bool:
-        return not (
-            self._is_stopped
-            or request.lora_id is not None
-            or request.input_embeds is not None
-            or request.multimodal_inputs is not None
-            or request.retraction_count
-        )
+        return not self._is_stopped and not request.retraction_count and self._may_store(request)
 
     def _seek(self, request: Req, seq: TokenSequence, known: int) -> None:
         if self.is_in_host and not self.store.num_runs:
             return  # nobody else writes there
+        # The last run of a prompt is named by all of it, though not all of it is asked for.
+        ids = _ids(request.full_untruncated_fill_ids)
+        if ids is None:
+            return
         salt = seq.namespace.salt
         tenant = salt if isinstance(salt, str) else None
-        found = _Sought(request.rid, tenant)
+        found = _Lookup(request.rid, tenant)
         if not self._places.take(tenant):
             found.waits = False
             self._sought[request] = found
             self._count("store_busy")
             return
-        prompt = StorePrompt(seq[:], tenant, (), (), None)
+        prompt = StorePrompt(ids, tenant, (), (), None)
         named = self._sequence(prompt)
 
         def runs() -> list[SpanRun]:
@@ -299,7 +299,7 @@ class Stored:
         salt = SHARED if prompt.salt is None else prompt.salt
         return TokenSequence(prompt.tokens, self._space.replace(salt=salt))
 
-    def _take(self, found: _Sought) -> None:
+    def _take(self, found: _Lookup) -> None:
         """What has arrived for a request that waits no more."""
         self._leave(found)
         taken = None if found.load is None else found.load.take(self._pool)
@@ -309,12 +309,12 @@ class Stored:
         found.taken = taken
         self._count("store_found")
 
-    def _leave(self, found: _Sought) -> None:
+    def _leave(self, found: _Lookup) -> None:
         if found.waits:
             found.waits = False
             self._places.give(found.tenant)
 
-    def _drop(self, found: _Sought) -> None:
+    def _drop(self, found: _Lookup) -> None:
         self._leave(found)
         found.cancel()
 
@@ -360,7 +360,9 @@ class Stored:
             return
         num_paged = len(blocks) * self._page_size
         done = num_paged + len(after)
-        ids = np.array(request.full_untruncated_fill_ids[:done], np.uint32)
+        ids = _ids(request.full_untruncated_fill_ids[:done])
+        if ids is None:
+            return
         borders = (
             () if stream is None else tuple(one for one in self._borders(stream) if one <= done)
         )
@@ -387,8 +389,14 @@ class Stored:
 
     def left(self, blocks: NDArray[np.int32]) -> None:
         """Pages leave the index, and may be written to: what was not read of them is given up."""
-        if not self._turns.is_idle:
+        if self._turns.is_idle:
+            return
+        try:
             self._turns.overwritten(blocks.tolist())
+        except BaseException:
+            # What is not given up would be stored as what it was.
+            self._turns.pool = None
+            raise
 
     def give_up(self) -> None:
         """Read no page of any request that has ended; none is read any more."""
@@ -398,6 +406,7 @@ class Stored:
         return (
             request.lora_id is None
             and request.input_embeds is None
+            and request.positional_embed_overrides is None
             and request.multimodal_inputs is None
         )
 
@@ -419,10 +428,17 @@ class Stored:
 
     # --- all -----------------------------------------------------------------------------------
 
-    def computed(self, num_tokens: int, seconds: float) -> None:
-        """Measure how fast prompts are computed."""
+    def computed(self, num_tokens: int, began: float) -> None:
+        """Measure how fast prompts are computed, by a step that has ended.
+
+        Args:
+            num_tokens: Tokens of prompts in it.
+            began: When it was queued; it may have begun when the one before ended.
+        """
+        now = time.monotonic()
+        began, self._last = max(began, self._last), now
         if num_tokens >= _LEAST_PREFILL:
-            self._estimate.computed(num_tokens=num_tokens, seconds=seconds)
+            self._estimate.computed(num_tokens=num_tokens, seconds=now - began)
 
     def stop(self, why: str) -> None:
         """Neither read nor write from now on; once."""
@@ -465,6 +481,14 @@ class Stored:
 
     def _count(self, name: str, number: int = 1) -> None:
         self.counts[name] += number
+
+
+def _ids(given: Sequence[int]) -> NDArray[np.uint32] | None:
+    """Token ids; None if there are none, or one is beyond 32 bits."""
+    ids = np.array(given, np.int64)
+    if not len(ids) or ids.min() < 0 or ids.max() >= 1 << 32:
+        return None
+    return ids.astype(np.uint32)
 
 
 def stop_all(why: str) -> None:

@@ -16,7 +16,7 @@ from kvtrie.integrations.sglang._ranks import shared_seed
 from kvtrie.integrations.sglang._reasoning import tagger_of
 from kvtrie.integrations.sglang._recording import RequestLog
 from kvtrie.integrations.sglang._settings import VARIABLE, SGLangSettings
-from kvtrie.integrations.sglang._stored import Stored
+from kvtrie.integrations.sglang._stored import PoolStore
 from kvtrie.integrations.sglang._version import check_version, installed, refuse
 from kvtrie.integrations.sglang.cache import KvtrieCache
 from kvtrie.rope import RopeSpec
@@ -152,7 +152,7 @@ def _stream_of(context: TreeCacheBuildContext, pool: KVPool) -> Any:  # noqa: AN
     return context.tp_worker.model_runner.forward_stream
 
 
-def _stored_of(context: TreeCacheBuildContext, tagger: Tagger | None) -> Stored | None:
+def _stored_of(context: TreeCacheBuildContext, tagger: Tagger | None) -> PoolStore | None:
     """The store next to the pool; None: there is none.
 
     Raises:
@@ -195,7 +195,7 @@ def _stored_of(context: TreeCacheBuildContext, tagger: Tagger | None) -> Stored 
     except (BackendError, ImportError, LayoutError, StoreRefused) as error:
         refuse(f"{where}: {error}")
     _LOG.info("kvtrie: store %s: %d runs of this model", given.backend, store.num_runs)
-    return Stored(
+    return PoolStore(
         store,
         given,
         space,

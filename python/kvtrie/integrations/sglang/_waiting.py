@@ -10,6 +10,7 @@ measured how fast prompts are computed.
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtrie.integrations.sglang import _stored
@@ -86,20 +87,20 @@ def _step(
     *args: object,
     **kwargs: object,
 ) -> Any:  # noqa: ANN401 - SGLang's result
-    began = time.monotonic()
-    count = batch.extend_num_tokens if batch.forward_mode.is_extend() else None
+    began, mode, count = time.monotonic(), batch.forward_mode, 0
+    if mode is not None and mode.is_extend():
+        count = batch.extend_num_tokens or 0
     result = original(scheduler, batch, *args, **kwargs)
-    if count:
-        setattr(result, _MARK, (began, int(count)))
+    with suppress(AttributeError):
+        setattr(result, _MARK, (began, count))
     return result
 
 
 def _result(_: None, scheduler: Scheduler, __: ScheduleBatch, result: object) -> None:
-    began, count = getattr(result, _MARK, (0.0, 0))
-    if count:
-        computed = getattr(scheduler.tree_cache, "computed_prefill", None)
-        if computed is not None:
-            computed(count, time.monotonic() - began)
+    computed = getattr(scheduler.tree_cache, "computed_prefill", None)
+    if computed is not None and hasattr(result, _MARK):
+        began, count = getattr(result, _MARK)
+        computed(count, began)
 
 
 def _replaced(*_: object, **__: object) -> None:

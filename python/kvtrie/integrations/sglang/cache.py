@@ -73,7 +73,7 @@ if TYPE_CHECKING:
     from kvtrie.integrations._snapshots import SnapshotSource
     from kvtrie.integrations.sglang._moving import Ask, Moving
     from kvtrie.integrations.sglang._recording import RequestLog
-    from kvtrie.integrations.sglang._stored import Stored
+    from kvtrie.integrations.sglang._stored import PoolStore
     from kvtrie.record import Would
     from kvtrie.tags import Stream, Tagger
 
@@ -189,7 +189,7 @@ class KvtrieCache(BasePrefixCache):
         moving: Moving | None = None,
         recording: RequestLog | None = None,
         snapshots: SnapshotSource | None = None,
-        stored: Stored | None = None,
+        stored: PoolStore | None = None,
         *,
         seed: int | None = None,
         counts_for_all: bool = True,
@@ -254,7 +254,7 @@ class KvtrieCache(BasePrefixCache):
         """Forget all; SGLang clears its pools itself."""
         self._epoch += 1
         if self._store is not None:
-            self._store.give_up()
+            self._given_up(self._store)
         self._slots.put_back(self._index.reset())
         self._slots.put_back(self._index.take_freed())
         self._slots.put_back(np.array(sorted(self._withheld), dtype=np.int32))
@@ -352,7 +352,7 @@ class KvtrieCache(BasePrefixCache):
         if seq is None:
             return
         if self._store is not None:
-            self._store.admitted(req)
+            self._admitted(self._store, req)
         if len(seq) <= protected:
             self._index.lookup(seq)  # no new page; what it has was used now
             if self._store is not None and req.finished() and req.last_node.built is None:
@@ -625,7 +625,7 @@ class KvtrieCache(BasePrefixCache):
 
     @_guarded(lambda _: 0)
     def _sought(
-        self, stored: Stored, req: Req, seq: TokenSequence, known: int, covered: int
+        self, stored: PoolStore, req: Req, seq: TokenSequence, known: int, covered: int
     ) -> int:
         """Tokens after an exact match that have arrived from the store."""
         return stored.promised(req, seq, known, covered)
@@ -636,10 +636,22 @@ class KvtrieCache(BasePrefixCache):
         return self._store is not None and self._store.waits(req, adder, is_idle=is_idle)
 
     @_guarded(_none)
-    def computed_prefill(self, num_tokens: int, seconds: float) -> None:
-        """Measure a step that computed prompts."""
+    def _admitted(self, stored: PoolStore, req: Req) -> None:
+        stored.admitted(req)
+
+    @_guarded(_none)
+    def _left(self, stored: PoolStore, blocks: NDArray[np.int32]) -> None:
+        stored.left(blocks)
+
+    @_guarded(_none)
+    def _given_up(self, stored: PoolStore) -> None:
+        stored.give_up()
+
+    @_guarded(_none)
+    def computed_prefill(self, num_tokens: int, began: float) -> None:
+        """Measure a step that has ended, by the tokens of prompts in it."""
         if self._store is not None:
-            self._store.computed(num_tokens, seconds)
+            self._store.computed(num_tokens, began)
 
     @_guarded(_none)
     def _from_store(self, handle: Handle, count: int, req: Req) -> Handle | None:
@@ -660,7 +672,7 @@ class KvtrieCache(BasePrefixCache):
                 allocator.free_segment(own, start_pos=known)
             raise
         finally:
-            self._store.admitted(req)
+            self._admitted(self._store, req)
         # How SGLang reports it.
         req.host_hit_is_storage = not self._store.is_in_host
         loaded = Handle(handle.seq, None, self._epoch)
@@ -686,7 +698,7 @@ class KvtrieCache(BasePrefixCache):
     @_guarded(_none)
     def _write_turn(
         self,
-        stored: Stored,
+        stored: PoolStore,
         req: Req,
         seq: TokenSequence,
         blocks: NDArray[np.int32],
@@ -719,10 +731,12 @@ class KvtrieCache(BasePrefixCache):
         stopped = isinstance(req.finished_reason, FINISH_MATCHED_TOKEN | FINISH_MATCHED_STR)
         return self._reasoning.read(np.asarray(req.full_untruncated_fill_ids), complete=stopped)
 
+    @_guarded(_none)
     def release_aborted_request(self, handle: CacheRequestHandle) -> None:
         if self._store is not None:
             self._store.aborted(handle.rid)
 
+    @_guarded(_none)
     def release_host_resources(self) -> None:
         if self._store is not None:
             self._store.close()
@@ -816,7 +830,7 @@ class KvtrieCache(BasePrefixCache):
             return 0
         self._epoch += 1
         if self._store is not None:
-            self._store.left(blocks)
+            self._left(self._store, blocks)
         if self._events.recorder.enabled:
             self._removed(blocks)
         if self._held:
