@@ -28,13 +28,13 @@ Wanted = tuple[str, int]
 """The name of an edit, and the number of its conversation."""
 
 
-class Bench(Protocol):
+class Replayer(Protocol):
     """Replays one conversation at a time."""
 
     def replay(self, steps: list[Step], *, is_chain: bool) -> Rows: ...
 
 
-class Source(Protocol):
+class Maker(Protocol):
     """Makes the conversations of an edit; not for two threads at once, as tokenizers are not."""
 
     name: str
@@ -51,8 +51,8 @@ def twin(model: PreTrainedModel) -> PreTrainedModel:
 class Ahead:
     """Replays on as many threads as there are benches; with one bench on the caller's."""
 
-    def __init__(self, benches: Sequence[Bench]) -> None:
-        self._benches: SimpleQueue[Bench] = SimpleQueue()
+    def __init__(self, benches: Sequence[Replayer]) -> None:
+        self._benches: SimpleQueue[Replayer] = SimpleQueue()
         for bench in benches:
             self._benches.put(bench)
         self._alone = benches[0] if len(benches) == 1 else None
@@ -60,7 +60,7 @@ class Ahead:
         self._threads = ThreadPoolExecutor(len(benches), thread_name_prefix="kvtrie-calibrate")
         self._begun: dict[Wanted, Future[Rows]] = {}
 
-    def begin(self, wanted: Iterable[tuple[Source, int]]) -> None:
+    def begin(self, wanted: Iterable[tuple[Maker, int]]) -> None:
         """Begin the first of what will be wanted, as far as there is room."""
         for _, (source, number) in zip(range(self._most), wanted, strict=False):
             key = source.name, number
@@ -78,7 +78,7 @@ class Ahead:
         for key in [key for key, one in self._begun.items() if one.cancel()]:
             del self._begun[key]
 
-    def take(self, source: Source, number: int) -> Rows | None:
+    def take(self, source: Maker, number: int) -> Rows | None:
         """What was observed in a conversation; None if it was not begun."""
         found = self._begun.pop((source.name, number), None)
         return None if found is None else found.result()
