@@ -71,6 +71,7 @@ class Suite:
         from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415 - slow
         from transformers.utils import logging  # noqa: PLC0415 - slow
 
+        from kvtrie.engines._products import speed_up  # noqa: PLC0415 - torch
         from kvtrie.models.fingerprint import checkpoint_digest  # noqa: PLC0415 - for order
         from real.cases import Renderer  # noqa: PLC0415 - for order
         from real.reader import Reader  # noqa: PLC0415 - torch
@@ -84,7 +85,9 @@ class Suite:
             folder, dtype=getattr(torch, dtype), local_files_only=True
         )
         self._where = device or "cpu"
-        self.reader: Reader = Reader(model.to(self._where).eval())
+        model = model.to(self._where).eval()
+        speed_up(model)
+        self.reader: Reader = Reader(model)
         self.renderer = Renderer(tokenizer)
         self.model = f"{folder.name}@{checkpoint_digest(folder)}"
         self.dtype = dtype

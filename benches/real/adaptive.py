@@ -1,11 +1,11 @@
-"""The probe with one share for all plans and with a share by need, in float32; see `real`.
+"""The probe with one share for all plans and with a share by need; see `real`.
 
-    python -m real.adaptive              # from the repository, with PYTHONPATH=benches:.
-    python -m real.adaptive --summary    # no measuring: the tables again, from the rows
+    python -m real.adaptive                    # from the repository, with PYTHONPATH=benches:.
+    python -m real.adaptive --dtype float32    # without the rounding of bfloat16
+    python -m real.adaptive --summary          # no measuring: the tables again, from the rows
 
-In float32 a CPU without bfloat16 measures six times as many conversations in the same time. Its
-rows, its figures and its part of docs/fidelity.md are apart from those of `python -m real`, which
-are of bfloat16. It stops after so many seconds, and resumes.
+Its rows, its figures and its part of docs/fidelity.md are apart from those of `python -m real`. It
+stops after so many seconds, and resumes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FIGURES: Final = ROOT / "benches" / "real" / "adaptive.json"
 BEGIN: Final = "<!-- Written by `python -m real.adaptive` from benches/real/adaptive.json. -->"
 END: Final = "<!-- End of the figures of adaptive shares. -->"
 
-DTYPE: Final = "float32"
+DTYPES: Final = ("bfloat16", "float32")
 SET: Final = "reporting"
 
 FAMILIES: Final = ("probe", "adaptive")
@@ -66,23 +66,29 @@ def document(rows: Sequence[Row]) -> Figures:
     mine = [row for row in mine if cases[row["kind"], row["size"], row["seed"]] == len(POLICIES)]
     return {
         "model": rows[-1]["model"],
-        "dtype": DTYPE,
+        "dtype": rows[-1]["dtype"],
         "machine": f"{platform.machine()}, one thread",
         "sizes": summary.collected(mine),
     }
 
 
 def render(found: Figures) -> str:
+    """The part of the page: the figures of each element type."""
+    return "\n\n".join(_of_one_type(found[dtype]) for dtype in DTYPES if dtype in found)
+
+
+def _of_one_type(found: Figures) -> str:
     lines = [f"Set *{SET}*, `{found['model']}`, all in {found['dtype']}, {found['machine']}."]
     for size, one in found["sizes"].items():
         for group, by_policy in one["groups"].items():
             cases = next(iter(by_policy.values()))["cases"]
-            title = f"{group.capitalize()} kinds, prompts of {size} tokens"
+            title = f"{group.capitalize()} kinds, prompts of {size} tokens, {found['dtype']}"
             lines += ["", f"{title}, {summary.counted(cases, 'conversation')}:", ""]
             lines += _table(by_policy)
             if group == "hard":
                 lines += ["", " ".join(goals(by_policy))]
-        lines += ["", f"KL mean and computed by kind, prompts of {size} tokens:", ""]
+        title = f"KL mean and computed by kind, prompts of {size} tokens, {found['dtype']}"
+        lines += ["", f"{title}:", ""]
         lines += _by_kind(one["kinds"])
     return "\n".join(lines)
 
@@ -137,12 +143,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--summary", action="store_true", help="only write the tables again")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin none after")
+    parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0])
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--rows", type=Path, default=ROWS)
     options = parser.parse_args()
     if not options.summary:
         try:
-            suite = Suite(options.model, DTYPE, options.rows)
+            suite = Suite(options.model, options.dtype, options.rows)
         except texts.TextError as error:
             print(f"fidelity: {error}", file=sys.stderr)
             return 3
@@ -150,11 +157,11 @@ def main() -> int:
         for kind, size, number in work():
             if time.monotonic() - began < options.seconds:
                 suite.measure(kind, size, SET, first + number + 1, POLICIES)
-    rows = [row for row in Rows(options.rows).by_key.values() if row["dtype"] == DTYPE]
+    rows = [row for row in Rows(options.rows).by_key.values() if row["dtype"] == options.dtype]
     if not rows:
         print("fidelity: nothing has been measured")
         return 1
-    found = document(rows)
+    found = json.loads(FIGURES.read_text(encoding="utf-8")) | {options.dtype: document(rows)}
     text = render(found)
     print(text)
     FIGURES.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

@@ -17,6 +17,7 @@ import torch
 from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from kvtrie.engines._products import product
 from kvtrie.repair.probe import probed_layer
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ class Reader:
         q_at, k_at = q_at.to(q.device), k_at.to(q.device)
         scale = self.core.layers[self.probed].self_attn.scaling
         grouped = k.transpose(0, 1).repeat_interleave(len(q) // k.shape[1], dim=0)
-        scores = (q @ grouped.transpose(1, 2)).float() * scale
+        scores = product(q, grouped.transpose(1, 2)).float() * scale
         weights: torch.Tensor = scores.masked_fill(k_at > q_at[:, None], float("-inf")).softmax(-1)
         return weights
 
@@ -169,7 +170,7 @@ class Reader:
             q = self.queries(inputs[part], at[part])
             weights = self.attention(q, at[part], k, k_at).to(v.dtype)
             grouped = v.transpose(0, 1).repeat_interleave(len(q) // v.shape[1], dim=0)
-            rows = (weights @ grouped).transpose(0, 1).reshape(q.shape[1], -1)
+            rows = product(weights, grouped).transpose(0, 1).reshape(q.shape[1], -1)
             with torch.inference_mode():
                 found.append(layer.o_proj(rows))
         return torch.cat(found) if found else inputs

@@ -856,7 +856,7 @@ def test_page_holds_what_the_figures_of_adaptive_shares_say() -> None:
     found = json.loads(adaptive.FIGURES.read_text(encoding="utf-8"))
     page = summary.PAGE.read_text(encoding="utf-8")
     assert summary.put(page, adaptive.render(found), adaptive.BEGIN, adaptive.END) == page
-    assert found["dtype"] == "float32"
+    assert [found[dtype]["dtype"] for dtype in adaptive.DTYPES] == ["bfloat16", "float32"]
 
 
 def test_adaptive_shares_are_compared_on_whole_conversations() -> None:
