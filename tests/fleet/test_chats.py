@@ -323,6 +323,8 @@ STREAM = "text/event-stream"
     [
         ("application/json", "{", "no end of the reply"),
         ("application/json", "[1]", "no end of the reply"),
+        ("application/json", '{"choices":[],"half":"\\ud83d"}', "no end of the reply"),
+        (STREAM, 'data: {"choices":[],"half":"\\ud83d"}\n\n', "no end of the reply"),
         ("application/json", '{"choices":[{"finish_reason":"stop"}]}', "no ids in the reply"),
         ("application/json", '{"choices":[{"finish_reason":"stop","token_ids":5}]}', "no end"),
         (STREAM, "data: {}\n\n", "no end of the reply"),

@@ -179,6 +179,7 @@ def test_a_clients_own_header_is_not_passed_on() -> None:
         (chat(chat_template_kwargs={"chat_template": "x"}), CHAT, "an argument of the tokenizer"),
         (chat(chat_template_kwargs={"documents": []}), CHAT, "an argument of the tokenizer"),
         (chat(cache_salt=5), CHAT, "unrouted: cache_salt is no text"),
+        (chat(cache_salt="x" * 1025), CHAT, "unrouted: a cache_salt of more than 1024 characters"),
         (chat(add_special_tokens=True), CHAT, "unrouted: a request with add_special_tokens"),
         (chat(truncate_prompt_tokens=5), CHAT, "unrouted: a prompt that is cut"),
         ({"model": "tiny", "prompt": ["a", "b"]}, "/v1/completions", "unrouted: several prompts"),
@@ -382,6 +383,71 @@ def test_choosing_does_not_hold_up_other_requests() -> None:
     run(test)
 
 
+def test_long_prompts_have_threads_of_their_own() -> None:
+    """Two of 8 MB held all threads for seconds, and nobody else's prompt was looked up."""
+
+    async def test(running: Running) -> None:
+        go, prompt = threading.Event(), ServedModel.prompt
+        begun: list[bool] = []
+
+        def waits(path: str, body: dict[str, Any]) -> kvtrie.TokenSequence:
+            if "user" in body:
+                begun.append(True)
+                go.wait(20)
+            return prompt(running.served, path, body)
+
+        running.proxy._models["tiny"] = type("Waits", (), {"prompt": staticmethod(waits)})()
+        long = [asyncio.ensure_future(running.post(chat(user="x" * 300_000))) for _ in range(8)]
+        try:
+            while len(begun) < 2:  # noqa: ASYNC110 - of a thread
+                await asyncio.sleep(0.001)
+            assert (await running.post(chat()))[0] == 200
+            assert running.router.target() == "at-b"
+            assert len(running.router.asked) == 1
+        finally:
+            go.set()
+        assert [status for status, _, _ in await asyncio.gather(*long)] == [200] * 8
+        assert running.proxy.counts["routed"] == 9
+
+    run(test, prompt_timeout=20.0)
+
+
+def test_bodies_in_flight_have_bounded_bytes_together() -> None:
+    """1,024 of 8 MB are more memory than most machines have."""
+
+    async def test(running: Running) -> None:
+        async def waits(_: web.Request) -> web.StreamResponse:
+            await running.router.go.wait()
+            return web.json_response({"ok": True})
+
+        running.router.reply = waits
+        first = [asyncio.ensure_future(running.post(b"x" * 400, "/v1/x")) for _ in range(2)]
+        while len(running.router.asked) < 2:  # noqa: ASYNC110 - of another task
+            await asyncio.sleep(0.001)
+        status, _, said = await running.post(b"x" * 400, "/v1/x")
+        assert status == 503
+        why = json.loads(said)["error"]["message"]
+        assert why == "requests in flight have more than 1000 bytes"
+        running.router.go.set()
+        assert [status for status, _, _ in await asyncio.gather(*first)] == [200, 200]
+        # Those of requests that have ended do not count, however they did.
+        assert (await running.post(b"x" * 2000, "/v1/x"))[0] == 413
+        assert (await running.post(b"x" * 800, "/v1/x"))[0] == 200
+        assert running.proxy._num_bytes == 0
+
+    run(test, max_bytes=1000, max_body=1000)
+
+
+def test_a_body_that_says_that_it_is_too_large_is_not_waited_for() -> None:
+    async def test(running: Running) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(running.url[-5:]))
+        writer.write(b"POST /v1/x HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n")
+        assert b" 413 " in await asyncio.wait_for(reader.readline(), 20)
+        writer.close()
+
+    run(test)
+
+
 def test_a_choice_that_comes_too_late_is_taken_back() -> None:
     async def test(running: Running) -> None:
         go, came = threading.Event(), threading.Event()
@@ -544,7 +610,8 @@ def test_a_body_that_does_not_come_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"max_body": 0}, {"max_requests": 0}, {"tokenizers": 0}, {"timeout": 0}]
+    "options",
+    [{"max_body": 0}, {"max_bytes": 0}, {"max_requests": 0}, {"tokenizers": 0}, {"timeout": 0}],
 )
 def test_bad_arguments_are_named(options: dict[str, Any]) -> None:
     index = kvtrie.KvIndexer(2, b"the key of tests")

@@ -226,16 +226,16 @@ class ReplyIds:
                 self.sampled += choice.get(_SAMPLED_IDS) or ()
                 self._has_ended |= choice.get("finish_reason") is not None
             self._gives_up |= len(self.sampled) > _MOST_SAMPLED
+            if self.shows_ids:
+                return text
+            document.pop(_PROMPT_IDS, None)
+            for choice in choices:
+                choice.pop(_SAMPLED_IDS, None)
+            return json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
         except (AttributeError, RecursionError, TypeError, ValueError):
-            # In another form: it passes, and no ids are kept.
+            # In another form, or half a surrogate pair is in it: it passes, and no ids are kept.
             self._gives_up = True
             return text
-        if self.shows_ids:
-            return text
-        document.pop(_PROMPT_IDS, None)
-        for choice in choices:
-            choice.pop(_SAMPLED_IDS, None)
-        return json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def _check_form(body: Mapping[str, Any]) -> None:

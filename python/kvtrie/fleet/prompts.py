@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 CHAT: Final = "/v1/chat/completions"
 TEXT: Final = "/v1/completions"
+# Characters of a salt, which is kept with each prompt and each history.
+_LONGEST_SALT: Final = 1024
 
 
 class PromptError(ValueError):
@@ -86,7 +88,7 @@ class ServedModel:
             body: The request.
 
         Raises:
-            PromptError: `cache_salt` is no text, or the prompt is cut.
+            PromptError: `cache_salt` is no text or too long, or the prompt is cut.
         """
         if body.get("truncate_prompt_tokens") is not None:
             msg = "a prompt that is cut"
@@ -94,6 +96,9 @@ class ServedModel:
         salt = body.get("cache_salt")
         if salt is not None and (not isinstance(salt, str) or not salt):
             msg = "cache_salt is no text"
+            raise PromptError(msg)
+        if salt is not None and len(salt) > _LONGEST_SALT:
+            msg = f"a cache_salt of more than {_LONGEST_SALT} characters"
             raise PromptError(msg)
         return self.namespace if salt is None else self.namespace.replace(salt=salt)
 

@@ -56,9 +56,20 @@ _OWN: Final = frozenset(
     "expect".split()
 )
 
+# Prompts of longer bodies have threads of their own: 8 MB can take seconds, these 0.3 s.
+_LONG: Final = 256 << 10
+
 
 class _GoneError(Exception):
     """The client does not take its reply."""
+
+
+class _RefusedError(Exception):
+    """A request is not taken."""
+
+    def __init__(self, status: int, why: str) -> None:
+        super().__init__(why)
+        self.status = status
 
 
 @dataclass(frozen=True)
@@ -109,9 +120,9 @@ class Proxy:
 
     A client's own header is not passed on. Errors of the proxy's own are in OpenAI's form with the
     type `proxy_error`: 413 for a body over `max_body`, 415 for a compressed one, 408 for one that
-    does not come in `body_timeout`, 503 for a request over `max_requests`, 502 and 504 for a router
-    that does not answer. A reply that breaks off breaks off for the client, and a client that hangs
-    up ends the request at the router.
+    does not come in `body_timeout`, 503 for a request over `max_requests` or `max_bytes`, 502 and
+    504 for a router that does not answer. A reply that breaks off breaks off for the client, and a
+    client that hangs up ends the request at the router.
 
     Args:
         upstream: The router's URL.
@@ -122,8 +133,10 @@ class Proxy:
         tracker: Keeps the ids of replies, and chats are sent with them in place of those that their
             text is encoded to; only for vLLM. None: all requests pass byte for byte.
         max_body: Most bytes of a request.
+        max_bytes: Most bytes of the bodies of all requests at a time.
         max_requests: Most requests at a time.
-        tokenizers: Threads that tokenize.
+        tokenizers: Threads that tokenize, and as many for bodies over 256 KiB, so that prompts of
+            usual lengths do not wait for long ones.
         body_timeout: Seconds for a request's body.
         prompt_timeout: Seconds for tokenizing and choosing; then the request passes without.
         keep_timeout: Seconds that the end of a reply waits until its ids are kept; they are kept
@@ -153,6 +166,7 @@ class Proxy:
         header: str = TARGET,
         tracker: TurnTracker | None = None,
         max_body: int = 8 << 20,
+        max_bytes: int = 1 << 30,
         max_requests: int = 1024,
         tokenizers: int = 2,
         body_timeout: float = 30.0,
@@ -166,6 +180,7 @@ class Proxy:
             raise ValueError(msg)
         for name, value, least, most in (
             ("max_body", max_body, 1, 1 << 30),
+            ("max_bytes", max_bytes, 1, 1 << 40),
             ("max_requests", max_requests, 1, 1 << 20),
             ("tokenizers", tokenizers, 1, 64),
             ("body_timeout", body_timeout, 0.001, 1e6),
@@ -186,15 +201,18 @@ class Proxy:
         self._targets = SmgTargets(upstream) if targets is None else targets
         self._header = header
         self._max_body = max_body
+        self._max_bytes = max_bytes
         self._max_requests = max_requests
         self._body_timeout = body_timeout
         self._prompt_timeout = prompt_timeout
         self._keep_timeout = keep_timeout
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=timeout)
         self._threads = ThreadPoolExecutor(tokenizers, "kvtrie-prompts")
+        self._long = ThreadPoolExecutor(tokenizers, "kvtrie-long-prompts")
         # The end of a reply must not wait for prompts of others.
         self._keeper = ThreadPoolExecutor(1, "kvtrie-replies")
         self._in_flight = 0
+        self._num_bytes = 0
         self._session: aiohttp.ClientSession | None = None
         self._runner: web.AppRunner | None = None
 
@@ -215,7 +233,7 @@ class Proxy:
             cookie_jar=aiohttp.DummyCookieJar(),
             skip_auto_headers=("Accept-Encoding", "User-Agent", "Content-Type", "Accept"),
         )
-        app = web.Application(client_max_size=self._max_body)
+        app = web.Application()
         app.router.add_route("*", "/{path:.*}", self._handle)
         self._runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0
@@ -232,7 +250,7 @@ class Proxy:
             await self._runner.cleanup()
         if self._session is not None:
             await self._session.close()
-        for threads in (self._threads, self._keeper):
+        for threads in (self._threads, self._long, self._keeper):
             threads.shutdown(wait=False, cancel_futures=True)
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
@@ -240,23 +258,42 @@ class Proxy:
         if self._in_flight >= self._max_requests:
             return self._refuse(503, f"{self._in_flight} requests are in flight, the most allowed")
         self._in_flight += 1
-        choice = _Choice()
+        taking, choice = bytearray(), _Choice()
+        body: bytes | bytearray = taking
         try:
-            if request.headers.get("Content-Encoding", "identity") != "identity":
-                return self._refuse(415, "the request is compressed")
-            try:
-                async with asyncio.timeout(self._body_timeout):
-                    body = await request.read()
-            except web.HTTPRequestEntityTooLarge:
-                return self._refuse(413, f"the request has more than {self._max_body} bytes")
-            except TimeoutError:
-                return self._refuse(408, f"the request has not come in {self._body_timeout} s")
+            await self._take(request, taking)
+            body = bytes(taking)
+            taking.clear()
             choice = await self._choose(request, body)
             return await self._pass_on(request, body, choice)
+        except _RefusedError as error:
+            return self._refuse(error.status, str(error))
         finally:
             self._in_flight -= 1
+            self._num_bytes -= len(body)
             if choice.sent is not None:
                 choice.sent.end()
+
+    async def _take(self, request: web.Request, body: bytearray) -> None:
+        """Read a request's body. What has been read counts while the request is in flight."""
+        if request.headers.get("Content-Encoding", "identity") != "identity":
+            raise _RefusedError(415, "the request is compressed")
+        too_large = _RefusedError(413, f"the request has more than {self._max_body} bytes")
+        if (request.content_length or 0) > self._max_body:
+            raise too_large
+        try:
+            async with asyncio.timeout(self._body_timeout):
+                async for piece in request.content.iter_any():
+                    body += piece
+                    self._num_bytes += len(piece)
+                    if len(body) > self._max_body:
+                        raise too_large
+                    if self._num_bytes > self._max_bytes:
+                        why = f"requests in flight have more than {self._max_bytes} bytes"
+                        raise _RefusedError(503, why)
+        except TimeoutError as error:
+            why = f"the request has not come in {self._body_timeout} s"
+            raise _RefusedError(408, why) from error
 
     async def _choose(self, request: web.Request, body: bytes) -> _Choice:
         if request.method != "POST" or request.path not in (CHAT, TEXT):
@@ -279,7 +316,8 @@ class Proxy:
         if self._session is None:
             msg = "the proxy is closed"
             raise PromptError(msg)
-        document = await loop.run_in_executor(self._threads, _document, body)
+        threads = self._long if len(body) > _LONG else self._threads
+        document = await loop.run_in_executor(threads, _document, body)
         name = document.get("model")
         model = self._models.get(name) if isinstance(name, str) else None
         if model is None or not isinstance(name, str):
@@ -287,7 +325,7 @@ class Proxy:
             raise PromptError(msg)
         targets = await self._targets.of(self._session, name)
         splicer = self._splicers.get(name) if path == CHAT else None
-        choosing = self._threads.submit(self._send, model, splicer, path, document, targets)
+        choosing = threads.submit(self._send, model, splicer, path, document, targets)
         try:
             sent, chat, why_text = await asyncio.wrap_future(choosing)
         except asyncio.CancelledError:
