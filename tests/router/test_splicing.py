@@ -201,6 +201,36 @@ def test_cuts_cost_no_more_than_so_many_decodings_of_the_history(pieces: int) ->
     assert decoded <= (64 + 1) * len(history) + 2 * len(splicer.encode(text))
 
 
+def test_a_short_prompt_is_spliced_from_the_beginning_of_a_long_history(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may be another client's. One of 180,000 tokens took 5 s for each prompt that began so."""
+    _, splicer = family("bytes")
+    begin, end = "<|im_start|>user\na<|im_end|><|im_start|>assistant\n", "<|im_end|>"
+    tracker = kvtrie.TurnTracker()
+    opening, reply = splicer.encode(begin), splicer.encode("well, ")
+    long = np.concatenate([opening, np.tile(reply, 100_000 // len(reply)), splicer.encode(end)])
+    tracker.keep(kvtrie.TokenSequence(long, SPACE), num_computed=len(long) - 1)
+    decoded = [0]
+    decode = splicer.decode
+
+    def counts(ids: npt.NDArray[np.uint32]) -> str:
+        decoded[0] += len(ids)
+        return decode(ids)
+
+    monkeypatch.setattr(splicer, "decode", counts)
+    for said in ("well, ", "well, well, ", "no"):
+        decoded[0] = 0
+        found = tracker.splice(f"{begin}{said}{end}", splicer, SPACE)
+        assert found.outcome == "spliced"
+        assert decoded[0] < 65 * (16_384 + 4 * len(found.ids)) + 2 * len(found.ids)
+        assert found.num_kept < 100
+    # That of the prompt's own conversation is kept to its end.
+    found = tracker.splice(decode(long), splicer, SPACE)
+    assert np.array_equal(found.ids, long)
+    assert found.num_kept == len(long) - 4
+
+
 def test_of_special_tokens_at_one_place_the_longest_is_one() -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=_backend("pieces"))
     tokenizer.add_tokens(["<|im_start|>user"], special_tokens=True)

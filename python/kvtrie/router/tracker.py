@@ -53,6 +53,10 @@ if TYPE_CHECKING:
     from kvtrie.router.stats import TrackerStats
 
 _MOST_PLANNED: Final = 8
+# Of a history that no id names, a splice looks at so many tokens, and so many for each of the
+# prompt's: it may be another client's, who chose its length.
+_LEAST_SPLICED: Final = 16_384
+_SPLICED_EACH: Final = 4
 # Dropped before the lock is released to others.
 _MOST_DROPPED: Final = 64
 
@@ -339,8 +343,9 @@ class TurnTracker:
         """Encode a rendered prompt with the ids that an engine used, where the text is the same.
 
         With a conversation id, they are of one of its eight newest histories; without one, of the
-        history with the longest common prefix. Histories with items are left out. Nothing is
-        touched or handed out: call `compare` with the result.
+        history with the longest common prefix, of whose beginning 16,384 tokens and four for each
+        token of the prompt are looked at. Histories with items are left out. Nothing is touched or
+        handed out: call `compare` with the result.
 
         Args:
             rendered: The prompt's text, as the chat template renders it.
@@ -361,6 +366,7 @@ class TurnTracker:
         now = self._read_clock()
         dead: list[History] = []
         self._expire_in_parts(now, dead)
+        most: int | None = None
         if conversation is None:
             plain = TokenSequence(splicer.encode(rendered), namespace)
             asked = CompareArguments(plain, None, EXACT_ONLY, alias=False, keep_last=0, take=False)
@@ -369,6 +375,7 @@ class TurnTracker:
                 seen = self._store.look_up(asked)
             longest = self._longest(seen)
             histories = [] if longest is None else [longest]
+            most = _LEAST_SPLICED + _SPLICED_EACH * len(plain)
             missing: Literal["expired", "unknown"] | None = None
         else:
             with self._lock:
@@ -376,7 +383,7 @@ class TurnTracker:
                 missing = self._store.missing((namespace, conversation))
                 kept = self._store.conversations.get((namespace, conversation), [])
                 histories = kept[: -_MOST_PLANNED - 1 : -1]
-        found = splicer.splice(rendered, [one.seq[:] for one in histories if not one.seq.items])
+        found = splicer.splice(rendered, [one.seq[:most] for one in histories if not one.seq.items])
         if missing is not None:
             found = replace(found, outcome=missing)
         with self._lock:
