@@ -325,7 +325,13 @@ def reasoning(job: Job) -> dict[str, Any]:
         client.flush()
         found[f"{name} again"], _ = client.tell(turn, 2, salt=name, reuse="exact")
         client.flush()
-    return found | client.report()
+    found |= client.report()
+    vars(client.cache._reasoning)["read"] = None
+    client.tell(turn, 2, salt="not read")
+    client.flush()
+    del vars(client.cache._reasoning)["read"]
+    found["not read"], _ = client.tell(turn, 2, salt="not read")
+    return found | {"counts not read": dict(client.cache.counts)}
 
 
 def approximate(job: Job) -> dict[str, Any]:

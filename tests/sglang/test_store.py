@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.sglang.engine import Job, run, scheduled
 from tests.sglang.processes import process
 from tests.vllm import models
+
+from kvtrie.integrations.sglang import _support, _waiting
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -74,6 +77,9 @@ def test_reasoning_that_the_template_drops_is_not_stored(model: str, page_size: 
     # A request may say that its template keeps it.
     kept = found["kept again"]
     assert kept["cached"] == (question + dropped + answer - 1) // page_size * page_size
+    # Where that is not known, nothing is stored.
+    assert found["not read"]["cached"] == 0
+    assert found["counts not read"] == {"_read": 1}
     assert found["counts"] == {}
     balanced(found)
 
@@ -145,6 +151,41 @@ def test_what_cannot_be_stored_is_refused_by_name(model: str) -> None:
     quantised = Job(model, settings=settings(), overrides={"kv_cache_dtype": "fp8_e4m3"})
     with pytest.raises(RuntimeError, match=r"KVTRIE_SGLANG: store: KV of torch.* is quantised"):
         run(quantised)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("tp_size", 2, "tp_size=2 is not supported: the ranks"),
+        ("enable_memory_saver", True, "it unmaps pages that a thread reads"),
+        ("is_embedding", True, "the model generates nothing"),
+        ("dllm_algorithm", "blocks", "--dllm-algorithm"),
+        ("enable_pdmux", True, "--enable-pdmux"),
+        ("enable_return_routed_experts", True, "--enable-return-routed-experts"),
+    ],
+)
+def test_servers_that_can_have_no_store(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: object, why: str
+) -> None:
+    plain = {
+        "tp_size": 1,
+        "enable_memory_saver": False,
+        "is_embedding": False,
+        "dllm_algorithm": None,
+        "enable_pdmux": False,
+        "enable_return_routed_experts": False,
+        "enable_return_indexer_topk": False,
+    }
+    model = SimpleNamespace(is_generation=True)
+
+    def reason(**args: object) -> str | None:
+        context: Any = SimpleNamespace(server_args=SimpleNamespace(**args), model_config=model)
+        return _support._why_not_stored(context)
+
+    assert "could not be hooked" in str(reason(**plain))
+    monkeypatch.setattr(_waiting, "is_installed", lambda: True)
+    assert reason(**plain) is None
+    assert why in str(reason(**plain | {name: value}))
 
 
 # --- what goes wrong ------------------------------------------------------------------------

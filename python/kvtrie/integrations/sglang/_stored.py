@@ -9,9 +9,9 @@ SGLang, and written into pages of the request when it is admitted.
 
 What it promises: a page that was loaded has the verified bytes of KV that was computed exactly, at
 the same positions after the same tokens, by the same model and in the same namespace. So it is in
-the index as exact when the request ends. Whatever is late, missing or corrupt is computed. Nothing
-here waits for the store on the scheduler's path, but for the copy of at most 256 tokens out of
-pages that are about to be overwritten.
+the index as exact, like what the request computes, once a step has read it. Whatever is late,
+missing or corrupt is computed. Nothing here waits for the store on the scheduler's path, but for
+the copy of at most 256 tokens out of pages that are about to be overwritten.
 
 What it costs on that path: for a prompt that is looked up, a copy of its tokens and the step in
 which it waits; for one that is loaded, the copies into its pages; for a request that ends, a set

@@ -706,6 +706,8 @@ class KvtrieCache(BasePrefixCache):
         stream: Stream | None,
     ) -> None:
         """Have what a request leaves up to a position written to the store."""
+        if self._reasoning is not None and stream is None:
+            return  # what it must not leave is not known
         wish = self._wish(req)
         keeps = wish.reasoning == "keep" or (
             stream is not None and self._reasoning is not None and self._reasoning.keeps(stream)
