@@ -43,8 +43,11 @@ class Maker(Protocol):
 
 
 def twin(model: PreTrainedModel) -> PreTrainedModel:
-    """The same model in other modules: weights and buffers are shared."""
-    shared = {id(one): one for one in (*model.parameters(), *model.buffers())}
+    """The same model in other modules: weights are shared.
+
+    Buffers are not: a pass may write to those of RoPE.
+    """
+    shared = {id(one): one for one in model.parameters()}
     return copy.deepcopy(model, shared)
 
 
