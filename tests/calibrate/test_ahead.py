@@ -145,6 +145,23 @@ def test_an_error_of_a_replay_reaches_the_caller(jobs: int) -> None:
         replay()
 
 
+def test_an_error_of_a_conversation_that_is_not_wanted_is_nobodys() -> None:
+    class Refused(Source):
+        def make(self, number: int) -> tuple[list[Any], bool]:
+            if number == 1:
+                msg = "the chat template refuses the conversation"
+                raise ValueError(msg)
+            return super().make(number)
+
+    source = Refused("nonce")
+    with Ahead([Bench(), Bench()]) as ahead:
+        ahead.begin((source, number) for number in range(3))
+        assert ahead.take(source, 0) is not None
+        with pytest.raises(ValueError, match="refuses"):
+            ahead.take(source, 1)
+        ahead.drop("nonce")
+
+
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 4), st.integers(1, 8)), max_size=5))
 def test_turns_are_those_of_rounds(shapes: list[tuple[int, int, int]]) -> None:
     """``shapes``: of each edit, its conversations, its rounds, and after how many it is clear."""

@@ -68,8 +68,13 @@ class Ahead:
         for _, (source, number) in zip(range(self._most), wanted, strict=False):
             key = source.name, number
             if key not in self._begun and len(self._begun) < self._most:
-                steps, is_chain = source.make(number)
-                self._begun[key] = self._begin(steps, is_chain=is_chain)
+                try:
+                    made = source.make(number)
+                except Exception as error:  # noqa: BLE001 - it is raised if it is wanted
+                    self._begun[key] = Future()
+                    self._begun[key].set_exception(error)
+                else:
+                    self._begun[key] = self._begin(*made)
 
     def drop(self, edit: str) -> None:
         """No more of an edit is wanted."""
@@ -86,7 +91,7 @@ class Ahead:
         found = self._begun.pop((source.name, number), None)
         return None if found is None else found.result()
 
-    def _begin(self, steps: list[Step], *, is_chain: bool) -> Future[Rows]:
+    def _begin(self, steps: list[Step], is_chain: bool) -> Future[Rows]:
         if self._alone is None:
             return self._threads.submit(self._replay, steps, is_chain=is_chain)
         done: Future[Rows] = Future()

@@ -109,7 +109,7 @@ def calibrate(
             min=1,
             max=_MOST_JOBS,
             help="Conversations that are measured at once, with caches of their own (default: 2 on "
-            "a CPU of several cores, 1 on another device and for a small model).",
+            "a CPU with cores for both, 1 on another device and for a small model).",
         ),
     ] = None,
     device: Annotated[str, typer.Option(help="Torch device of the model.")] = "cpu",
@@ -161,7 +161,8 @@ def calibrate(
 
             # A small model's matrices are too small for a second thread.
             cores = 1 if is_shipped else measure.num_threads()
-            at_once = jobs or (min(2, cores) if device == "cpu" else 1)
+            most = max(1, min(2, cores // (threads or 1))) if device == "cpu" else 1
+            at_once = jobs or most
             measure.set_threads(threads or max(1, cores // at_once))
 
             try:

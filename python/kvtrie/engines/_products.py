@@ -7,8 +7,9 @@ two bfloat16 or float16 numbers is exact in float32, sums are kept in float32, a
 is the only one that is coarse. What remains is the order of the sums, which differs between
 processors anyway.
 
-It costs a float32 copy of a weight while its layer multiplies, and nothing for a single token,
-which torch multiplies quickly as it is. Experts that are no `torch.nn.Linear` stay as they are.
+A layer's weight is widened in slices of a million elements, which costs 4 MiB at a time. Up to
+three tokens are left to torch, which multiplies them as quickly. Experts that are no
+`torch.nn.Linear` stay as they are.
 """
 
 from __future__ import annotations
@@ -50,10 +51,22 @@ def speed_up(model: nn.Module) -> None:
             module.__class__ = _Linear
 
 
+# Elements of a weight that are widened at a time.
+_SLICE: Final = 1 << 20
+# Tokens that torch multiplies as quickly.
+_FEW: Final = 3
+
+
 class _Linear(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
-        if input.dtype != self.weight.dtype or input.numel() == self.in_features:
+        if input.dtype != self.weight.dtype or input.numel() <= _FEW * self.in_features:
             return super().forward(input)
         bias = self._parameters["bias"]
-        wide = None if bias is None else bias.float()
-        return functional.linear(input.float(), self.weight.float(), wide).to(input.dtype)
+        rows = input.reshape(-1, self.in_features).float()
+        found = rows.new_empty((len(rows), self.out_features), dtype=input.dtype)
+        step = max(1, _SLICE // self.in_features)
+        for start in range(0, self.out_features, step):
+            part = slice(start, start + step)
+            wide = None if bias is None else bias[part].float()
+            found[:, part] = functional.linear(rows, self.weight[part].float(), wide)
+        return found.reshape(*input.shape[:-1], self.out_features)
