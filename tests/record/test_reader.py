@@ -131,7 +131,7 @@ CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"ended": "exploded"}, "ended must be one of stopped, length, aborted, other, not 'exploded'"),
     ({"blocks": "AAAA"}, "blocks must be 8 bytes for each whole block, not '3 bytes'"),
     ({"blocks": "*"}, "blocks must be base64, not '*'"),
-    ({"gaps": "AAAA"}, "windows must be 8 bytes for each of gaps"),
+    ({"gaps": "AAAA" * 30}, "windows must be 8 bytes for each of gaps"),
     ({"gaps": "", "windows": ""}, "windows must be at least 3 in 68 tokens, not 0"),
     ({"gaps": "/w==", "windows": "AAAAAAAAAAA="}, "gaps must be inside 68 tokens, not 255"),
     ({"spans": 3}, "spans must be an array, not 3"),
