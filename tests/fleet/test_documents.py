@@ -37,6 +37,9 @@ HEAVY = {
     "after an escaped quote": filled(b"[],", b'["\\\\\\"",'),
     "after a backslash": filled(b"[],", b'["\\\\",'),
     "no JSON at its end": filled(b"[],", tail=b'"'),
+    "floats between two doubles": filled(b"2." + b"4703282292062327" * 47 + b"e-308,"),
+    "integers of 4,300 digits": filled(b"7" * 4_300 + b","),
+    "one integer": b"7" * EIGHT_MB,
 }
 
 
@@ -59,6 +62,35 @@ def test_another_encoding_is_not_json(encoding: str) -> None:
     """Whose quotes are bytes of other characters here."""
     with pytest.raises(ValueError, match=r"codec|Expecting"):
         read_json('["\u2222é", [], []]'.encode(encoding, "replace"))
+
+
+@pytest.mark.parametrize("piece", [1, 2, 7, 64, 1 << 20])
+@pytest.mark.parametrize(
+    ("text", "is_heavy"),
+    [
+        (b"[%s, 1]" % (b"7" * 64), False),
+        (b"[%s, 1]" % (b"7" * 65), True),
+        (b"[1, 2, 0.%s]" % (b"7" * 65), True),
+        (b"%s" % (b"7" * 65), True),
+        (b'["%s", 12345, "%s"]' % (b"7" * 65, b'\\"' * 9 + b"7" * 500), False),
+    ],
+    ids=["64 digits", "65 digits", "65 digits of a fraction", "nothing else", "in texts"],
+)
+def test_numbers_of_many_digits_are_heavy(
+    text: bytes, is_heavy: bool, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a number takes longer to read than its length says."""
+    monkeypatch.setattr(documents, "_PIECE", piece)
+    assert (weight(text) > HEAVIEST) == is_heavy
+
+
+@pytest.mark.parametrize(
+    ("text", "document"),
+    [(b'\xef\xbb\xbf{"a": 1}', {"a": 1}), (b'["\xed\xa0\x80"]', ["\ud800"])],
+    ids=["a mark of the order of bytes", "half a surrogate pair"],
+)
+def test_what_python_reads_of_utf_8_is_read(text: bytes, document: Any) -> None:
+    assert read_json(text) == json.loads(text) == document
 
 
 def message(text: str) -> dict[str, str]:
