@@ -21,6 +21,7 @@ from tests.metrics.scraped import scrape, total
 
 import kvtrie
 from kvtrie.fleet import Dispatcher, PromptError, ServedModel
+from kvtrie.fleet import proxy as proxy_module
 from kvtrie.fleet.proxy import FixedTargets, Proxy, serve
 from kvtrie.fleet.smg import SmgTargets
 
@@ -436,6 +437,69 @@ def test_bodies_in_flight_have_bounded_bytes_together() -> None:
         assert running.proxy._num_bytes == 0
 
     run(test, max_bytes=1000, max_body=1000)
+
+
+def test_a_body_counts_until_its_reply_begins() -> None:
+    """A reply may take minutes, and nothing is asked again."""
+
+    async def test(running: Running) -> None:
+        async def streams(request: web.Request) -> web.StreamResponse:
+            reply = web.StreamResponse()
+            await reply.prepare(request)
+            await reply.write(b"begins")
+            await running.router.go.wait()
+            await reply.write_eof(b" and ends")
+            return reply
+
+        running.router.reply = streams
+        url = running.url + "/v1/x"
+        async with running.client.post(url, data=b"x" * 800) as first:
+            assert await first.content.readany() == b"begins"
+            assert running.proxy._num_bytes == 0
+            second = asyncio.ensure_future(running.post(b"x" * 800, "/v1/x"))
+            while len(running.router.asked) < 2:  # noqa: ASYNC110 - of another task
+                await asyncio.sleep(0.001)
+            running.router.go.set()
+            assert await first.read() == b" and ends"
+        assert (await second)[0] == 200
+        assert running.proxy._num_bytes == 0
+
+    run(test, max_bytes=1000, max_body=1000)
+
+
+def test_documents_are_not_read_long_before_their_prompts_are_tokenized(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each takes several times the memory of its bytes."""
+    read: list[bytes] = []
+    document = proxy_module._document
+
+    def reads(body: bytes) -> dict[str, Any]:
+        read.append(body)
+        return document(body)
+
+    monkeypatch.setattr(proxy_module, "_document", reads)
+
+    async def test(running: Running) -> None:
+        go, choose = threading.Event(), running.dispatcher.choose
+
+        def waits(*arguments: Any) -> Sent:
+            go.wait(20)
+            return choose(*arguments)
+
+        running.dispatcher.choose = waits  # type: ignore[method-assign, assignment]
+        asking = [asyncio.ensure_future(running.post(chat())) for _ in range(12)]
+        try:
+            while running.proxy._in_flight < 12:  # noqa: ASYNC110 - of other tasks
+                await asyncio.sleep(0.001)
+            await asyncio.sleep(0.1)
+            assert 1 <= len(read) <= 4
+        finally:
+            go.set()
+        assert [status for status, _, _ in await asyncio.gather(*asking)] == [200] * 12
+        assert len(read) == 12
+
+    run(test, prompt_timeout=20.0)
 
 
 def test_a_body_that_says_that_it_is_too_large_is_not_waited_for() -> None:

@@ -64,6 +64,14 @@ class _GoneError(Exception):
     """The client does not take its reply."""
 
 
+@dataclass
+class _Body:
+    """What a request says, until it is dropped, and how many bytes of it count as in flight."""
+
+    text: bytes = b""
+    counted: int = 0
+
+
 class _RefusedError(Exception):
     """A request is not taken."""
 
@@ -133,7 +141,7 @@ class Proxy:
         tracker: Keeps the ids of replies, and chats are sent with them in place of those that their
             text is encoded to; only for vLLM. None: all requests pass byte for byte.
         max_body: Most bytes of a request.
-        max_bytes: Most bytes of the bodies of all requests at a time.
+        max_bytes: Most bytes of the bodies of all requests whose replies have not begun.
         max_requests: Most requests at a time.
         tokenizers: Threads that tokenize, and as many for bodies over 256 KiB, so that prompts of
             usual lengths do not wait for long ones.
@@ -209,6 +217,7 @@ class Proxy:
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=timeout)
         self._threads = ThreadPoolExecutor(tokenizers, "kvtrie-prompts")
         self._long = ThreadPoolExecutor(tokenizers, "kvtrie-long-prompts")
+        self._lanes = tuple(asyncio.Semaphore(2 * tokenizers) for _ in range(2))
         # The end of a reply must not wait for prompts of others.
         self._keeper = ThreadPoolExecutor(1, "kvtrie-replies")
         self._in_flight = 0
@@ -258,39 +267,43 @@ class Proxy:
         if self._in_flight >= self._max_requests:
             return self._refuse(503, f"{self._in_flight} requests are in flight, the most allowed")
         self._in_flight += 1
-        taking, choice = bytearray(), _Choice()
-        body: bytes | bytearray = taking
+        body, choice = _Body(), _Choice()
         try:
-            await self._take(request, taking)
-            body = bytes(taking)
-            taking.clear()
-            choice = await self._choose(request, body)
+            await self._take(request, body)
+            choice = await self._choose(request, body.text)
             return await self._pass_on(request, body, choice)
         except _RefusedError as error:
             return self._refuse(error.status, str(error))
         finally:
             self._in_flight -= 1
-            self._num_bytes -= len(body)
+            self._drop(body)
             if choice.sent is not None:
                 choice.sent.end()
 
-    async def _take(self, request: web.Request, body: bytearray) -> None:
-        """Read a request's body. What has been read counts while the request is in flight."""
+    def _drop(self, body: _Body) -> None:
+        self._num_bytes -= body.counted
+        body.text, body.counted = b"", 0
+
+    async def _take(self, request: web.Request, body: _Body) -> None:
+        """Read a request's body. What has been read counts until it is dropped."""
         if request.headers.get("Content-Encoding", "identity") != "identity":
             raise _RefusedError(415, "the request is compressed")
         too_large = _RefusedError(413, f"the request has more than {self._max_body} bytes")
         if (request.content_length or 0) > self._max_body:
             raise too_large
+        pieces = bytearray()
         try:
             async with asyncio.timeout(self._body_timeout):
                 async for piece in request.content.iter_any():
-                    body += piece
+                    pieces += piece
+                    body.counted += len(piece)
                     self._num_bytes += len(piece)
-                    if len(body) > self._max_body:
+                    if body.counted > self._max_body:
                         raise too_large
                     if self._num_bytes > self._max_bytes:
                         why = f"requests in flight have more than {self._max_bytes} bytes"
                         raise _RefusedError(503, why)
+                body.text = bytes(pieces)
         except TimeoutError as error:
             why = f"the request has not come in {self._body_timeout} s"
             raise _RefusedError(408, why) from error
@@ -312,11 +325,17 @@ class Proxy:
         return _Choice()
 
     async def _route(self, path: str, body: bytes) -> _Choice:
+        is_long = len(body) > _LONG
+        threads = self._long if is_long else self._threads
+        # Else all documents would be read before the first prompt is tokenized, and held till then.
+        async with self._lanes[is_long]:
+            return await self._in_lane(threads, path, body)
+
+    async def _in_lane(self, threads: ThreadPoolExecutor, path: str, body: bytes) -> _Choice:
         loop = asyncio.get_running_loop()
         if self._session is None:
             msg = "the proxy is closed"
             raise PromptError(msg)
-        threads = self._long if len(body) > _LONG else self._threads
         document = await loop.run_in_executor(threads, _document, body)
         name = document.get("model")
         model = self._models.get(name) if isinstance(name, str) else None
@@ -358,7 +377,7 @@ class Proxy:
         return self._dispatcher.choose(prompt, targets), chat, why_text
 
     async def _pass_on(
-        self, request: web.Request, body: bytes, choice: _Choice
+        self, request: web.Request, body: _Body, choice: _Choice
     ) -> web.StreamResponse:
         """Ask the router.
 
@@ -369,7 +388,7 @@ class Proxy:
         sent, value, chat = choice.sent, choice.target, choice.chat
         while True:
             try:
-                async with self._ask(request, body, value, chat) as upstream:
+                async with self._ask(request, body.text, value, chat) as upstream:
                     not_begun = upstream.headers.get(REFUSED) in NOT_BEGUN
                     if value is not None and upstream.status in (500, 503) and not_begun:
                         self.counts["retried"] += 1
@@ -392,6 +411,8 @@ class Proxy:
                         reason=upstream.reason,
                         headers=_kept(upstream.headers),
                     )
+                    # Nothing is asked again. A reply may take minutes.
+                    self._drop(body)
                     await self._copy(request, upstream, reply, sent, chat)
                     return reply
             except (aiohttp.ClientError, TimeoutError) as error:
