@@ -41,7 +41,7 @@ from kvtrie.integrations.vllm._vllm import (
     nixl_connector,
     probe_transfer,
 )
-from kvtrie.models.fingerprint import weights_digest
+from kvtrie.models.fingerprint import checkpoint_digest
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -287,7 +287,11 @@ class KvtrieNixlConnector(CheckedTransfer, NixlConnector):
 
 
 def _names(name: str | None, vllm_config: VllmConfig) -> dict[str, Any]:
-    """Whose KV a manifest is of: two engines of one path may serve other weights."""
+    """Whose KV a manifest is of: two engines of one path may serve other weights.
+
+    All bytes of the weights are not read: that takes minutes where they are large, and vLLM gives
+    an engine ten to start.
+    """
     served = _gate.engine_model(Settings(), vllm_config)
     config = vllm_config.model_config
     model = _store_identity.model_identity(
@@ -295,7 +299,7 @@ def _names(name: str | None, vllm_config: VllmConfig) -> dict[str, Any]:
         served,
         config.hf_text_config,
         (WHERE, MODEL),
-        digest=weights_digest,
+        digest=checkpoint_digest,
         dtype=str(config.dtype).removeprefix("torch."),
         context=config.max_model_len,
         overrides=config.hf_overrides,
