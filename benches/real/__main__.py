@@ -71,7 +71,7 @@ class Suite:
         from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415 - slow
         from transformers.utils import logging  # noqa: PLC0415 - slow
 
-        from kvtrie.engines._products import speed_up  # noqa: PLC0415 - torch
+        from kvtrie.engines._products import is_slow, speed_up  # noqa: PLC0415 - torch
         from kvtrie.models.fingerprint import checkpoint_digest  # noqa: PLC0415 - for order
         from real.cases import Renderer  # noqa: PLC0415 - for order
         from real.reader import Reader  # noqa: PLC0415 - torch
@@ -92,6 +92,9 @@ class Suite:
         self.model = f"{folder.name}@{checkpoint_digest(folder)}"
         self.dtype = dtype
         self._about = {"model": self.model, "dtype": dtype}
+        if is_slow(next(model.parameters())):
+            # Rows of other arithmetic are others.
+            self._about["products"] = "float32"
         if device is not None:
             is_gpu = self.reader.device.type == "cuda"
             self._about["device"] = torch.cuda.get_device_name(device) if is_gpu else device
