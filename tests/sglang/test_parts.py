@@ -22,6 +22,7 @@ from kvtrie.integrations import sglang
 from kvtrie.integrations.sglang import _support, _version
 from kvtrie.integrations.sglang._namespaces import Namespaces
 from kvtrie.integrations.sglang._order import depth_first
+from kvtrie.integrations.sglang.cache import KvtrieCache
 
 
 def one_side(page_size: int) -> Side:
@@ -121,6 +122,37 @@ def test_pages_of_a_lock_that_failed_go_to_nobody(monkeypatch: pytest.MonkeyPatc
     assert len(side.pool.free) == free + 2
     assert (side.cache.evictable_size(), side.cache.total_size()) == (1, 1)
     assert side.evict(3) == 1
+
+
+def test_turns_read_no_page_of_a_lock_that_failed_once_it_is_given_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool, log = Pool(64, 1), []
+    store: Any = SimpleNamespace(
+        is_in_host=True, left=lambda blocks: log.append(("left", sorted(blocks.tolist())))
+    )
+    cache = KvtrieCache(params(pool), 64, "model", stored=store)
+    side = Side(cache, pool)
+    side.insert([1, 2, 3])
+    found = side.match([1, 2, 3]).last_device_node
+    with monkeypatch.context() as failing:
+        failing.setattr(cache, "_index", SimpleNamespace())
+        lock = cache.lock(found)
+    blocks = sorted(found.blocks.tolist())
+    slots = sorted(cache.path_device_indices(found).tolist())
+    free = pool.free_segment
+
+    def freed(given: torch.Tensor, *, start_pos: int) -> None:
+        log.append(("slots", sorted(given.tolist())))
+        free(given, start_pos=start_pos)
+
+    monkeypatch.setattr(pool, "free_segment", freed)
+    assert side.evict(3) == 0
+    # A request that ends now may still have them written.
+    assert log == []
+    cache.unlock(lock)
+    assert log == [("left", blocks), ("slots", slots)]
+    assert cache.counts == {"inc_lock_ref": 1}
 
 
 @pytest.mark.parametrize("method", ["match_prefix", "touch_prefix", "insert", "evict"])

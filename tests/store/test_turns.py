@@ -122,3 +122,39 @@ def test_nothing_of_a_turn_that_was_given_up_is_read(held: Held, borders: tuple[
     counts: dict[str, Any] = held.store.counts()
     assert counts["overwritten"] == len(borders) + 1
     assert "put_failed" not in counts
+
+
+@pytest.mark.parametrize("how", ["no pool", "overwritten"])
+def test_a_copy_that_nobody_could_wait_for_is_not_stored(
+    held: Held, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, goes_on = threading.Event(), threading.Event()
+    gather = held.pool.gather
+
+    def slow(*args: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread() and not begun.is_set():
+            begun.set()
+            assert goes_on.wait(30)
+        return gather(*args)
+
+    monkeypatch.setattr(held.pool, "gather", slow)
+    held.offer((16, 32))
+    held.goes.set()
+    assert begun.wait(30)
+    changed = held.writer._changed
+
+    def interrupted(_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as failing:
+        failing.setattr(changed, "wait_for", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            held.writer.overwritten([11])
+    if how == "no pool":
+        held.writer.pool = None
+        for job in held.writer._jobs:
+            job.lost.clear()
+    overwrite(held, *range(80, 96))
+    goes_on.set()
+    there = [False, how != "no pool", how != "no pool"]
+    assert held.written((16, 32)) == there

@@ -332,11 +332,15 @@ class TurnWriter:
             self._reading = frozenset(used)
         try:
             rows = _rows(pool, job.turn, start, end)
-            return rows if tail is None else rows.joined(tail)
+            if tail is not None:
+                rows = rows.joined(tail)
         finally:
             with self._changed:
+                # Whoever could not wait for the copy has said so by now, or has no slots yet.
+                is_whole = self.pool is pool and job.lost.isdisjoint(used)
                 self._reading = frozenset()
                 self._changed.notify_all()
+        return rows if is_whole else None
 
     def _end(self, job: _Writing) -> None:
         with self._changed:

@@ -388,7 +388,7 @@ class PoolStore:
         self._turns.offer_slots(turn, rows, num_paged, self._ready())
 
     def left(self, blocks: NDArray[np.int32]) -> None:
-        """Pages leave the index, and may be written to: what was not read of them is given up."""
+        """Slots of pages are handed out: what was not read of them is given up."""
         if self._turns.is_idle:
             return
         try:
@@ -400,7 +400,11 @@ class PoolStore:
 
     def give_up(self) -> None:
         """Read no page of any request that has ended; none is read any more."""
-        self._turns.give_up()
+        try:
+            self._turns.give_up()
+        except BaseException:
+            self._turns.pool = None
+            raise
 
     def _may_store(self, request: Req) -> bool:
         return (

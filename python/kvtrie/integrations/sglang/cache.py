@@ -831,8 +831,6 @@ class KvtrieCache(BasePrefixCache):
         if not len(blocks):
             return 0
         self._epoch += 1
-        if self._store is not None:
-            self._left(self._store, blocks)
         if self._events.recorder.enabled:
             self._removed(blocks)
         if self._held:
@@ -842,8 +840,10 @@ class KvtrieCache(BasePrefixCache):
         return self._free_pages(blocks)
 
     def _free_pages(self, blocks: NDArray[np.int32]) -> int:
-        """Give the slots of blocks to the pool, and the ids to the cache."""
+        """Give the slots of blocks to the pool, and the ids to the cache; no turn reads them."""
         if len(blocks):
+            if self._store is not None:
+                self._left(self._store, blocks)
             self.token_to_kv_pool_allocator.free_segment(self._slots.of(blocks), start_pos=0)
             self._slots.put_back(blocks)
         return len(blocks)
