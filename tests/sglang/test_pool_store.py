@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import threading
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -18,17 +19,42 @@ SPACE = kvtrie.Namespace(model="m@1", kv_dtype="float32", salt="a")
 LAYOUT = kvtrie.KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, dtype="float32", block_size=1)
 
 
+class Held(HostBackend):
+    """Looks a run up when it is allowed to."""
+
+    def __init__(self, max_bytes: int) -> None:
+        super().__init__(max_bytes)
+        self.goes = threading.Event()
+        self.goes.set()
+
+    def exists(self, names: Any) -> Any:
+        assert self.goes.wait(30)
+        return super().exists(names)
+
+
+class Request:
+    """What the store reads of a request of SGLang's."""
+
+    retraction_count = 0
+    lora_id = input_embeds = positional_embed_overrides = multimodal_inputs = None
+
+    def __init__(self, count: int) -> None:
+        self.rid = "one"
+        self.full_untruncated_fill_ids = range(count)
+
+
 @pytest.fixture
 def pooled() -> Iterator[PoolStore]:
     store = SpanStore(
-        HostBackend(1 << 24),
+        Held(1 << 24),
         StoreKey(b"a secret of 16 bytes or more"),
         SPACE,
         SpanShape.of(LAYOUT),
         max_bytes=1 << 24,
     )
     pool = kvtrie.KVPool(LAYOUT, num_blocks=64)
-    one = PoolStore(store, StoreSettings(backend="host"), SPACE, pool, pool, page_size=1)
+    settings = StoreSettings(backend="host", min_tokens=1, wait=0.0)
+    one = PoolStore(store, settings, SPACE, pool, pool, page_size=1)
     yield one
     one.close()
 
@@ -43,3 +69,32 @@ def test_nothing_is_read_after_a_flush_that_failed(
     with pytest.raises(MemoryError):
         pooled.give_up()
     assert pooled._turns.pool is None
+
+
+def test_that_it_stopped_is_told_at_once(pooled: PoolStore) -> None:
+    told: list[Any] = []
+    pooled.tell = lambda *news: told.append(news)
+    pooled.stop("weights")
+    assert told == [("store_stopped", None, 1)]
+    pooled.stop("weights")
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize("name", ["store_late", "store_busy"])
+def test_requests_that_are_not_loaded_are_told_at_once(
+    pooled: PoolStore, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
+    pooled.tell = lambda *news: told.append(news)
+    backend: Any = pooled.store._backend
+    backend.goes.clear()
+    # Somebody else may write there.
+    monkeypatch.setattr(PoolStore, "is_in_host", False)
+    if name == "store_busy":
+        monkeypatch.setattr(pooled._places, "take", lambda _: False)
+    request: Any = Request(40)
+    seq = kvtrie.TokenSequence(list(range(40)), SPACE)
+    assert pooled.promised(request, seq, 0, 0) == 0
+    assert not pooled.waits(request, object(), is_idle=False)
+    assert (name, None, 1) in told
+    backend.goes.set()

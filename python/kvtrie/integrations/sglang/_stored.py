@@ -203,6 +203,7 @@ class PoolStore:
         if time.monotonic() - found.since > self._settings.wait:
             self._count("store_late")
             self._drop(found)
+            self.tell_news()
             return False
         if is_idle and (self._paused is None or self._paused() is not round_):
             self._paused = weakref.ref(round_)
@@ -262,6 +263,7 @@ class PoolStore:
             found.waits = False
             self._sought[request] = found
             self._count("store_busy")
+            self.tell_news()
             return
         prompt = StorePrompt(ids, tenant, (), (), None)
         named = self._sequence(prompt)
@@ -454,6 +456,8 @@ class PoolStore:
         self.give_up()
         for found in list(self._sought.values()):
             self._drop(found)
+        # No load or turn ends that would tell it.
+        self.tell_news()
 
     def wait(self, timeout: float) -> bool:
         """Wait until no turn waits to be written, at most so many seconds; whether that is so."""
