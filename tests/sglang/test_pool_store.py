@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
+import torch
 
 import kvtrie
 from kvtrie.integrations._store_settings import StoreSettings
+from kvtrie.integrations.sglang import _stored
 from kvtrie.integrations.sglang._stored import PoolStore
 from kvtrie.store import HostBackend, SpanShape, SpanStore, StoreKey
+from kvtrie.store.runs import Gone
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,7 +57,7 @@ def pooled() -> Iterator[PoolStore]:
         SpanShape.of(LAYOUT),
         max_bytes=1 << 24,
     )
-    pool = kvtrie.KVPool(LAYOUT, num_blocks=64)
+    pool = kvtrie.KVPool(LAYOUT, num_blocks=1100)
     settings = StoreSettings(backend="host", min_tokens=1, wait=0.0)
     one = PoolStore(store, settings, SPACE, pool, pool, page_size=1)
     yield one
@@ -98,3 +103,22 @@ def test_requests_that_are_not_loaded_are_told_at_once(
     assert not pooled.waits(request, object(), is_idle=False)
     assert (name, None, 1) in told
     backend.goes.set()
+
+
+@pytest.mark.parametrize("count", [1024, 1100])
+def test_no_more_runs_of_a_turn_are_written_than_are_looked_up(
+    pooled: PoolStore, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Each token is a message.
+    monkeypatch.setattr(pooled, "_borders", lambda _: tuple(range(1, count)))
+    monkeypatch.setattr(_stored, "gone_of", lambda *_: Gone(()))
+    stream: Any = SimpleNamespace()
+    request: Any = Request(count)
+    blocks = np.arange(count, dtype=np.int32)
+    slots = torch.arange(count)
+    space = SPACE.replace(salt="one")
+    pooled.ended(request, blocks, slots, slots[:0], space, stream=stream, keeps=True, session=None)
+    assert pooled.wait(30)
+    counts = pooled.store.counts()
+    assert pooled.store.num_runs == 1024
+    assert counts.get("too_many", 0) == count - 1024

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -122,6 +123,57 @@ def test_nothing_of_a_turn_that_was_given_up_is_read(held: Held, borders: tuple[
     counts: dict[str, Any] = held.store.counts()
     assert counts["overwritten"] == len(borders) + 1
     assert "put_failed" not in counts
+
+
+def short_runs(salt: str, count: int) -> TurnToWrite:
+    """A turn in runs of one token."""
+    borders = tuple(range(1, count))
+    ranges = zip((0, *borders), (*borders, count), strict=True)
+    return TurnToWrite(
+        StorePrompt(np.arange(count, dtype=np.uint32), salt, borders, (), None),
+        tuple(range(count)),
+        tuple((start, end, end - start, None) for start, end in ranges),
+        EXACT_ONLY,
+    )
+
+
+def test_the_runs_of_a_long_turn_keep_no_other_tenant_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    key = StoreKey(b"a secret of 16 bytes or more")
+    shape = SpanShape.of(LAYOUT)
+    store = SpanStore(HostBackend(1 << 22), key, SPACE, shape, max_bytes=1 << 22)
+    pool = kvtrie.KVPool(LAYOUT, num_blocks=200)
+    order: list[str] = []
+    goes, put = threading.Event(), store.put
+
+    def counted(run: Any, *args: Any, **more: Any) -> Any:
+        assert goes.wait(30)
+        # Another tenant's runs have other names.
+        order.append("long" if run.name in named else "short")
+        return put(run, *args, **more)
+
+    def sequence(prompt: StorePrompt) -> kvtrie.TokenSequence:
+        return kvtrie.TokenSequence(prompt.tokens, SPACE.replace(salt=prompt.salt))
+
+    long, short = short_runs("long", 150), short_runs("short", 40)
+    named = {one.name for one in store.runs(sequence(long.prompt), long.prompt.borders)}
+    monkeypatch.setattr(store, "put", counted)
+    writer = TurnWriter(store, sequence, 2, logging.getLogger("kvtrie.store"))
+    writer.pool = pool
+    try:
+        writer.offer(long, pool, ())
+        writer.offer(short, pool, ())
+        goes.set()
+        assert writer.wait(30)
+    finally:
+        goes.set()
+        writer.close()
+    parts = [(name, len(list(some))) for name, some in groupby(order)]
+    assert parts == [("long", 32), ("short", 32), ("long", 32), ("short", 8), ("long", 86)]
+    assert writer.take_done() == 2
+    assert writer.is_idle
+    assert "dropped" not in store.counts()
 
 
 @pytest.mark.parametrize("how", ["no pool", "overwritten"])

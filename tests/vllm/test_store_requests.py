@@ -188,9 +188,11 @@ def test_memory_of_the_process_is_asked_only_for_what_was_written_to_it() -> Non
     assert Half().begin("first")
 
 
-def turn_of(moved: list[Any], exact_until: int, num_tokens: int) -> list[Any]:
+def turn_of(
+    moved: list[Any], exact_until: int, num_tokens: int, half: Half | None = None
+) -> list[Any]:
     """The pieces of 16 tokens of a turn that has ended."""
-    half = Half(run_tokens=16)
+    half = half or Half(run_tokens=16)
     live = LiveRequest(kvtrie.TokenSequence(range(num_tokens), SPACE), kvtrie.EXACT_ONLY)
     live.exact_until, live.moved = exact_until, moved
     request: Any = SimpleNamespace(
@@ -204,6 +206,16 @@ def turn_of(moved: list[Any], exact_until: int, num_tokens: int) -> list[Any]:
     half.store.ended(request, live, range(-(-num_tokens // 16)))
     (turn,) = half.step().turns
     return list(turn.pieces)
+
+
+def test_no_more_pieces_of_a_turn_are_written_than_are_looked_up() -> None:
+    half = Half(run_tokens=16)
+    assert len(turn_of([], 16_384, 16_384, half)) == 1024
+    found = half.counts.take()
+    assert found is None or "store/too_many" not in found.data
+    turn = turn_of([], 16_400, 16_400, half)
+    assert (len(turn), turn[-1][:2]) == (1024, (16_368, 16_384))
+    assert half.counted()["store/too_many"] == 1
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -251,5 +263,6 @@ def test_a_turn_that_ends_looks_at_each_moved_range_a_few_times() -> None:
 
     num = 2000
     moved = [(Watched(at * 16), Watched(at * 16 + 16), at % 7) for at in range(num)]
-    assert len(turn_of(moved, 0, num * 16)) == num
+    # More are not written, and were looked at all the same.
+    assert len(turn_of(moved, 0, num * 16)) == 1024
     assert looks <= 10 * num

@@ -3,6 +3,8 @@
 A turn is read from its blocks after the engine has freed them, run by run, as long as nobody writes
 to them: whoever is about to hand blocks out says so (`TurnWriter.overwritten`), and what was not
 read of them by then is given up. It waits for no more than the copy of one run that is under way.
+
+Tenants take turns: after some runs of one, the rest of a long turn waits for those of others.
 """
 
 from __future__ import annotations
@@ -30,6 +32,10 @@ if TYPE_CHECKING:
     from kvtrie.store import PrefixMarks, SpanRows, SpanRun, SpanStore
     from kvtrie.tags import Stream
 
+MOST_RUNS: Final = 1024
+"""Runs of one prompt that are looked up, and of one turn that are written: its first ones."""
+# Runs of a turn that are written before others have theirs.
+_PUTS_AT_ONCE: Final = 32
 # Turns between two visits to runs that have outlived their time.
 _SWEEP_EVERY: Final = 64
 # Tokens of short runs that are copied at once; a step may have to wait for the copy.
@@ -97,7 +103,10 @@ def _neighbours(runs: Sequence[SpanRun]) -> Iterator[list[SpanRun]]:
     """Runs that are next to each other, as many as are read at once."""
     some: list[SpanRun] = []
     for run in runs:
-        if some and (run.start != some[-1].end or run.end - some[0].start > _READ_TOKENS):
+        is_full = len(some) == _PUTS_AT_ONCE
+        if some and (
+            is_full or run.start != some[-1].end or run.end - some[0].start > _READ_TOKENS
+        ):
             yield some
             some = []
         some.append(run)
@@ -116,6 +125,8 @@ class _Writing:
         self.tail: Callable[[], SpanRows] | None = None
         self.tail_start: int | None = None
         self.ready: Callable[[], None] | None = None
+        # What is left to do; others may have their turn after each step.
+        self.steps: Iterator[None] = iter(())
 
 
 class TurnWriter:
@@ -202,6 +213,7 @@ class TurnWriter:
         self._offer(job)
 
     def _offer(self, job: _Writing) -> None:
+        job.steps = self._steps(job)
         with self._changed:
             self._jobs.append(job)
         if not self._crew.offer(lambda: self._write(job), job.turn.prompt.salt):
@@ -248,49 +260,71 @@ class TurnWriter:
         self._crew.close(timeout=5.0)
 
     def _write(self, job: _Writing) -> None:
+        is_over = True
         try:
-            turn = job.turn
-            if job.ready is not None:
-                job.ready()
-            labels = {(start, end): (exact, hops) for start, end, exact, hops in turn.pieces}
-            seq = self._sequence(turn.prompt)
-            session = self._store.session_of(seq.namespace, turn.prompt.session)
-            runs = runs_of(self._store, seq, turn.prompt)
-            marks: PrefixMarks | None = None
-            marked: set[int] = set()
-            wanted = [run for run in runs if self._is_wanted(run, labels.get((run.start, run.end)))]
-            for some in _neighbours(wanted):
-                whole = self._read(job, some[0].start, some[-1].end)
-                for run in some:
-                    rows = whole
-                    if whole is not None:
-                        at = some[0].start
-                        rows = whole.part(run.start - at, run.end - at)
-                    elif len(some) > 1:
-                        # Perhaps only a neighbour was overwritten.
-                        rows = self._read(job, run.start, run.end)
-                    if rows is None:
-                        self._store.count("overwritten")
-                        continue
-                    if marks is None:
-                        borders = [at for one in runs for at in (one.start, one.end)]
-                        marks = self._store.marks(seq, borders)
-                        marked = self._marked(wanted, marks)
-                    exact, hops = labels[run.start, run.end]
-                    self._store.put(
-                        run,
-                        rows,
-                        exact_until=exact,
-                        hops=hops,
-                        policy=turn.policy,
-                        session=session,
-                        marks=marks if run.start in marked else None,
-                    )
-            self._num_written += 1
-            if self._num_written % _SWEEP_EVERY == 0:
-                self._store.sweep()
+            for _ in job.steps:
+                if self._crew.put_back(lambda: self._write(job), job.turn.prompt.salt):
+                    is_over = False
+                    return
         finally:
-            self._end(job)
+            if is_over:
+                self._end(job)
+
+    def _steps(self, job: _Writing) -> Iterator[None]:
+        """Write a turn; between two steps nothing of the pool is held."""
+        turn = job.turn
+        if job.ready is not None:
+            job.ready()
+        labels = {(start, end): (exact, hops) for start, end, exact, hops in turn.pieces}
+        seq = self._sequence(turn.prompt)
+        session = self._store.session_of(seq.namespace, turn.prompt.session)
+        runs = runs_of(self._store, seq, turn.prompt)
+        marks: PrefixMarks | None = None
+        marked: set[int] = set()
+        wanted = [run for run in runs if self._is_wanted(run, labels.get((run.start, run.end)))]
+        count = 0
+        for some in _neighbours(wanted):
+            if count + len(some) > _PUTS_AT_ONCE:
+                yield
+                count = 0
+            count += len(some)
+            for run, rows in self._rows_of(job, some):
+                if rows is None:
+                    self._store.count("overwritten")
+                    continue
+                if marks is None:
+                    borders = [at for one in runs for at in (one.start, one.end)]
+                    marks = self._store.marks(seq, borders)
+                    marked = self._marked(wanted, marks)
+                exact, hops = labels[run.start, run.end]
+                self._store.put(
+                    run,
+                    rows,
+                    exact_until=exact,
+                    hops=hops,
+                    policy=turn.policy,
+                    session=session,
+                    marks=marks if run.start in marked else None,
+                )
+                del rows
+        self._num_written += 1
+        if self._num_written % _SWEEP_EVERY == 0:
+            self._store.sweep()
+
+    def _rows_of(
+        self, job: _Writing, some: Sequence[SpanRun]
+    ) -> Iterator[tuple[SpanRun, SpanRows | None]]:
+        """The rows of runs that are next to each other; None of what was overwritten."""
+        at = some[0].start
+        whole = self._read(job, at, some[-1].end)
+        for run in some:
+            if whole is not None:
+                yield run, whole.part(run.start - at, run.end - at)
+            elif len(some) > 1:
+                # Perhaps only a neighbour was overwritten.
+                yield run, self._read(job, run.start, run.end)
+            else:
+                yield run, None
 
     def _marked(self, runs: Sequence[SpanRun], marks: PrefixMarks | None) -> set[int]:
         """Where the runs begin that are stored with marks."""

@@ -34,6 +34,11 @@ class Shares:
         self._of[owner] = before + count
         return True
 
+    def take_back(self, owner: Hashable) -> None:
+        """Take one place, be it one too many."""
+        self._free -= 1
+        self._of[owner] = self._of.get(owner, 0) + 1
+
     def give(self, owner: Hashable, count: int = 1) -> None:
         """Give places back."""
         self._free += count
@@ -92,6 +97,23 @@ class Crew:
             if self._places is not None and not self._places.take(owner):
                 return False
             self._waiting.setdefault(owner, deque()).append(work)
+            self._num_waiting += 1
+            self._unfinished += 1
+            self._changed.notify_all()
+        return True
+
+    def put_back(self, rest: Callable[[], None], owner: Hashable = None) -> bool:
+        """Have the rest of a piece of work done after what others wait for; false if nobody does.
+
+        It goes before what else its owner waits for, and is never refused for want of room.
+        """
+        with self._changed:
+            if all(one == owner for one in self._waiting):
+                return False
+            if self._places is not None:
+                self._places.take_back(owner)
+            self._waiting.setdefault(owner, deque()).appendleft(rest)
+            self._waiting.move_to_end(owner)
             self._num_waiting += 1
             self._unfinished += 1
             self._changed.notify_all()

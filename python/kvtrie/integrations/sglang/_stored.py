@@ -34,7 +34,14 @@ import torch
 
 from kvtrie._core import EXACT_ONLY, SHARED, TokenSequence
 from kvtrie.integrations._store_settings import HOST
-from kvtrie.integrations._turns import StorePrompt, TurnToWrite, TurnWriter, borders_of, runs_of
+from kvtrie.integrations._turns import (
+    MOST_RUNS,
+    StorePrompt,
+    TurnToWrite,
+    TurnWriter,
+    borders_of,
+    runs_of,
+)
 from kvtrie.store import Estimate, SpanLoader, SpanRows
 from kvtrie.store.loading import rows_from
 from kvtrie.store.runs import Gone, gone_of, pieces
@@ -57,8 +64,6 @@ if TYPE_CHECKING:
 _LOG: Final = logging.getLogger("sglang.kvtrie")
 # Requests that may wait for the store at a time; tenants share them.
 _MAX_WAITING: Final = 64
-# Runs of one prompt that are looked up.
-_MAX_RUNS: Final = 1024
 # Seconds that a scheduler with nothing else to do waits for a load: else it would run without
 # pause, and keep the threads from running.
 _PAUSE: Final = 0.002
@@ -271,8 +276,8 @@ class PoolStore:
         def runs() -> list[SpanRun]:
             cut = self._cut(prompt)
             some = [one for one in runs_of(self.store, named, cut) if one.end > known]
-            self.store.count("too_many", max(0, len(some) - _MAX_RUNS))
-            return some[:_MAX_RUNS]
+            self.store.count("too_many", max(0, len(some) - MOST_RUNS))
+            return some[:MOST_RUNS]
 
         self._sought[request] = found
         self._count("store_requests")
@@ -376,6 +381,9 @@ class PoolStore:
         )
         if not wanted:
             return
+        if len(wanted) > MOST_RUNS:
+            self.store.count("too_many", len(wanted) - MOST_RUNS)
+            wanted = wanted[:MOST_RUNS]
         salt = space.salt
         prompt = StorePrompt(ids, salt if isinstance(salt, str) else None, borders, (), session)
         turn = TurnToWrite(prompt, tuple(blocks.tolist()), wanted, EXACT_ONLY, slots)

@@ -19,7 +19,7 @@ import numpy as np
 from kvtrie._core import SHARED, Namespace, TokenSequence
 from kvtrie.integrations import _store_identity
 from kvtrie.integrations._asked import SettingsError
-from kvtrie.integrations._turns import TurnWriter, runs_of
+from kvtrie.integrations._turns import MOST_RUNS, TurnWriter, runs_of
 from kvtrie.integrations.vllm import _gate
 from kvtrie.integrations.vllm._metadata import FoundSpans, StoreReport
 from kvtrie.integrations.vllm._settings import WHERE
@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from kvtrie.store import SpanLoad, SpanRun, TakenSpans
 
 _LOG: Final = logging.getLogger("vllm.kvtrie")
-# Runs of one prompt that are looked up.
-_MAX_RUNS: Final = 1024
 # Loads that wait for a thread, and seconds that a step without tokens waits for one to end.
 _MAX_WAITING: Final = 64
 _PAUSE: Final = 0.005
@@ -230,8 +228,8 @@ class StoreWorker:
             found = self._runs(seq, seek.prompt)
             low, high = seek.gaps[0][0], seek.gaps[-1][1]
             wanted = [run for run in found if run.end > low and run.start < high]
-            self.store.count("too_many", max(0, len(wanted) - _MAX_RUNS))
-            return wanted[:_MAX_RUNS]
+            self.store.count("too_many", max(0, len(wanted) - MOST_RUNS))
+            return wanted[:MOST_RUNS]
 
         return self._loader.seek(
             seq,

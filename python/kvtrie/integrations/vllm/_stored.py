@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from kvtrie.integrations._store_settings import HOST
-from kvtrie.integrations._turns import StorePrompt, TurnToWrite, borders_of
+from kvtrie.integrations._turns import MOST_RUNS, StorePrompt, TurnToWrite, borders_of
 from kvtrie.integrations.vllm._filled_plan import fillable, limits_contexts
 from kvtrie.integrations.vllm._metadata import (
     Seek,
@@ -243,6 +243,9 @@ class StoreRequests:
             wanted.append((start, end, exact, most))
         if not wanted:
             return
+        if len(wanted) > MOST_RUNS:
+            self._counts.add("store/too_many", len(wanted) - MOST_RUNS)
+            wanted = wanted[:MOST_RUNS]
         if self._known_runs is not None:
             self._known_runs.update(self._named(prompt, [(one[0], one[1]) for one in wanted]))
             if len(self._known_runs) > _MOST_WRITTEN:
