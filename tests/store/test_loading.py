@@ -32,7 +32,7 @@ from kvtrie.store import (
     StoreKey,
     rows_of,
 )
-from kvtrie.store.loading import _Room, _within, _without
+from kvtrie.store.loading import TakenSpans, _Arrived, _Room, _within, _without
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -637,3 +637,60 @@ def test_what_is_in_gaps_and_what_is_left_of_them() -> None:
         placed = {at for one in spans for at in range(one.start, one.end)}
         left = [at for low, high in _without(gaps, spans) for at in range(low, high)]
         assert left == sorted(inside - placed)
+
+
+def spans_of(*groups: tuple[int, int, int, int, int]) -> list[PlacedSpan]:
+    """Spans of so many tokens, from a start to an end, with their delta and hops."""
+    return [
+        PlacedSpan(at, min(at + length, end), not delta, hops, delta)
+        for start, end, length, delta, hops in groups
+        for at in range(start, end, length)
+    ]
+
+
+# The last one is a single run, longer than what is rotated at once.
+@pytest.mark.parametrize(
+    ("groups", "scatters"),
+    [
+        ([(0, 3000, 3, 0, 0)], 2),
+        ([(0, 30, 3, 0, 0), (33, 60, 3, 0, 0)], 2),
+        ([(0, 30, 3, 0, 0), (30, 60, 3, 5, 1), (60, 90, 3, 5, 2), (90, 96, 3, -7, 2)], 1 + 3 * 2),
+        ([(5, 3000, 3000, 4, 1)], 2 * 2),
+        ([(5, 3000, 2000, 4, 1)], 2 * 2),
+    ],
+    ids=["short", "a hole", "moved", "a long one", "long ones"],
+)
+def test_short_spans_that_continue_each_other_are_written_at_once(
+    groups: list[tuple[int, int, int, int, int]],
+    scatters: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layout = kvtrie.KVLayout(
+        num_layers=2, num_kv_heads=2, head_dim=4, dtype="float32", block_size=BLOCK
+    )
+    rope = RopeSpec(layers=(ROTARY,) * 2, head_dim=4)
+    whole, alone = (KVPool(layout, rope, num_blocks=800) for _ in range(2))
+    source = KVPool(layout, rope, num_blocks=800)
+    table = np.random.default_rng(5).permutation(800)
+    rows = torch.randn(2, 3000, 2, 4, generator=torch.Generator().manual_seed(0))
+    source.scatter(rows, -rows, table, 0)
+    arrived = [
+        _Arrived(one, rows_of(source, table, one.start, one.end)) for one in spans_of(*groups)
+    ]
+    for one in arrived:
+        TakenSpans((one,)).write(alone, table, 0, 3000)
+    count, scatter = 0, KVPool.scatter
+
+    def counted(*args: Any) -> None:
+        nonlocal count
+        count += 1
+        scatter(*args)
+
+    monkeypatch.setattr(KVPool, "scatter", counted)
+    num_tokens = sum(one.span.end - one.span.start for one in arrived)
+    assert TakenSpans(tuple(arrived)).write(whole, table, 0, 3000) == num_tokens
+    assert count == scatters
+    for mine, other in zip((*whole.k, *whole.v), (*alone.k, *alone.v), strict=True):
+        assert mine is not None
+        assert other is not None
+        assert torch.equal(mine, other)

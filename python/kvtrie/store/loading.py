@@ -31,7 +31,7 @@ from kvtrie.store.shape import SpanRows, SpanShape
 from kvtrie.store.threads import Crew, Shares
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -47,6 +47,8 @@ _LAXEST: Final = ReusePolicy(max_hops=255, scope="namespace")
 _MIN_RUN: Final = 16
 # Tokens that are rotated at once, in a pool of twice as many.
 _STAGED: Final = 2048
+# Bytes of short runs that are written at once: some hundred tokens of a model of 8B.
+_JOINED_BYTES: Final = 64 << 20
 # The largest delta by which a pool rotates.
 _FURTHEST: Final = 1 << 27
 _MOVE: Final = [(name, "i8") for name in ("source_slot", "dest_slot", "num_tokens", "delta")]
@@ -822,49 +824,110 @@ def _refusal(
     return "repair" if policy.recompute_share and not asked.is_whole else None
 
 
+@dataclass(frozen=True, slots=True)
+class _Joined:
+    """Rows of spans that continue each other, all rotated by the same."""
+
+    start: int
+    delta: int
+    hops: int
+    rows: list[SpanRows]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(one.num_tokens for one in self.rows)
+
+    def within(self, num_tokens: int) -> Iterator[tuple[int, list[SpanRows]]]:
+        """In parts of so many tokens: where each begins, and its rows."""
+        if len(self.rows) > 1:  # which is short
+            yield self.start, self.rows
+            return
+        for at in range(0, self.num_tokens, num_tokens):
+            yield self.start + at, [self.rows[0].part(at, at + num_tokens)]
+
+
+def _joined(arrived: Sequence[_Arrived], token_bytes: int) -> list[_Joined]:
+    """Spans in their order; short ones that continue each other together.
+
+    Else whoever has many short messages in a prompt chooses how long it takes to write it.
+    """
+    most = min(_STAGED, _JOINED_BYTES // token_bytes)
+    found: list[_Joined] = []
+    end = count = 0
+    for one in arrived:
+        span = one.span
+        last = found[-1] if found else None
+        count += one.rows.num_tokens
+        if (
+            last is not None
+            and span.start == end
+            and span.delta == last.delta
+            and (not span.delta or span.hops == last.hops)
+            and count <= most
+        ):
+            last.rows.append(one.rows)
+        else:
+            found.append(_Joined(span.start, span.delta, span.hops, [one.rows]))
+            count = one.rows.num_tokens
+        end = span.end
+    return found
+
+
 def _write(arrived: list[_Arrived], pool: KVPool, table: NDArray[np.integer[Any]]) -> None:
     """Write rows where they belong, rotated to their positions."""
-    for one in arrived:
-        if not one.span.delta:
+    joined = _joined(arrived, SpanShape.of(pool.layout).token_bytes)
+    for one in joined:
+        if not one.delta:
             k, v = _tensors(one.rows, pool)
-            pool.scatter(k, v, table, one.span.start)
-    _rotate([one for one in arrived if one.span.delta], pool, table)
+            pool.scatter(k, v, table, one.start)
+    _rotate([one for one in joined if one.delta], pool, table)
 
 
-def _rotate(moved: list[_Arrived], pool: KVPool, table: NDArray[np.integer[Any]]) -> None:
+def _rotate(moved: list[_Joined], pool: KVPool, table: NDArray[np.integer[Any]]) -> None:
     """Rotate rows in a small pool of their own, then write them where they belong."""
     if not moved:
         return
     size = pool.layout.block_size
-    half = -(-min(_STAGED, max(one.rows.num_tokens for one in moved)) // size)
+    half = -(-min(_STAGED, max(one.num_tokens for one in moved)) // size)
     staging = KVPool(
         replace(pool.layout, axes=None), pool.rope, num_blocks=2 * half, device=pool.device
     )
     from_blocks, to_blocks = np.arange(half), np.arange(half, 2 * half)
     for one in moved:
-        for start in range(0, one.rows.num_tokens, half * size):
-            some = one.rows.part(start, start + half * size)
+        for start, some in one.within(half * size):
             k, v = _tensors(some, pool)
             staging.scatter(k, v, from_blocks, 0)
-            move = (0, half * size, some.num_tokens, one.span.delta)
+            num_tokens = k.shape[1]
+            move = (0, half * size, num_tokens, one.delta)
             # The delta is one of positions, and `_rotatable` has looked at the items.
-            staging.apply(np.array([move], dtype=_MOVE), hops=one.span.hops, items=())
-            k, v = staging.gather(to_blocks, 0, some.num_tokens)
-            pool.scatter(k, v, table, one.span.start + start)
+            staging.apply(np.array([move], dtype=_MOVE), hops=one.hops, items=())
+            k, v = staging.gather(to_blocks, 0, num_tokens)
+            pool.scatter(k, v, table, start)
 
 
-def _tensors(rows: SpanRows, pool: KVPool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Rows as the pool's tensors ``[layers, tokens, heads, channels]``."""
+def _tensors(rows: Sequence[SpanRows], pool: KVPool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Rows, one after another, as the pool's tensors ``[layers, tokens, heads, channels]``."""
     layout = pool.layout
 
-    def tensor(side: NDArray[np.uint8], width: int) -> torch.Tensor:
+    def tensor(sides: list[NDArray[np.uint8]], width: int) -> torch.Tensor:
         # The rows may be gone before a copy that does not block is done.
-        numbers = torch.from_numpy(np.ascontiguousarray(side)).to(pool.device)
-        shape = (side.shape[0], side.shape[1], layout.num_kv_heads, width)
+        if len(sides) == 1:
+            numbers = torch.from_numpy(np.ascontiguousarray(sides[0])).to(pool.device)
+        else:
+            num_layers, _, num_bytes = sides[0].shape
+            count = sum(one.shape[1] for one in sides)
+            numbers = torch.empty(
+                (num_layers, count, num_bytes), dtype=torch.uint8, device=pool.device
+            )
+            at = 0
+            for one in sides:
+                numbers[:, at : at + one.shape[1]] = torch.from_numpy(np.ascontiguousarray(one))
+                at += one.shape[1]
+        shape = (*numbers.shape[:2], layout.num_kv_heads, width)
         return numbers.view(pool.dtype).reshape(shape)
 
-    v = tensor(rows.v, layout.v_row) if layout.v_row else None
-    return tensor(rows.k, layout.k_row), v
+    v = tensor([one.v for one in rows], layout.v_row) if layout.v_row else None
+    return tensor([one.k for one in rows], layout.k_row), v
 
 
 def rows_of(pool: KVPool, table: NDArray[np.integer[Any]], start: int, end: int) -> SpanRows:
