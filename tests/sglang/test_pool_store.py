@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -122,3 +123,34 @@ def test_no_more_runs_of_a_turn_are_written_than_are_looked_up(
     counts = pooled.store.counts()
     assert pooled.store.num_runs == 1024
     assert counts.get("too_many", 0) == count - 1024
+
+
+def test_a_request_that_ends_reads_its_slots_before_it_is_on_the_stream_of_the_steps(
+    pooled: PoolStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+
+    class Slots:
+        """Slots on a device: to have them on the host is to wait for the current stream."""
+
+        def __len__(self) -> int:
+            return 3
+
+        def numpy(self, *, force: bool) -> Any:
+            assert force
+            order.append("slots")
+            return np.array([7, 8, 9])
+
+    @contextmanager
+    def on_stream() -> Iterator[None]:
+        order.append("stream")
+        yield
+
+    monkeypatch.setattr(pooled, "_on_stream", on_stream)
+    request: Any = Request(19)
+    after: Any = Slots()
+    blocks, slots = np.arange(16, dtype=np.int32), torch.arange(16)
+    pooled.ended(request, blocks, slots, after, SPACE, stream=None, keeps=False, session=None)
+    assert pooled.wait(30)
+    assert order == ["slots", "stream"]
+    assert pooled.store.num_runs == 1

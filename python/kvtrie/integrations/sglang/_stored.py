@@ -389,8 +389,10 @@ class PoolStore:
         turn = TurnToWrite(prompt, tuple(blocks.tolist()), wanted, EXACT_ONLY, slots)
         rows = None
         if len(after) and wanted[-1][1] > num_paged:
+            # It would wait for the step that is under way on the other stream.
+            table = after.numpy(force=True)
             with self._on_stream():
-                kv = self._pool.gather(after.numpy(force=True), 0, len(after))
+                kv = self._pool.gather(table, 0, len(table))
 
             def rows() -> SpanRows:
                 return rows_from(*kv)
