@@ -13,6 +13,7 @@ import torch
 
 import kvtrie
 from kvtrie._core import EXACT_ONLY
+from kvtrie.integrations import _turns
 from kvtrie.integrations._turns import StorePrompt, TurnToWrite, TurnWriter
 from kvtrie.store import HostBackend, SpanShape, SpanStore, StoreKey, rows_of
 
@@ -210,3 +211,39 @@ def test_a_copy_that_nobody_could_wait_for_is_not_stored(
     goes_on.set()
     there = [False, how != "no pool", how != "no pool"]
     assert held.written((16, 32)) == there
+
+
+def test_a_long_run_is_read_in_parts_and_others_wait_for_their_own_alone(
+    held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_turns, "_READ_TOKENS", 10)
+    begun, goes_on = threading.Event(), threading.Event()
+    gather, sizes = held.pool.gather, []
+
+    def slow(blocks: Any, start: int, end: int) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            sizes.append(end - start)
+            begun.set()
+            assert goes_on.wait(30)
+        return gather(blocks, start, end)
+
+    monkeypatch.setattr(held.pool, "gather", slow)
+    held.offer(())
+    held.goes.set()
+    assert begun.wait(30)
+    # The first part is of page 11.
+    told = threading.Thread(target=lambda: held.writer.overwritten([12]), daemon=True)
+    told.start()
+    told.join(10)
+    assert not told.is_alive()
+    overwrite(held, *range(32, 48))
+    goes_on.set()
+    assert held.written(()) == [False]
+    assert sizes == [10]
+
+
+def test_parts_of_a_long_run_are_one_run(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_turns, "_READ_TOKENS", 10)
+    held.offer((3,))
+    overwrite(held, *range(112, 128))
+    assert held.written((3,)) == [True, True]

@@ -2,7 +2,7 @@
 
 A turn is read from its blocks after the engine has freed them, run by run, as long as nobody writes
 to them: whoever is about to hand blocks out says so (`TurnWriter.overwritten`), and what was not
-read of them by then is given up. It waits for no more than the copy of one run that is under way.
+read of them by then is given up. It waits for no more than a copy of 256 tokens that is under way.
 
 Tenants take turns: after some runs of one, the rest of a long turn waits for those of others.
 """
@@ -38,7 +38,7 @@ MOST_RUNS: Final = 1024
 _PUTS_AT_ONCE: Final = 32
 # Turns between two visits to runs that have outlived their time.
 _SWEEP_EVERY: Final = 64
-# Tokens of short runs that are copied at once; a step may have to wait for the copy.
+# Tokens that are copied at once; a step may have to wait for the copy.
 _READ_TOKENS: Final = 256
 _GENERATED: Final = ("answer", "reasoning", "tool_call")
 
@@ -358,6 +358,18 @@ class TurnWriter:
             end = tail_start
             if start >= end:
                 return tail
+        parts = []
+        for low in range(start, end, _READ_TOKENS):
+            part = self._copy(job, pool, low, min(low + _READ_TOKENS, end))
+            if part is None:
+                return None
+            parts.append(part)
+        if tail is not None:
+            parts.append(tail)
+        return parts[0] if len(parts) == 1 else parts[0].joined(*parts[1:])
+
+    def _copy(self, job: _Writing, pool: KVPool, start: int, end: int) -> SpanRows | None:
+        """Copy a range out of the pool, whose blocks wait for that; None as `_read`."""
         size = self._block_size or pool.layout.block_size
         used = job.turn.blocks[start // size : -(-end // size)]
         with self._changed:
@@ -366,8 +378,6 @@ class TurnWriter:
             self._reading = frozenset(used)
         try:
             rows = _rows(pool, job.turn, start, end)
-            if tail is not None:
-                rows = rows.joined(tail)
         finally:
             with self._changed:
                 # Whoever could not wait for the copy has said so by now, or has no slots yet.

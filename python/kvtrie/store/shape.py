@@ -47,11 +47,10 @@ class SpanRows:
         """The rows of tokens ``[start, end)``, as views."""
         return SpanRows(self.k[:, start:end], self.v[:, start:end])
 
-    def joined(self, others: SpanRows) -> SpanRows:
+    def joined(self, *others: SpanRows) -> SpanRows:
         """These rows and those of the tokens after them, as copies."""
-        return SpanRows(
-            np.concatenate([self.k, others.k], axis=1), np.concatenate([self.v, others.v], axis=1)
-        )
+        k, v = ([getattr(one, side) for one in (self, *others)] for side in ("k", "v"))
+        return SpanRows(np.concatenate(k, axis=1), np.concatenate(v, axis=1))
 
 
 @dataclass(frozen=True, slots=True)
