@@ -144,6 +144,31 @@ def several_cuts(job: Job) -> dict[str, Any]:
     return found | {"rows": passes} | client.balance()
 
 
+def settings(job: Job) -> dict[str, Any]:
+    """What kvtrie takes from the settings of its server, at the start and in a pass of gaps."""
+    from kvtrie.integrations.sglang import _gaps  # noqa: PLC0415 - inside SGLang's process
+
+    rng = Random(job.seed)
+    client = Client(job)
+    head, first, second, new = (words(rng, count) for count in (64, 100, 90, 20))
+    sizes: list[int | None] = []
+    made: Any = _gaps._passes
+
+    def counted(*given: Any) -> Any:
+        sizes.append(given[2])
+        return made(*given)
+
+    vars(_gaps)["_passes"] = counted
+    client.send([*head, *words(rng, 30), *first, *words(rng, 25), *second], session="talk")
+    client.send([*head, *first, *new, *second, *words(rng, 30)], session="talk")
+    cache = client.server.cache
+    return {
+        "boundary": None if cache._tagger is None else cache._tagger.format.boundary,
+        "at start": cache._moving._max_in_gaps,
+        "in steps": sizes,
+    }
+
+
 def given(job: Job) -> dict[str, Any]:
     """Prompts one after the other, of one conversation: how many of their tokens were cached."""
     client = Client(job)
@@ -245,6 +270,7 @@ if __name__ == "__main__":
     jobs = {
         "one": one_edit,
         "several": several_cuts,
+        "settings": settings,
         "given": given,
         "aborts": aborts,
         "meanwhile": meanwhile,

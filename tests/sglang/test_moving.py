@@ -13,7 +13,7 @@ import torch
 import transformers
 from tests.cleared import gate, kind
 from tests.sglang.engine import Job, run, scheduled
-from tests.vllm import models
+from tests.vllm import chat, models
 from tests.vllm.chat import Chat
 from workloads.ceiling import Ceiling
 from workloads.registry import WORKLOADS
@@ -381,3 +381,11 @@ def test_under_a_gates_ladder_a_real_model_computes_what_the_embedded_engine_doe
     # The policies of plans that move something are rungs of the ladder.
     assert shares
     assert shares <= {0.0, 0.2}
+
+
+def test_settings_that_the_operator_left_out_are_those_that_sglang_takes(tmp_path: Path) -> None:
+    """The chat format of the model's tokenizer, and a chunk of SGLang's size."""
+    left_out = {"skip_tokenizer_init": False, "chunked_prefill_size": None}
+    job = Job(str(chat.model(tmp_path / "model")), settings=GAPS, overrides=left_out)
+    found = edited("settings", job)
+    assert found == {"boundary": "user", "at start": 4096, "in steps": [4096]}

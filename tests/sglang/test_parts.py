@@ -334,6 +334,7 @@ def test_defaults_are_supported() -> None:
         ({"enable_streaming_session": True}, "sessions"),
         ({"disaggregation_mode": "prefill"}, "disaggregation_mode='prefill'"),
         ({"enable_dp_attention": True}, "enable_dp_attention=True is not supported"),
+        ({"attn_dp_size": 2}, "attn_dp_size=2 is not supported: data-parallel attention"),
         ({"pp_size": 2}, "pp_size=2"),
         ({"attn_cp_size": 2}, "attn_cp_size=2"),
         ({"disable_radix_cache": True}, "there is no cache then"),
@@ -350,6 +351,19 @@ def test_refused_by_name(settings: dict[str, Any], why: str) -> None:
     assert str(caught.value).startswith("--radix-cache-backend kvtrie: ")
     assert why in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_what_sglang_decides_is_checked_and_not_what_was_given() -> None:
+    """As it takes another eviction policy for some models."""
+    made = context()
+    decided = [("a model", {"radix_eviction_policy": "priority"})]
+    made.server_args._resolved_overrides = decided
+    with pytest.raises(_version.SGLangUnsupportedError, match="radix_eviction_policy='priority'"):
+        _support.make(made)
+    decided.append(("the operator", {"radix_eviction_policy": "lru"}))
+    given = made.server_args
+    assert _support.make(made).page_size == 4
+    assert made.server_args is given
 
 
 @pytest.mark.parametrize("version", ["0.5.22", "0.6.0", "0.5.2", "1.0"])

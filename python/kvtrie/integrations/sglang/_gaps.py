@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from kvtrie.integrations.sglang._moving import num_tokens
+from kvtrie.integrations.sglang._resolved import resolved
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -143,9 +144,10 @@ def _before(worker: TpModelWorker, batch: ScheduleBatch | None, *_: object, **__
         if (built := _built(request)) is not None and batch.prefix_lens[at] == built.end
         for start, end in built.gaps
     ]
-    runner = worker.model_runner
-    most = batch.req_to_token_pool.size, runner.server_args.chunked_prefill_size
-    for rows in _passes(waiting, *most):
+    if not waiting:
+        return
+    chunk = resolved(worker.model_runner.server_args).chunked_prefill_size
+    for rows in _passes(waiting, batch.req_to_token_pool.size, chunk):
         _compute(worker, batch, rows)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,6 +16,7 @@ from kvtrie.integrations.sglang._moving import Moving, pool_of, unmoved_pool_of
 from kvtrie.integrations.sglang._ranks import shared_seed
 from kvtrie.integrations.sglang._reasoning import tagger_of
 from kvtrie.integrations.sglang._recording import RequestLog
+from kvtrie.integrations.sglang._resolved import resolved
 from kvtrie.integrations.sglang._settings import VARIABLE, SGLangSettings
 from kvtrie.integrations.sglang._stored import PoolStore
 from kvtrie.integrations.sglang._version import check_version, installed, refuse
@@ -47,6 +49,8 @@ _SETTINGS: Final[dict[str, tuple[tuple[object, ...], str]]] = {
     "enable_session_radix_cache": ((False,), "sessions keep pages outside of the cache"),
     "disaggregation_mode": (("null",), "prefill and decode in two engines was not tested"),
     "enable_dp_attention": ((False,), "it was not tested"),
+    # What SGLang makes of that flag, which it takes back.
+    "attn_dp_size": ((1,), "data-parallel attention was not tested"),
     "dp_size": ((1,), "more than one replica in a server was not tested"),
     "pp_size": ((1,), "pipeline stages were not tested"),
     "attn_cp_size": ((1,), "context parallelism was not tested"),
@@ -61,6 +65,7 @@ def make(context: TreeCacheBuildContext) -> KvtrieCache:
         SGLangUnsupportedError: Something is not supported; the message names it.
     """
     check_version()
+    context = _resolved_context(context)
     for name, (supported, why) in _SETTINGS.items():
         found: Any = getattr(context.server_args, name)
         if found not in supported:
@@ -104,6 +109,13 @@ def make(context: TreeCacheBuildContext) -> KvtrieCache:
         why,
     )
     return cache
+
+
+def _resolved_context(context: TreeCacheBuildContext) -> TreeCacheBuildContext:
+    """A context whose settings are those that the server runs with."""
+    context = copy(context)
+    context.server_args = resolved(context.server_args)
+    return context
 
 
 def _moving_of(context: TreeCacheBuildContext, tagger: Tagger | None) -> tuple[Moving | None, str]:
