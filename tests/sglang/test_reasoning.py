@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pytest
@@ -19,6 +19,8 @@ from kvtrie.tags import Tagger
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from kvtrie.tags import Stream
 
 USER, ASSISTANT, OPEN, CLOSE, CALL, RETURN = 1, 2, 3, 4, 5, 6
 TAGGER = Tagger.from_ids(
@@ -204,4 +206,70 @@ def test_without_a_format_all_is_kept(
 def test_one_pass_over_a_long_prompt() -> None:
     ids = np.array([USER, *range(1000, 9000), ASSISTANT, OPEN, *range(10, 510), CLOSE, 30, 31])
     reasoning = _reasoning.Reasoning(TAGGER)
-    assert reasoning.dead(reasoning.read(ids, complete=True)) == [(8002, 8504)]
+    stream = reasoning.read(ids, complete=True)
+    assert stream is not None
+    assert reasoning.dead(stream) == [(8002, 8504)]
+
+
+class Counted:
+    """A tagger whose streams are kept, with the lengths of what they are fed."""
+
+    def __init__(self) -> None:
+        self.streams: list[Stream] = []
+        self.feeds: list[int] = []
+
+    def stream(self) -> Stream:
+        made = TAGGER.stream()
+        self.streams.append(made)
+        counted = self.feeds
+
+        class Feeding:
+            def feed(self, ids: Any) -> None:
+                counted.append(len(ids))
+                made.feed(ids)
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(made, name)
+
+        return cast("Stream", Feeding())
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        pytest.param([USER, ASSISTANT], id="messages without text"),
+        pytest.param([USER, 10, ASSISTANT, OPEN, 20, CLOSE, 30], id="many sections"),
+        pytest.param([ASSISTANT], id="no section"),
+        pytest.param([50] * 7300 + [USER] * 892, id="all at the end"),
+        pytest.param([USER] * 2040 + [50] * 6152 + [USER] * 900, id="at both ends"),
+    ],
+)
+@pytest.mark.parametrize("count", [8192, 65_536])
+def test_few_tokens_of_a_request_are_read_one_by_one(pattern: list[int], count: int) -> None:
+    """Whatever they are, so that a prompt does not choose how long the scheduler waits."""
+    ids = np.array((pattern * count)[:count])
+    counted = Counted()
+    _reasoning.Reasoning(cast("Tagger", counted)).read(ids, complete=True)
+    (stream,) = counted.streams
+    assert stream.num_steps <= _reasoning.most_steps(count) + 256
+    assert len(counted.feeds) <= count // 256 + 1
+
+
+def test_nothing_of_a_request_with_too_many_delimiters_is_told_apart() -> None:
+    reasoning = _reasoning.Reasoning(TAGGER)
+    ids = [*TURN, *[USER, ASSISTANT] * 4096]
+    assert reasoning.read(np.array(ids), complete=True) is None
+    # As many as a prompt of this length may have.
+    messages = ([USER, *[50] * 38, ASSISTANT, OPEN, *[51] * 28, CLOSE, *[52] * 8] * 200)[:8192]
+    assert reasoning.read(np.array(messages), complete=True) is not None
+
+
+def test_a_request_that_is_not_told_apart_goes_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_reasoning, "most_steps", lambda _: 3)
+    one = side()
+    one.insert(OLD)
+    end(one, [*TURN, 40], custom={"kvtrie": {"reasoning": "drop"}})
+    assert left(one, TURN) == 12
+    assert one.evict(8) == 8
+    assert left(one, OLD) == 0
+    assert not one.cache.counts

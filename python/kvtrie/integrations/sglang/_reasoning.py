@@ -4,7 +4,8 @@ A turn's reasoning is dead when the turn is answered, and its pages are evicted 
 is moved, so is what follows it: the next prompt has these tokens after others. Inside a tool loop
 the reasoning stays, as templates keep it until the next user message.
 
-It costs one pass over the tokens of a request at its end.
+It costs one pass over the tokens of a request at its end. Most are skipped. What is not skipped is
+bounded (`most_steps`), because a prompt may be delimiters alone, and the scheduler waits for it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,19 @@ _LOG = logging.getLogger("sglang.kvtrie")
 
 DROPPED_AT: Final = {"user": "next user message", "final": "final answer", "never": "never"}
 """When a chat template drops reasoning, by the boundary of its format."""
+
+
+_PIECE: Final = 256
+"""The fewest tokens that are read before their steps are counted; fewer cost more calls."""
+
+
+def most_steps(num_tokens: int) -> int:
+    """How many of a request's tokens are read one by one, at most; a piece more may be.
+
+    A message takes about five, so this is for messages of 40 tokens, and for 200 of any length. A
+    step costs up to 20 us.
+    """
+    return 1024 + num_tokens // 8
 
 
 def tagger_of(args: ServerArgs) -> Tagger | None:
@@ -58,15 +72,21 @@ class Reasoning:
         self._tagger = tagger
         self._policy = TurnPolicy()
 
-    def read(self, ids: NDArray[np.integer], *, complete: bool) -> Stream:
-        """The sections of a request that has ended.
+    def read(self, ids: NDArray[np.integer], *, complete: bool) -> Stream | None:
+        """The sections of a request that has ended; None if it has too many delimiters to read.
 
         Args:
             ids: Prompt and reply.
             complete: Whether the model stopped by itself.
         """
         stream = self._tagger.stream()
-        stream.feed(ids)
+        most, at = most_steps(len(ids)), 0
+        while at < len(ids):
+            end = at + max(_PIECE, most - stream.num_steps)
+            stream.feed(ids[at:end])
+            if stream.num_steps > most:
+                return None
+            at = end
         stream.finish(complete=complete)
         return stream
 
