@@ -372,6 +372,26 @@ def weights(job: Job) -> dict[str, Any]:
     return {"first": first, "second": second, "third": third} | client.report()
 
 
+def reset(job: Job) -> dict[str, Any]:
+    """Weights are read for a snapshot, then reset to random ones."""
+    import torch  # noqa: PLC0415
+    from sglang.srt.managers.io_struct import CheckWeightsReqInput  # noqa: PLC0415
+
+    client = Stored(job)
+    ids = words(Random(job.seed), 203)
+    found: dict[str, Any] = {}
+    found["first"], _ = client.tell(ids, 12)
+    for name in ("snapshot", "reset_tensors"):
+        client.flush()
+        with torch.no_grad():  # as the scheduler's loop is
+            done = client.server.scheduler.weight_updater.check_weights(
+                CheckWeightsReqInput(action=name)
+            )
+        assert done.success, done.message
+        found[name], _ = client.tell(ids, 12)
+    return found | client.report()
+
+
 def overwritten(job: Job) -> dict[str, Any]:
     """The thread that writes is held while its pages are evicted, and written to by others."""
     rng = Random(job.seed)
@@ -424,7 +444,7 @@ if __name__ == "__main__":
         one.__name__: one
         for one in (
             *(same, once, faults, calls, slow, aborts),
-            *(weights, overwritten, mixed, reasoning, approximate),
+            *(weights, reset, overwritten, mixed, reasoning, approximate),
         )
     }
     done = jobs[sys.argv[1]](Job(**json.loads(sys.argv[2])))

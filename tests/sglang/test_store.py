@@ -268,6 +268,15 @@ def test_after_weights_are_replaced_nothing_is_read_or_written(model: str, tmp_p
     balanced(found)
 
 
+def test_after_weights_are_reset_nothing_is_read_or_written(model: str) -> None:
+    found = stored("reset", Job(model, settings=settings()))
+    assert found["snapshot"]["cached"] == 192
+    assert found["reset_tensors"]["cached"] == 0
+    assert found["reset_tensors"]["reply"] != found["first"]["reply"]
+    assert found["requests"]["store_stopped"] == 1
+    balanced(found)
+
+
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_mixed_requests_in_a_small_pool(model: str, page_size: int) -> None:
     """Chunks, retraction, aborts, salts and keys: replies are those of SGLang's own cache."""

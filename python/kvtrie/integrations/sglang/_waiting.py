@@ -18,6 +18,7 @@ from kvtrie.integrations.sglang import _stored
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from sglang.srt.managers.io_struct import CheckWeightsReqInput
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.schedule_policy import PrefillAdder
     from sglang.srt.managers.scheduler import Scheduler
@@ -38,6 +39,7 @@ _WEIGHTS: Final = tuple(
         "update_weights_from_tensor",
     )
 )
+_CHECK: Final = f"{_UPDATER}.check_weights"
 # On the result of a step: when it began, and the tokens of prompts in it.
 _MARK: Final = "kvtrie_step"
 
@@ -51,6 +53,7 @@ def install() -> None:
     HookRegistry.register(_RESULT, _result, HookType.AFTER)
     for one in _WEIGHTS:
         HookRegistry.register(one, _replaced, HookType.BEFORE)
+    HookRegistry.register(_CHECK, _checked, HookType.BEFORE)
 
 
 def is_installed() -> bool:
@@ -58,7 +61,7 @@ def is_installed() -> bool:
     from sglang.srt.plugins.hook_registry import HookRegistry  # noqa: PLC0415
 
     applied = HookRegistry._patched  # noqa: SLF001 - there is no other way to ask
-    return bool({_ADMISSION, _STEP, _RESULT, *_WEIGHTS} <= applied)
+    return bool({_ADMISSION, _STEP, _RESULT, _CHECK, *_WEIGHTS} <= applied)
 
 
 def _admit(
@@ -105,3 +108,9 @@ def _result(_: None, scheduler: Scheduler, __: ScheduleBatch, result: object) ->
 
 def _replaced(*_: object, **__: object) -> None:
     _stored.stop_all("the weights are replaced")
+
+
+def _checked(_: object, request: CheckWeightsReqInput) -> None:
+    """One action of the check of weights overwrites them, with random ones."""
+    if request.action == "reset_tensors":
+        _stored.stop_all("the weights are reset")
