@@ -274,6 +274,33 @@ def slow(job: Job) -> dict[str, Any]:
     return found | client.report()
 
 
+def preempts(job: Job) -> dict[str, Any]:
+    """A prompt that the store has takes the place of a running request, and the store is slow."""
+    rng = Random(job.seed)
+    client = Stored(job)
+    ids, other = words(rng, 203), words(rng, 40)
+    first, _ = client.tell(ids, 12)
+    client.flush()
+    faulty(client).delay = 0.2
+    runs = client.server.add("runs", other, 30)
+    runs.priority = 0
+    for _ in range(4):
+        client.server.step()
+    urgent = client.server.add("urgent", ids, 12)
+    urgent.priority = 100
+    began = time.monotonic()
+    while not (runs.finished() and urgent.finished()) and time.monotonic() - began < 60:
+        client.server.step()
+    client.server.step()
+    client.settle()
+    return {
+        "preempted": runs.retraction_count,
+        "lengths": [len(one.output_ids) for one in (runs, urgent)],
+        "same": list(urgent.output_ids) == first["reply"],
+        "left": sum(one.waits for one in client.cache._store._sought.values()),
+    } | client.report()
+
+
 def aborts(job: Job) -> dict[str, Any]:
     """A prompt that the store has is aborted after each number of steps."""
     rng = Random(job.seed)
@@ -443,7 +470,7 @@ if __name__ == "__main__":
     jobs = {
         one.__name__: one
         for one in (
-            *(same, once, faults, calls, slow, aborts),
+            *(same, once, faults, calls, slow, preempts, aborts),
             *(weights, reset, overwritten, mixed, reasoning, approximate),
         )
     }

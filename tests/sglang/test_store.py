@@ -235,6 +235,48 @@ def test_a_prompt_waits_while_others_are_served_and_not_for_long(model: str) -> 
     balanced(found)
 
 
+def test_a_prompt_for_which_others_are_preempted_does_not_wait(model: str) -> None:
+    """They would be preempted in each round again."""
+    priorities = {"enable_priority_scheduling": True, "max_running_requests": 1}
+    found = stored("preempts", Job(model, settings=settings(), overrides=priorities))
+    assert found["preempted"] == 1
+    assert found["lengths"] == [30, 12]
+    assert found["same"]
+    assert found["left"] == 0
+    assert found["counts"] == {}
+    balanced(found)
+
+
+@pytest.mark.parametrize(
+    ("preempted", "has_adapters", "waits"),
+    [(False, False, True), (True, False, False), (False, True, False)],
+)
+def test_a_prompt_waits_where_it_takes_no_place(
+    preempted: bool, has_adapters: bool, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "sglang.srt.runtime_context.get_lora", lambda: SimpleNamespace(enable_lora=has_adapters)
+    )
+    dropped: list[object] = []
+    paused: list[bool] = []
+
+    def waiting(_: object, __: object, *, is_idle: bool) -> bool:
+        paused.append(is_idle)
+        return True
+
+    adder: Any = SimpleNamespace(
+        tree_cache=SimpleNamespace(waits=waiting, release_aborted_request=dropped.append),
+        running_batch=None,
+        can_run_list=[],
+        preempt_list=["another"] if preempted else [],
+    )
+    request: Any = SimpleNamespace(cache_request_handle="handle")
+    found = _waiting._admit(lambda *_: "admitted", adder, request)
+    assert (found != "admitted") is waits
+    assert dropped == ([] if waits else ["handle"])
+    assert paused == [waits]
+
+
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_an_abort_after_any_number_of_steps(model: str, page_size: int) -> None:
     """While it waits, when it has arrived, between its chunks and after its first token."""

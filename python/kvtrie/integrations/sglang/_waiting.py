@@ -71,16 +71,32 @@ def _admit(
     *args: object,
     **kwargs: object,
 ) -> Any:  # noqa: ANN401 - SGLang's verdict on the next request
-    """Put a request off that waits for the store."""
-    waits = getattr(adder.tree_cache, "waits", None)
+    """Put a request off that waits for the store, or let it wait no longer."""
+    cache = adder.tree_cache
+    waits = getattr(cache, "waits", None)
     if waits is not None:
-        running = adder.running_batch
+        running, may_wait = adder.running_batch, _may_wait(adder)
         is_idle = not adder.can_run_list and (running is None or not running.reqs)
-        if waits(req, adder, is_idle=is_idle):
-            from sglang.srt.managers.schedule_policy import AddReqResult  # noqa: PLC0415
+        if waits(req, adder, is_idle=is_idle and may_wait):
+            if may_wait:
+                from sglang.srt.managers.schedule_policy import AddReqResult  # noqa: PLC0415
 
-            return AddReqResult.CONTINUE
+                return AddReqResult.CONTINUE
+            # Nothing is loaded for it any more; otherwise this leaves it as it is.
+            cache.release_aborted_request(req.cache_request_handle)
     return original(adder, req, *args, **kwargs)
+
+
+def _may_wait(adder: PrefillAdder) -> bool:
+    """Whether a request may wait: it has not taken the place of others in this round.
+
+    Running requests are preempted for it before it is admitted, and would be again in each round.
+    Where there are adapters, the scheduler counts it among those that run, and its adapter, or the
+    lack of one, takes a place in the step.
+    """
+    from sglang.srt.runtime_context import get_lora  # noqa: PLC0415
+
+    return not adder.preempt_list and not get_lora().enable_lora
 
 
 def _step(
