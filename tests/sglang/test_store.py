@@ -158,6 +158,10 @@ def test_what_cannot_be_stored_is_refused_by_name(model: str) -> None:
     [
         ("tp_size", 2, "tp_size=2 is not supported: the ranks"),
         ("enable_memory_saver", True, "it unmaps pages that a thread reads"),
+        ("kt_weight_path", "/experts", "--kt-weight-path is not supported: experts have other"),
+        ("kt_max_deferred_experts_per_token", 2, "--kt-max-deferred-experts-per-token"),
+        ("forward_hooks", [{"name": "one"}], "--forward-hooks"),
+        ("enable_w4a4_mxfp4_megamoe", True, "--enable-w4a4-mxfp4-megamoe"),
         ("is_embedding", True, "the model generates nothing"),
         ("dllm_algorithm", "blocks", "--dllm-algorithm"),
         ("enable_pdmux", True, "--enable-pdmux"),
@@ -170,6 +174,10 @@ def test_servers_that_can_have_no_store(
     plain = {
         "tp_size": 1,
         "enable_memory_saver": False,
+        "kt_weight_path": None,
+        "kt_max_deferred_experts_per_token": None,
+        "forward_hooks": None,
+        "enable_w4a4_mxfp4_megamoe": False,
         "is_embedding": False,
         "dllm_algorithm": None,
         "enable_pdmux": False,

@@ -229,6 +229,17 @@ def _why_not_stored(context: TreeCacheBuildContext) -> str | None:
         "--enable-memory-saver is not supported: it unmaps pages that a thread reads": (
             args.enable_memory_saver
         ),
+        # The store's name has none of these.
+        "--kt-weight-path is not supported: experts have other weights than the model's": (
+            args.kt_weight_path is not None
+        ),
+        "--kt-max-deferred-experts-per-token is not supported: it changes what is computed": (
+            args.kt_max_deferred_experts_per_token is not None
+        ),
+        "--forward-hooks is not supported: it changes what is computed": bool(args.forward_hooks),
+        "--enable-w4a4-mxfp4-megamoe is not supported: it changes what is computed": (
+            args.enable_w4a4_mxfp4_megamoe
+        ),
         "SGLang could not be hooked; its log says why": not _waiting.is_installed(),
     }
     found = next((reason for reason, applies in reasons.items() if applies), None)
