@@ -37,7 +37,6 @@ from kvtrie.integrations.vllm._vllm import (
     TRANSFER,
     TRANSFER_STATS,
     KVCacheBlocks,
-    KVConnectorRole,
     nixl_connector,
     probe_transfer,
 )
@@ -45,6 +44,7 @@ from kvtrie.models.fingerprint import checkpoint_digest
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
         KVConnectorStats,
         PromMetric,
@@ -91,10 +91,7 @@ class CheckedTransfer:
         self._probe()
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._key = check_transfer(extra)
-        # Manifests are made and read in the scheduler's process alone.
-        self._space: dict[str, Any] = (
-            _names(extra.get(MODEL), vllm_config) if role is KVConnectorRole.SCHEDULER else {}
-        )
+        self._space = _names(extra.get(MODEL), vllm_config)
         self._size: int = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self._promised: dict[str, tuple[int, int]] = {}
         self.outcomes: Counter[str] = Counter()
