@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import pytest
@@ -12,8 +13,11 @@ import torch
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, FINISH_MATCHED_TOKEN
 from tests.sglang.caches import Pool, Side, params
 
+from kvtrie.integrations._turns import StorePrompt
 from kvtrie.integrations.sglang import _reasoning
+from kvtrie.integrations.sglang._moving import Moving
 from kvtrie.integrations.sglang._settings import Wish
+from kvtrie.integrations.sglang._stored import PoolStore
 from kvtrie.integrations.sglang.cache import KvtrieCache
 from kvtrie.tags import Tagger
 
@@ -273,3 +277,24 @@ def test_a_request_that_is_not_told_apart_goes_in_order(monkeypatch: pytest.Monk
     assert one.evict(8) == 8
     assert left(one, OLD) == 0
     assert not one.cache.counts
+
+
+def test_nothing_moves_into_a_prompt_with_too_many_delimiters() -> None:
+    """Where its last message begins is not known; to read it all held the scheduler for seconds."""
+    moving = Moving.__new__(Moving)
+    moving._tagger, moving._ends = TAGGER, WeakKeyDictionary()
+    ordinary = Request(full_untruncated_fill_ids=[*TURN, USER, 50, 51, ASSISTANT])
+    hostile = Request(full_untruncated_fill_ids=[*TURN, *[USER, ASSISTANT] * 4096])
+    assert moving._moved_end(cast("Any", ordinary)) == len(TURN)
+    assert moving._moved_end(cast("Any", hostile)) == 0
+
+
+def test_a_prompt_with_too_many_delimiters_is_looked_up_uncut() -> None:
+    store = PoolStore.__new__(PoolStore)
+    store._tagger = TAGGER
+
+    def cut(ids: list[int]) -> tuple[int, ...]:
+        return store._cut(StorePrompt(np.array(ids), None, (), (), None)).borders
+
+    assert len(cut([*TURN, USER, 50, 51, ASSISTANT])) > 0
+    assert cut([*TURN, *[USER, ASSISTANT] * 4096]) == ()

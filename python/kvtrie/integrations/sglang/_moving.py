@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from kvtrie._core import Imported, LayoutError, UnsupportedRopeError
+from kvtrie.integrations.sglang._reasoning import read_sections
 from kvtrie.pool.kv_pool import KVPool
 from kvtrie.pool.layout import KVLayout
 from kvtrie.record import Would
@@ -259,9 +260,9 @@ class Moving:
         if known is None or known[0] != len(ids):
             end = None
             if self._tagger is not None:
-                stream = self._tagger.stream()
-                stream.feed(np.asarray(ids))
-                end = stream.moved_end
+                stream = read_sections(self._tagger, np.asarray(ids))
+                # Of a prompt with too many delimiters all may be the last message.
+                end = 0 if stream is None else stream.moved_end
             known = self._ends[request] = len(ids), end
         return known[1]
 
@@ -325,7 +326,9 @@ def unmoved_pool_of(kvcache: Any) -> KVPool:  # noqa: ANN401 - one of SGLang's m
     return KVPool.wrap(*_tensors_of(kvcache))
 
 
-def _tensors_of(kvcache: Any) -> tuple[tuple[list[torch.Tensor], ...], KVLayout]:  # noqa: ANN401
+def _tensors_of(
+    kvcache: Any,  # noqa: ANN401 - one of SGLang's many
+) -> tuple[tuple[list[torch.Tensor], ...], KVLayout]:
     name = type(kvcache).__name__
     if name != "MHATokenToKVPool" or kvcache.kv_cache_layout != "nhd" or kvcache.start_layer:
         msg = f"how {name} keeps K and V is not known"

@@ -4,7 +4,8 @@ A turn's reasoning is dead when the turn is answered, and its pages are evicted 
 is moved, so is what follows it: the next prompt has these tokens after others. Inside a tool loop
 the reasoning stays, as templates keep it until the next user message.
 
-It costs one pass over the tokens of a request at its end. Most are skipped. What is not skipped is
+It costs one pass over the tokens of a request at its end, as moved runs and a store cost one over
+those of a prompt. Most are skipped. What is not skipped is
 bounded (`most_steps`), because a prompt may be delimiters alone, and the scheduler waits for it.
 """
 
@@ -27,7 +28,6 @@ _LOG = logging.getLogger("sglang.kvtrie")
 DROPPED_AT: Final = {"user": "next user message", "final": "final answer", "never": "never"}
 """When a chat template drops reasoning, by the boundary of its format."""
 
-
 _PIECE: Final = 256
 """The fewest tokens that are read before their steps are counted; fewer cost more calls."""
 
@@ -39,6 +39,22 @@ def most_steps(num_tokens: int) -> int:
     step costs up to 20 us.
     """
     return 1024 + num_tokens // 8
+
+
+def read_sections(tagger: Tagger, ids: NDArray[np.integer]) -> Stream | None:
+    """The sections of tokens, not finished; None if they have too many delimiters to read.
+
+    So that nobody chooses with a prompt how long the scheduler reads it (`most_steps`).
+    """
+    stream = tagger.stream()
+    most, at = most_steps(len(ids)), 0
+    while at < len(ids):
+        end = at + max(_PIECE, most - stream.num_steps)
+        stream.feed(ids[at:end])
+        if stream.num_steps > most:
+            return None
+        at = end
+    return stream
 
 
 def tagger_of(args: ServerArgs) -> Tagger | None:
@@ -79,15 +95,9 @@ class Reasoning:
             ids: Prompt and reply.
             complete: Whether the model stopped by itself.
         """
-        stream = self._tagger.stream()
-        most, at = most_steps(len(ids)), 0
-        while at < len(ids):
-            end = at + max(_PIECE, most - stream.num_steps)
-            stream.feed(ids[at:end])
-            if stream.num_steps > most:
-                return None
-            at = end
-        stream.finish(complete=complete)
+        stream = read_sections(self._tagger, ids)
+        if stream is not None:
+            stream.finish(complete=complete)
         return stream
 
     def keeps(self, stream: Stream) -> bool:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def resolved(args: ServerArgs) -> ServerArgs:
     """The settings of a server, with SGLang's decisions in place of what was given; read-only."""
-    from sglang.srt.arg_groups.overrides import resolved_view  # noqa: PLC0415
+    from sglang.srt.arg_groups.overrides import resolved_view  # noqa: PLC0415 - SGLang's
 
     view: Any = resolved_view(args)
     return cast("ServerArgs", view)

@@ -42,6 +42,7 @@ from kvtrie.integrations._turns import (
     borders_of,
     runs_of,
 )
+from kvtrie.integrations.sglang._reasoning import read_sections
 from kvtrie.store import Estimate, SpanLoader, SpanRows
 from kvtrie.store.loading import rows_from
 from kvtrie.store.runs import Gone, gone_of, pieces
@@ -120,7 +121,7 @@ class PoolStore:
     ) -> None:
         self.store = store
         self.counts: Counter[str] = Counter()
-        """Requests and tokens; `events` has what the store counts."""
+        """Requests and tokens; what the store itself counts is in ``store.counts()``."""
         self.tell: Callable[[str, str | None, int], None] | None = None
         """Takes news of counts: a name, the event for ``store``, and by how much."""
         self._settings = settings
@@ -292,11 +293,12 @@ class PoolStore:
         weakref.finalize(request, self._lost.append, found).atexit = False
 
     def _cut(self, prompt: StorePrompt) -> StorePrompt:
-        """A prompt with the borders of its messages; called in a thread."""
+        """A prompt with the borders of its messages, if they are read; called in a thread."""
         if self._tagger is None:
             return prompt
-        stream = self._tagger.stream()
-        stream.feed(np.asarray(prompt.tokens))
+        stream = read_sections(self._tagger, np.asarray(prompt.tokens))
+        if stream is None:
+            return prompt
         return StorePrompt(prompt.tokens, prompt.salt, self._borders(stream), (), prompt.session)
 
     def _borders(self, stream: Stream) -> tuple[int, ...]:

@@ -46,7 +46,7 @@ _MARK: Final = "kvtrie_step"
 
 def install() -> None:
     """Hook what the store needs; SGLang applies it when its plugins are loaded."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: PLC0415
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: PLC0415 - SGLang's
 
     HookRegistry.register(_ADMISSION, _admit, HookType.AROUND)
     HookRegistry.register(_STEP, _step, HookType.AROUND)
@@ -58,7 +58,7 @@ def install() -> None:
 
 def is_installed() -> bool:
     """Whether SGLang has applied the hooks: it logs what it cannot hook, and goes on."""
-    from sglang.srt.plugins.hook_registry import HookRegistry  # noqa: PLC0415
+    from sglang.srt.plugins.hook_registry import HookRegistry  # noqa: PLC0415 - SGLang's
 
     applied = HookRegistry._patched  # noqa: SLF001 - there is no other way to ask
     return bool({_ADMISSION, _STEP, _RESULT, _CHECK, *_WEIGHTS} <= applied)
@@ -79,7 +79,7 @@ def _admit(
         is_idle = not adder.can_run_list and (running is None or not running.reqs)
         if waits(req, adder, is_idle=is_idle and may_wait):
             if may_wait:
-                from sglang.srt.managers.schedule_policy import AddReqResult  # noqa: PLC0415
+                from sglang.srt.managers.schedule_policy import AddReqResult  # noqa: PLC0415 - SGLang's
 
                 return AddReqResult.CONTINUE
             # Nothing is loaded for it any more; otherwise this leaves it as it is.
@@ -94,7 +94,7 @@ def _may_wait(adder: PrefillAdder) -> bool:
     Where there are adapters, the scheduler counts it among those that run, and its adapter, or the
     lack of one, takes a place in the step.
     """
-    from sglang.srt.runtime_context import get_lora  # noqa: PLC0415
+    from sglang.srt.runtime_context import get_lora  # noqa: PLC0415 - SGLang's
 
     return not adder.preempt_list and not get_lora().enable_lora
 
