@@ -15,7 +15,8 @@ from kvtrie.integrations._asked import SettingsError, check_keys
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvtrie.store import Backend, StoreKey
+    from kvtrie._core import Namespace
+    from kvtrie.store import Backend, SpanShape, SpanStore, StoreKey
 
 HOST: Final = "host"
 _MOONCAKE: Final = "mooncake://"
@@ -159,6 +160,40 @@ class StoreSettings:
             return MooncakeBackend(master, segment_bytes=self.max_bytes, buffer_bytes=_BUFFER)
         is_folder = self.backend.startswith("/")
         return ObjectBackend.from_url(f"file://{self.backend}" if is_folder else self.backend)
+
+    def open(self, space: Namespace, shape: SpanShape, where: str) -> SpanStore:
+        """Open the store of a model.
+
+        Args:
+            space: The model's namespace.
+            shape: The geometry of its KV.
+            where: What a message begins with.
+
+        Raises:
+            StoreRefused: It is of another model, KV, geometry, key or version, or does not answer.
+            SettingsError: The key cannot be read.
+            ImportError: What the backend needs is not installed.
+        """
+        from kvtrie.store import (  # noqa: PLC0415 - needs numpy
+            BackendError,
+            SpanStore,
+            StoreRefused,
+            TenantLimits,
+        )
+
+        try:
+            return SpanStore(
+                self.open_backend(),
+                self.key(where),
+                space,
+                shape,
+                max_bytes=self.max_bytes,
+                limits=TenantLimits(max_bytes=self.tenant_bytes, lifetime=self.lifetime),
+                longest=self.run_tokens,
+            )
+        except (BackendError, StoreRefused) as error:
+            msg = f"{where}: store: {error}"
+            raise StoreRefused(msg, reason=error.reason) from error
 
 
 def _check_backend(backend: object, where: str, refuse: Callable[[str, str], NoReturn]) -> None:

@@ -22,7 +22,7 @@ from kvtrie.integrations.sglang._stored import PoolStore
 from kvtrie.integrations.sglang._version import check_version, installed, refuse
 from kvtrie.integrations.sglang.cache import KvtrieCache
 from kvtrie.rope import RopeSpec
-from kvtrie.store import BackendError, SpanShape, SpanStore, StoreRefused, TenantLimits
+from kvtrie.store import SpanShape, StoreRefused
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
@@ -193,18 +193,10 @@ def _stored_of(context: TreeCacheBuildContext, tagger: Tagger | None) -> PoolSto
         )
         # Another engine computes with other kernels, which was not compared.
         space = Namespace(model=f"{name} sglang", kv_dtype=served.kv_dtype, salt=SHARED)
-        store = SpanStore(
-            given.open_backend(),
-            given.key(VARIABLE),
-            space,
-            SpanShape.of(pool.layout),
-            max_bytes=given.max_bytes,
-            limits=TenantLimits(max_bytes=given.tenant_bytes, lifetime=given.lifetime),
-            longest=given.run_tokens,
-        )
-    except SettingsError as error:
+        store = given.open(space, SpanShape.of(pool.layout), VARIABLE)
+    except (SettingsError, StoreRefused) as error:
         refuse(str(error))
-    except (BackendError, ImportError, LayoutError, StoreRefused) as error:
+    except (ImportError, LayoutError) as error:
         refuse(f"{where}: {error}")
     _LOG.info("kvtrie: store %s: %d runs of this model", given.backend, store.num_runs)
     return PoolStore(

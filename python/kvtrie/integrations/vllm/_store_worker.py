@@ -24,13 +24,10 @@ from kvtrie.integrations.vllm import _gate
 from kvtrie.integrations.vllm._metadata import FoundSpans, StoreReport
 from kvtrie.integrations.vllm._settings import WHERE
 from kvtrie.store import (
-    BackendError,
     Estimate,
     SpanLoader,
     SpanShape,
     SpanStore,
-    StoreRefused,
-    TenantLimits,
 )
 
 if TYPE_CHECKING:
@@ -49,11 +46,7 @@ _LOG: Final = logging.getLogger("vllm.kvtrie")
 # Loads that wait for a thread, and seconds that a step without tokens waits for one to end.
 _MAX_WAITING: Final = 64
 _PAUSE: Final = 0.005
-# Turns between two visits to runs that have outlived their time.
-_SWEEP_EVERY: Final = 64
 _COUNTED: Final = "store"
-# Tokens of short runs that are copied at once; a step may have to wait for the copy.
-_READ_TOKENS: Final = 256
 
 
 def make(settings: Settings, vllm_config: VllmConfig, pool: KVPool, counts: Counts) -> StoreWorker:
@@ -70,20 +63,7 @@ def make(settings: Settings, vllm_config: VllmConfig, pool: KVPool, counts: Coun
     served = _gate.engine_model(settings, vllm_config)
     model = _identity(given, served, vllm_config)
     space = Namespace(model=model, kv_dtype=served.kv_dtype, salt=SHARED)
-    try:
-        backend = given.open_backend()
-    except BackendError as error:
-        msg = f"{WHERE}: store: {error}"
-        raise StoreRefused(msg, reason=error.reason) from error
-    store = SpanStore(
-        backend,
-        given.key(WHERE),
-        space,
-        SpanShape.of(pool.layout),
-        max_bytes=given.max_bytes,
-        limits=TenantLimits(max_bytes=given.tenant_bytes, lifetime=given.lifetime),
-        longest=given.run_tokens,
-    )
+    store = given.open(space, SpanShape.of(pool.layout), WHERE)
     _LOG.info("kvtrie: store %s: %d runs of this model", given.backend, store.num_runs)
     return StoreWorker(store, given, space, counts)
 
