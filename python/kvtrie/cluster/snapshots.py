@@ -7,9 +7,9 @@ is never written over. What it must be is said by the message that names it.
 from __future__ import annotations
 
 import hashlib
-import re
 from typing import TYPE_CHECKING, Any
 
+from kvtrie._obstore import first_line
 from kvtrie.cluster.streams import ReplicationError
 from kvtrie.cluster.subscription import LARGEST_SNAPSHOT
 
@@ -54,7 +54,7 @@ def put(store: ObjectStore, name: str, batch: bytes) -> str:
         # Of the same batches, by this bridge or the one before it.
         batch = _read(store, name)
     except (obstore.exceptions.BaseError, OSError) as error:
-        msg = f"snapshot {name} cannot be stored: {_first_line(error)}"
+        msg = f"snapshot {name} cannot be stored: {first_line(error)}"
         raise ReplicationError(msg, reason="snapshot") from error
     return _checksum(batch)
 
@@ -89,7 +89,7 @@ def delete(store: ObjectStore, name: str) -> None:
     try:
         obstore.delete(store, name)
     except (obstore.exceptions.BaseError, OSError) as error:
-        msg = f"snapshot {name} cannot be deleted: {_first_line(error)}"
+        msg = f"snapshot {name} cannot be deleted: {first_line(error)}"
         raise ReplicationError(msg, reason="snapshot") from error
 
 
@@ -101,18 +101,10 @@ def _read(store: ObjectStore, name: str, most: int = LARGEST_SNAPSHOT) -> bytes:
         if size <= most:
             return bytes(found.bytes())
     except (obstore.exceptions.BaseError, OSError) as error:
-        msg = f"snapshot {name} cannot be read: {_first_line(error)}"
+        msg = f"snapshot {name} cannot be read: {first_line(error)}"
         raise ReplicationError(msg, reason="snapshot") from error
     msg = f"snapshot {name} has {size} bytes; the limit is {most}"
     raise ReplicationError(msg, reason="snapshot")
-
-
-def _first_line(error: Exception) -> str:
-    """Without obstore's dump of its own structures, and with the code of what S3 has answered."""
-    text = str(error).strip()
-    line = text.partition("\n")[0].partition(": <?xml")[0]
-    code = re.search(r"<Code>(\w{1,80})</Code>", text)
-    return line[:500] + (f": {code[1]}" if code else "")
 
 
 def _checksum(batch: bytes) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import threading
 from concurrent.futures import Future
 from datetime import timedelta
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
+from kvtrie._obstore import first_line
 from kvtrie.store.backends.protocol import Backend
 from kvtrie.store.errors import BackendError
 
@@ -91,7 +91,7 @@ class ObjectBackend(Backend):
                 retry_config={"max_retries": 1, "retry_timeout": limit},
             )
         except (obstore.exceptions.BaseError, OSError, ValueError) as error:
-            msg = f"ObjectBackend: {url!r} cannot be opened: {_first_line(error)}"
+            msg = f"ObjectBackend: {url!r} cannot be opened: {first_line(error)}"
             raise BackendError(msg, reason="unreachable") from error
         return cls(store, prefix=prefix)
 
@@ -186,7 +186,7 @@ class ObjectBackend(Backend):
     def _failure(name: str, what: str, error: Exception) -> BackendError:
         # obstore has no class for them: no space left on device, file too large, disk quota.
         is_full = any(f"os error {number}" in str(error) for number in (27, 28, 122))
-        msg = f"ObjectBackend: {name} cannot be {what}: {_first_line(error)}"
+        msg = f"ObjectBackend: {name} cannot be {what}: {first_line(error)}"
         return BackendError(msg, reason="full" if is_full else "unreachable")
 
 
@@ -194,14 +194,6 @@ def _allows_http(url: str) -> bool:
     """What the environment says: with options of the client, obstore no longer asks it."""
     given = os.environ.get("AWS_ALLOW_HTTP", "") if url.startswith(("s3://", "s3a://")) else ""
     return given.lower() in ("1", "on", "true", "y", "yes")
-
-
-def _first_line(error: Exception) -> str:
-    """Without obstore's dump of its own structures, and with the code of what S3 has answered."""
-    text = str(error).strip()
-    line = text.partition("\n")[0].partition(": <?xml")[0]
-    code = re.search(r"<Code>(\w{1,80})</Code>", text)
-    return line[:500] + (f": {code[1]}" if code else "")
 
 
 def _merged(ranges: Sequence[tuple[int, int]], gap: int) -> tuple[list[tuple[int, int]], list[int]]:
