@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 from typing import TYPE_CHECKING, Any
@@ -96,7 +97,7 @@ def test_copies_share_weights_and_neither_buffers_nor_hooks() -> None:
 @pytest.mark.parametrize("jobs", [1, 2, 5])
 def test_rows_come_as_asked_for_and_conversations_are_made_on_one_thread(jobs: int) -> None:
     source, benches = Source("nonce"), [Bench() for _ in range(jobs)]
-    with Ahead(benches) as ahead:
+    with contextlib.closing(Ahead(benches)) as ahead:
         for number in range(30):
             ahead.begin((source, later) for later in range(number, 30))
             assert ahead.take(source, number) == [{"steps": [("nonce", number)], "chain": False}]
@@ -108,7 +109,7 @@ def test_rows_come_as_asked_for_and_conversations_are_made_on_one_thread(jobs: i
 @pytest.mark.parametrize(("jobs", "most"), [(1, 1), (2, 4), (3, 6)])
 def test_at_most_two_conversations_a_thread_are_begun(jobs: int, most: int) -> None:
     benches = [Bench() for _ in range(jobs)]
-    with Ahead(benches) as ahead:
+    with contextlib.closing(Ahead(benches)) as ahead:
         for _ in range(3):
             ahead.begin((Source("nonce"), number) for number in range(100))
     assert sum(len(bench.replayed) for bench in benches) <= most
@@ -116,14 +117,14 @@ def test_at_most_two_conversations_a_thread_are_begun(jobs: int, most: int) -> N
 
 def test_nothing_is_begun_after_the_end_of_the_time() -> None:
     source = Source("nonce")
-    with Ahead([Bench(), Bench()]) as ahead:
+    with contextlib.closing(Ahead([Bench(), Bench()])) as ahead:
         ahead.stop()
         assert ahead.take(source, 0) is None
 
 
 def test_what_is_not_wanted_any_more_makes_room() -> None:
     one, other = Source("nonce"), Source("window")
-    with Ahead([Bench()]) as ahead:
+    with contextlib.closing(Ahead([Bench()])) as ahead:
         ahead.begin([(one, 0)])
         ahead.drop("nonce")
         ahead.begin([(other, 0)])
@@ -137,7 +138,7 @@ def test_an_error_of_a_replay_reaches_the_caller(jobs: int) -> None:
     benches = [Bench(RuntimeError("no memory")) for _ in range(jobs)]
 
     def replay() -> None:
-        with Ahead(benches) as ahead:
+        with contextlib.closing(Ahead(benches)) as ahead:
             ahead.begin([(source, 0)])
             ahead.take(source, 0)
 
@@ -154,7 +155,7 @@ def test_an_error_of_a_conversation_that_is_not_wanted_is_nobodys() -> None:
             return super().make(number)
 
     source = Refused("nonce")
-    with Ahead([Bench(), Bench()]) as ahead:
+    with contextlib.closing(Ahead([Bench(), Bench()])) as ahead:
         ahead.begin((source, number) for number in range(3))
         assert ahead.take(source, 0) is not None
         with pytest.raises(ValueError, match="refuses"):

@@ -13,11 +13,10 @@ from __future__ import annotations
 import copy
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-    from types import TracebackType
 
     from transformers import PreTrainedModel
 
@@ -52,7 +51,10 @@ def twin(model: PreTrainedModel) -> PreTrainedModel:
 
 
 class Ahead:
-    """Replays on as many threads as there are benches; with one bench on the caller's."""
+    """Replays on as many threads as there are benches; with one bench on the caller's.
+
+    It is closed at the end.
+    """
 
     def __init__(self, benches: Sequence[Replayer]) -> None:
         self._benches: SimpleQueue[Replayer] = SimpleQueue()
@@ -105,13 +107,6 @@ class Ahead:
         finally:
             self._benches.put(bench)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Begin nothing more, and wait for what runs."""
         self._threads.shutdown(cancel_futures=True)

@@ -7,6 +7,7 @@ look (``kvtrie.gates.statistics``).
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import time
 from dataclasses import astuple, dataclass, replace
@@ -322,7 +323,7 @@ def _replay_all(
         progress(Progress(edit, done, tally, seconds, each * least, each * most))
 
     tell(None)
-    with Ahead(benches) as ahead:
+    with contextlib.closing(Ahead(benches)) as ahead:
         while (wanted := next(turns.next(), None)) is not None:
             source, number = wanted
             row = next(rows, None)

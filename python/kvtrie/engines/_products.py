@@ -20,6 +20,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+# Elements of a weight that are widened at a time.
+_SLICE: Final = 1 << 20
+# Tokens that torch multiplies as quickly.
+_FEW: Final = 3
+
 # A build of torch without oneDNN has no such question.
 _ASKED: Final = {
     torch.bfloat16: getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None),
@@ -49,12 +54,6 @@ def speed_up(model: nn.Module) -> None:
         # Subclasses, as of quantised models, multiply in their own way.
         if type(module) is nn.Linear and is_slow(module.weight):
             module.__class__ = _Linear
-
-
-# Elements of a weight that are widened at a time.
-_SLICE: Final = 1 << 20
-# Tokens that torch multiplies as quickly.
-_FEW: Final = 3
 
 
 class _Linear(nn.Linear):

@@ -237,8 +237,8 @@ class Generator:
         """Load a model directory; nothing is downloaded and no code of the directory runs.
 
         On a processor without instructions for bfloat16 and float16, linear layers of these types
-        multiply in float32 and round each product once, as such instructions do: torch's own
-        products take six times as long there.
+        multiply in float32 and round each product once, as such instructions do. torch's own
+        products took six times as long on an AMD EPYC with AVX2.
 
         Args:
             path: A directory with ``config.json``, weights and tokenizer, as ``save_pretrained``
