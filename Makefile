@@ -118,7 +118,7 @@ fidelity-gpu: setup ## the same on a GPU, first tokens included, into its part o
 	@$(REAL).gpu $(REAL_FLAGS)
 
 .PHONY: fidelity-adaptive
-fidelity-adaptive: setup ## the probe with a share by need next to one for all, into its part of docs/fidelity.md (two hours on a free core; resumes; REAL_FLAGS)
+fidelity-adaptive: setup ## the probe with a share by need next to one for all, into its part of docs/fidelity.md (hours on a free core; resumes; REAL_FLAGS)
 	@$(PY) -m tools.real_models smollm2
 	@$(REAL).adaptive $(REAL_FLAGS)
 

@@ -19,12 +19,16 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+
 from real import conversations, summary, texts
 from real.__main__ import MODEL, Suite
 from real.rows import Row, Rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
 
     from real.summary import Figures
 
@@ -49,6 +53,10 @@ ROUNDS: Final = {"1k": 6, "4k": 2}
 GOALS: Final = ((0.32, 0.016), (0.20, 0.025))
 """What a chooser should reach: computed at most, mean KL at most."""
 
+PAIRS: Final = (("adaptive26", "probe28"), ("adaptive20", "probe20"), ("adaptive14", "probe15"))
+"""Policies that are compared on the same conversations, after hard edits."""
+DRAWS: Final = 2000
+
 
 def work() -> Iterator[tuple[str, str, int]]:
     """Kind, size and number of each conversation."""
@@ -69,7 +77,27 @@ def document(rows: Sequence[Row]) -> Figures:
         "dtype": rows[-1]["dtype"],
         "machine": f"{platform.machine()}, one thread",
         "sizes": summary.collected(mine),
+        "drawn": {size: found for size in ROUNDS if (found := drawn(mine, size))},
     }
+
+
+def drawn(rows: Sequence[Row], size: str) -> Figures:
+    """Intervals of mean KL after hard edits, 95 %, by conversations drawn again."""
+    hard = [row for row in rows if row["size"] == size and row["kind"] in conversations.HARD]
+    kl = {
+        name: np.array([np.mean(summary.kl_of(row)) for row in some])
+        for name, some in summary.whole(hard).items()
+    }
+    if not kl:
+        return {}
+    count = len(next(iter(kl.values())))
+    again = np.random.default_rng(0).integers(0, count, (DRAWS, count))
+
+    def interval(values: NDArray[np.float64]) -> list[float]:
+        return [float(one) for one in np.quantile(values[again].mean(axis=1), (0.025, 0.975))]
+
+    found = {name: interval(kl[name]) for pair in PAIRS for name in pair}
+    return found | {f"{one} - {two}": interval(kl[one] - kl[two]) for one, two in PAIRS}
 
 
 def render(found: Figures) -> str:
@@ -87,10 +115,17 @@ def _of_one_type(found: Figures) -> str:
             lines += _table(by_policy)
             if group == "hard":
                 lines += ["", " ".join(goals(by_policy))]
+                if size in found.get("drawn", {}):
+                    lines += ["", _drawn(found["drawn"][size])]
         title = f"KL mean and computed by kind, prompts of {size} tokens, {found['dtype']}"
         lines += ["", f"{title}:", ""]
         lines += _by_kind(one["kinds"])
     return "\n".join(lines)
+
+
+def _drawn(intervals: Figures) -> str:
+    said = [f"`{name}` {low:.4f} to {high:.4f}" for name, (low, high) in intervals.items()]
+    return f"Mean KL by conversations drawn again, 95 %: {', '.join(said)}."
 
 
 def _table(by_policy: Figures) -> list[str]:
