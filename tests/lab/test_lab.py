@@ -328,6 +328,32 @@ def test_an_id_beyond_the_tokenizer_is_refused() -> None:
         lab.study(tokenizer, [chat])
 
 
+@pytest.mark.parametrize("opening", ["[assistant]", "[assistant 0]"])
+def test_the_reply_is_found_where_a_template_counts_messages_from_the_last(opening: str) -> None:
+    """Regression: all from the first number that changed was taken as sampled, or its first line.
+
+    The opening of a reply may be the one that the template writes into the history, or not.
+    """
+    heads = "[{{ m.role }} {{ loop.revindex }}]" + opening * (opening == "[assistant]")
+    counting = (
+        f"{{% for m in messages %}}{heads}{{{{ m.content }}}}{{% for c in m.tool_calls or [] %}}"
+        f"!{{{{ c.function.name }}}}{{% endfor %}}<|im_end|>{{% endfor %}}"
+        f"{{% if add_generation_prompt %}}{opening}{{% endif %}}"
+    )
+    template = lab.Template(tokenizer_of("qwen3", counting))
+    call = {"id": "a", "type": "function", "function": {"name": "look", "arguments": {}}}
+    asked = ({"role": "system", "content": "be brief"}, {"role": "user", "content": "what"})
+    for reply, sampled in (
+        ({"role": "assistant", "content": "what"}, "what<|im_end|>"),
+        ({"role": "assistant", "content": "", "tool_calls": [call]}, "!look<|im_end|>"),
+    ):
+        request = lab.ClientRequest(asked, reply)
+        one = template.render(lab.Chat("counted", (request,)), request)
+        assert one.prompt.endswith(opening)
+        assert one.text.startswith(sampled)
+        assert one.text.count("<|im_end|>") == 1
+
+
 def test_a_template_that_refuses_a_conversation_is_quoted() -> None:
     template = "{%- if tools -%}{{ raise_exception('no tools here') }}{%- endif -%}" + CHATML
     report = lab.study(tokenizer_of("qwen3", template), list(lab.BUILT_IN.values()))

@@ -244,6 +244,34 @@ def test_a_change_near_reasoning_is_not_called_dropped_reasoning() -> None:
         assert second.divergence.cause == "text"
 
 
+@pytest.mark.parametrize(
+    ("reply", "sampled"),
+    [
+        ({"content": "early"}, "<|channel|>final<|message|>early<|return|>"),
+        (
+            {"content": "early", "reasoning_content": "it says so"},
+            (
+                "<|channel|>analysis<|message|>it says so<|end|>"
+                "<|start|>assistant<|channel|>final<|message|>early<|return|>"
+            ),
+        ),
+    ],
+)
+def test_an_answer_after_tool_calls_is_the_reply_alone(reply: dict[str, str], sampled: str) -> None:
+    """Regression: gpt-oss drops the reasoning of calls then; calls were part of the reply."""
+    call = {"name": "lookup", "arguments": {"word": "so"}}
+    calls = {"tool_calls": [{"id": "call0", "type": "function", "function": call}]}
+    messages: tuple[dict[str, Any], ...] = (
+        {"role": "user", "content": "what"},
+        {"role": "assistant", "content": "", "reasoning_content": "I look it up", **calls},
+        {"role": "tool", "name": "lookup", "tool_call_id": "call0", "content": "early"},
+    )
+    request = lab.ClientRequest(messages, {"role": "assistant", **reply})
+    one = lab.Template(tokenizer("gptoss")).render(lab.Chat("calls", (request,), (TOOL,)), request)
+    assert one.prompt.endswith("<|start|>assistant")
+    assert one.text == sampled
+
+
 def test_templates_are_those_of_the_sources() -> None:
     listed = (FOLDER / "SOURCES.md").read_text(encoding="utf-8")
     for path in FOLDER.glob("*.jinja"):

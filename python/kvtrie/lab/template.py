@@ -97,8 +97,7 @@ class Template:
         prompt = self._text(request.messages, chat, passed, opens=True)
         if sampled := request.reply.get(SAMPLED_IDS):
             return Rendered(prompt, self.encode(prompt), list(sampled), self._said(chat, sampled))
-        whole = self._text([*request.messages, request.reply], chat, passed, opens=False)
-        text = self._sampled(prompt, whole, request.reply)
+        text = self._sampled(prompt, chat, request)
         return Rendered(prompt, self.encode(prompt), self.encode(text), text)
 
     def prompt(
@@ -203,17 +202,10 @@ class Template:
         if reply["role"] != "assistant" or reply.get("tool_calls"):
             return None
         # What follows is what two prompts that differ in the end of the reply have in common.
-        one, other = (
-            self._text(
-                [*now.messages[:at], {**reply, "content": content}, *now.messages[at + 1 :]],
-                chat,
-                now.arguments,
-                opens=True,
-            )
-            for content in ("A", "B")
+        text, _, common = self._around(
+            now.messages[:at], reply, now.messages[at + 1 :], chat, now.arguments, opens=True
         )
-        common = _common(one[::-1], other[::-1])
-        return one[len(one) - common :] if common < min(len(one), len(other)) else None
+        return text[len(text) - common :] if common < len(text) else None
 
     def _switchable(self) -> Iterator[tuple[str, Use]]:
         for name, use in sorted(self.used().items()):
@@ -273,12 +265,13 @@ class Template:
             raise TemplateError(msg)
         return str(self.tokenizer.decode(sampled, skip_special_tokens=False))
 
-    def _sampled(self, prompt: str, whole: str, reply: Mapping[str, Any]) -> str:
+    def _sampled(self, prompt: str, chat: Chat, request: ClientRequest) -> str:
+        reply = request.reply
+        written, is_continued = self._written(prompt, chat, request)
         reasoning = str(reply.get("reasoning_content") or "")
-        if whole.startswith(prompt) and reasoning in whole[len(prompt) :]:
-            return self._until_end(whole[len(prompt) :])
+        if is_continued and reasoning in written:
+            return self._until_end(written)
         # The template writes the reply of an earlier turn otherwise than it is sampled.
-        written = whole[_common(prompt, whole) :]
         content = str(reply.get("content") or "")
         if not reasoning:
             return self._until_end(written if content in written else content)
@@ -288,6 +281,47 @@ class Template:
         answer = written[written.index(content) :] if content and content in written else written
         answer = answer.removeprefix(opened).lstrip("\n").removeprefix(closed).lstrip("\n")
         return self._until_end(f"{before}{reasoning}\n{closed}\n\n{answer}")
+
+    def _written(self, prompt: str, chat: Chat, request: ClientRequest) -> tuple[str, bool]:
+        """The reply as the template writes it, and whether that continues the prompt's opening."""
+        messages, reply, passed = request.messages, request.reply, request.arguments
+        whole = self._text([*messages, reply], chat, passed, opens=False)
+        if whole.startswith(prompt):
+            return whole[len(prompt) :], True
+        history = self._text(messages, chat, passed, opens=False)
+        if whole.startswith(history):
+            return whole[_common(prompt, whole) :], False
+        # What is before the reply is written otherwise too: some templates drop its reasoning, or
+        # count messages from the last.
+        names = [name for name in ("reasoning_content", "content") if reply.get(name)]
+        _, begin, _ = self._around(messages, reply, (), chat, passed, names=names or ["content"])
+        _, _, after = self._around(messages[:-1], messages[-1], (reply,), chat, passed)
+        opening = prompt[len(history) :] if prompt.startswith(history) else ""
+        at = whole.find(opening, len(whole) - after, begin) if opening else -1
+        return whole[begin if at < 0 else at + len(opening) :], at >= 0
+
+    def _around(
+        self,
+        before: Sequence[Mapping[str, Any]],
+        message: Mapping[str, Any],
+        after: Sequence[Mapping[str, Any]],
+        chat: Chat,
+        passed: Mapping[str, Any],
+        *,
+        names: Sequence[str] = ("content",),
+        opens: bool = False,
+    ) -> tuple[str, int, int]:
+        """A text with a message, and how many characters at each end its fields do not change."""
+        one, other = (
+            self._text(
+                [*before, {**message, **dict.fromkeys(names, text)}, *after],
+                chat,
+                passed,
+                opens=opens,
+            )
+            for text in ("A", "B")
+        )
+        return one, _common(one, other), _common(one[::-1], other[::-1])
 
     def _until_end(self, text: str) -> str:
         """With the end mark, which is sampled; without what the template writes after it."""
