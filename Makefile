@@ -137,7 +137,7 @@ test: setup ## all tests: Rust, doctests, Python, the examples of the docs
 
 # pytest leaves the folder out unless it is named.
 .PHONY: test-browser
-test-browser: setup ## the inspector's pages in headless Chromium, where it is installed; pictures of them into target/screenshots
+test-browser: setup ## pages of inspect, lab and replay in headless Chromium, where it is installed; pictures of them into target/screenshots
 	$(PY) -m pytest --override-ini addopts="--strict-markers --strict-config --import-mode=importlib -ra" tests/browser
 
 # Calls that fail where a test says, in builds of their own: the feature is in no release.
