@@ -192,6 +192,7 @@ def vllm_panels() -> list[Panel]:
                     "requests_unsupported",
                     "requests_uncalibrated",
                     "requests_other_template",
+                    "requests_untagged",
                     "requests_without_room",
                     "plans_not_cleared",
                     "plans_would_not_clear",

@@ -13,6 +13,7 @@ import torch
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, FINISH_MATCHED_TOKEN
 from tests.sglang.caches import Pool, Side, params
 
+from kvtrie.integrations import _sections
 from kvtrie.integrations._turns import StorePrompt
 from kvtrie.integrations.sglang import _reasoning
 from kvtrie.integrations.sglang._moving import Moving
@@ -232,6 +233,9 @@ class Counted:
                 counted.append(len(ids))
                 made.feed(ids)
 
+            def __len__(self) -> int:
+                return len(made)
+
             def __getattr__(self, name: str) -> Any:
                 return getattr(made, name)
 
@@ -255,7 +259,7 @@ def test_few_tokens_of_a_request_are_read_one_by_one(pattern: list[int], count: 
     counted = Counted()
     _reasoning.Reasoning(cast("Tagger", counted)).read(ids, complete=True)
     (stream,) = counted.streams
-    assert stream.num_steps <= _reasoning.most_steps(count) + 256
+    assert stream.num_steps <= _sections.most_steps(count) + _sections.PIECE
     assert len(counted.feeds) <= count // 256 + 1
 
 
@@ -269,7 +273,7 @@ def test_nothing_of_a_request_with_too_many_delimiters_is_told_apart() -> None:
 
 
 def test_a_request_that_is_not_told_apart_goes_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_reasoning, "most_steps", lambda _: 3)
+    monkeypatch.setattr(_sections, "most_steps", lambda _: 3)
     one = side()
     one.insert(OLD)
     end(one, [*TURN, 40], custom={"kvtrie": {"reasoning": "drop"}})

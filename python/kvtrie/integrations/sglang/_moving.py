@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from kvtrie._core import Imported, LayoutError, UnsupportedRopeError
-from kvtrie.integrations.sglang._reasoning import read_sections
+from kvtrie.integrations._sections import read_sections
 from kvtrie.pool.kv_pool import KVPool
 from kvtrie.pool.layout import KVLayout
 from kvtrie.record import Would

@@ -5,8 +5,7 @@ is moved, so is what follows it: the next prompt has these tokens after others. 
 the reasoning stays, as templates keep it until the next user message.
 
 It costs one pass over the tokens of a request at its end, as moved runs and a store cost one over
-those of a prompt. Most are skipped. What is not skipped is
-bounded (`most_steps`), because a prompt may be delimiters alone, and the scheduler waits for it.
+those of a prompt, which is bounded (`kvtrie.integrations._sections`).
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any, Final
 
+from kvtrie.integrations._sections import read_sections
 from kvtrie.tags import Tagger, TurnPolicy
 
 if TYPE_CHECKING:
@@ -27,34 +27,6 @@ _LOG = logging.getLogger("sglang.kvtrie")
 
 DROPPED_AT: Final = {"user": "next user message", "final": "final answer", "never": "never"}
 """When a chat template drops reasoning, by the boundary of its format."""
-
-_PIECE: Final = 256
-"""The fewest tokens that are read before their steps are counted; fewer cost more calls."""
-
-
-def most_steps(num_tokens: int) -> int:
-    """How many of a request's tokens are read one by one, at most; a piece more may be.
-
-    A message takes about five, so this is for messages of 40 tokens, and for 200 of any length. A
-    step costs up to 20 us.
-    """
-    return 1024 + num_tokens // 8
-
-
-def read_sections(tagger: Tagger, ids: NDArray[np.integer]) -> Stream | None:
-    """The sections of tokens, not finished; None if they have too many delimiters to read.
-
-    So that nobody chooses with a prompt how long the scheduler reads it (`most_steps`).
-    """
-    stream = tagger.stream()
-    most, at = most_steps(len(ids)), 0
-    while at < len(ids):
-        end = at + max(_PIECE, most - stream.num_steps)
-        stream.feed(ids[at:end])
-        if stream.num_steps > most:
-            return None
-        at = end
-    return stream
 
 
 def tagger_of(args: ServerArgs) -> Tagger | None:

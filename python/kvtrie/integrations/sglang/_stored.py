@@ -33,6 +33,7 @@ import numpy as np
 import torch
 
 from kvtrie._core import EXACT_ONLY, SHARED, TokenSequence
+from kvtrie.integrations._sections import read_sections
 from kvtrie.integrations._store_settings import HOST
 from kvtrie.integrations._turns import (
     MOST_RUNS,
@@ -42,7 +43,6 @@ from kvtrie.integrations._turns import (
     borders_of,
     runs_of,
 )
-from kvtrie.integrations.sglang._reasoning import read_sections
 from kvtrie.store import Estimate, SpanLoader, SpanRows
 from kvtrie.store.loading import rows_from
 from kvtrie.store.runs import Gone, gone_of, pieces

@@ -99,7 +99,7 @@ class ExactPlanner(Half):
         session = session_of(request)
         is_last(request)
         seq = TokenSequence(request.prompt_token_ids, self._namespace(request))
-        reading = None if self._tagger is None else Reading(self._tagger)
+        reading = None if self._tagger is None else Reading(self._tagger, self._counts)
         self._live[request.request_id] = LiveRequest(
             seq, EXACT_ONLY, reading=reading, session=session
         )

@@ -109,6 +109,7 @@ class Half:
             self._continues_alone,
             self._reasons,
             group=group,
+            forbids=bool(settings.wanted().forbid_kinds),
         )
         self._failures = Failures(manager, block_size, follows=is_only_group)
         self._loads = Loads(

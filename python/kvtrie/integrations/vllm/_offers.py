@@ -27,7 +27,11 @@ _LOG = logging.getLogger("vllm.kvtrie")
 
 
 class Offers:
-    """Indexes prompts when they are computed, and whole requests when they end."""
+    """Indexes prompts when they are computed, and whole requests when they end.
+
+    ``forbids`` says whether tokens of some kinds may not move. What is left by a request that is
+    not tagged is not indexed then.
+    """
 
     def __init__(
         self,
@@ -39,7 +43,9 @@ class Offers:
         reasons: Reasons | None,
         *,
         group: int = 0,
+        forbids: bool = False,
     ) -> None:
+        self._forbids = forbids
         self._manager = manager
         self._sources = sources
         self._block_size = block_size
@@ -102,13 +108,17 @@ class Offers:
         # A request may end while it is preempted, by a token of the step in flight.
         if done >= request.num_prompt_tokens or request.num_output_tokens:
             self._count_prompt(request, live)
-        if has_ended and live.reading is not None:
+        reading = live.read() if has_ended else None
+        if reading is not None:
             is_complete = request.status == RequestStatus.FINISHED_STOPPED
-            spans = live.reading.finish(live.seq, complete=is_complete)
-            if live.reading.keeps_all and is_complete:
-                self._answered.note(live.seq, live.reading, request.cache_salt)
+            spans = reading.finish(complete=is_complete)
+            if reading.keeps_all and is_complete:
+                self._answered.note(live.seq, reading, request.cache_salt)
         else:
             spans = live.new_spans()
+        if live.is_untagged and self._forbids:
+            # What nothing identifies may be of a kind that is not to move.
+            return
         stretches = live.stretches(done // self._block_size, self._block_size)
         ids = tables[self._group]
         self._sources.offer(live.seq, ids, stretches, spans=spans, session=live.session)
@@ -117,11 +127,11 @@ class Offers:
         if live.is_counted:
             return
         live.is_counted = True
-        if live.reading is not None:
-            live.reading.follow(live.seq)
-            self._compare_template(request, live, live.reading)
+        reading = live.read()
+        if reading is not None:
+            self._compare_template(request, live, reading)
         count = request.num_prompt_tokens
-        kinds = kinds_of(count, () if live.reading is None else live.reading.spans())
+        kinds = kinds_of(count, () if reading is None else reading.spans())
         counted = count_by_kind(count, live.account.reused, kinds)
         for (how, kind), number in counted.items():
             self._counts.add_prompt(how, kind, number)

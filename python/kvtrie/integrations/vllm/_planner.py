@@ -122,15 +122,14 @@ class Planner(Half):
         if self._settings.shadow:
             policy = EXACT_ONLY
         seq = TokenSequence(request.prompt_token_ids, self._namespace(request))
-        reading = None if self._tagger is None else Reading(self._tagger)
+        reading = None if self._tagger is None else Reading(self._tagger, self._counts)
         live = LiveRequest(
             seq, policy, reading=reading, session=session, is_uncalibrated=is_uncalibrated
         )
         if self._settings.shadow:
             live.shadow_policy = might
-        if might.approximate and reading is not None:
-            reading.follow(seq)
-            live.moved_end = reading.stream.moved_end
+        if might.approximate:
+            live.moved_end = live.read_moved_end()
         self._live[request.request_id] = live
         if policy.approximate and not request.skip_reading_prefix_cache:
             self._join(request, live)

@@ -200,9 +200,8 @@ class Reasons:
         if not steps:
             return []
         moved_end = live.moved_end
-        if not live.policy.approximate and live.reading is not None:
-            live.reading.follow(live.seq)
-            moved_end = live.reading.stream.moved_end
+        if not live.policy.approximate:
+            moved_end = live.read_moved_end()
         widest = self._plan(live, steps[-1][1], moved_end)
         num_widest = widest.num_exact + widest.num_approximate
         widest.release()

@@ -112,6 +112,8 @@ class LiveRequest:
         stored: What the store has loaded for it, until it is copied; None for nothing.
         ticket: What that is known by to the worker's half.
         is_before_reset: Whether it may have KV from before a reset; it is not stored then.
+        is_untagged: Whether it has more delimiters than are read. Its tokens are of no kind, where
+            its last message begins is not known, and what it leaves is not stored.
     """
 
     seq: TokenSequence
@@ -142,6 +144,7 @@ class LiveRequest:
     stored: FoundSpans | None = None
     ticket: int = 0
     is_before_reset: bool = False
+    is_untagged: bool = False
 
     def is_built_under(self, policy: ReusePolicy) -> None:
         """Take note of a plan with approximate KV. Its request may have used others before."""
@@ -205,9 +208,26 @@ class LiveRequest:
             # It stores no hops: assume the most.
             self.moved.append((exact, end, self.policy.max_hops))
 
+    def read(self) -> Reading | None:
+        """The spans of its tokens so far; None if they are not tagged, for whatever reason."""
+        if self.reading is not None and not self.reading.follow(self.seq):
+            self.reading, self.is_untagged = None, True
+        return self.reading
+
+    def read_moved_end(self) -> int | None:
+        """Where its last message of a user or a tool begins, by its tokens so far.
+
+        Of an untagged request all may be the last message, so nothing moves into it.
+        """
+        reading = self.read()
+        if self.is_untagged:
+            return 0
+        return None if reading is None else reading.stream.moved_end
+
     def new_spans(self) -> list[Span]:
         """The spans that have ended since the last call."""
-        return [] if self.reading is None else self.reading.new_spans(self.seq)
+        reading = self.read()
+        return [] if reading is None else reading.new_spans()
 
     def becomes_approximate(self, position: int) -> None:
         self.exact_until = position if self.exact_until is None else min(self.exact_until, position)

@@ -30,6 +30,7 @@ NAMES: Final = {
     "blocks_kept": "Blocks that exact mode kept in the cache for another pass of vLLM's queue.",
     "copies_failed": "Blocks whose copy failed and that vLLM computed.",
     "requests_other_template": "Requests whose prompt the served chat template did not render.",
+    "requests_untagged": "Requests with too many delimiters of the chat format to be tagged.",
     "tokens_would_be_exact": "Shadow mode: prompt tokens that would be exact KV.",
     "tokens_would_move": "Shadow mode: prompt tokens that would be approximate KV.",
     "tokens_would_follow_gaps": "Shadow mode: those of both that need KvtrieScheduler.",

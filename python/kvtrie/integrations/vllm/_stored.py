@@ -231,6 +231,9 @@ class StoreRequests:
         done = request.num_computed_tokens - request.num_in_flight_tokens
         done = max(0, min(done, len(live.seq), len(block_ids) * self._block_size))
         prompt = self._prompt(request, live, done)
+        if live.is_untagged:
+            # What of it is reasoning, which is not to be left, is not known.
+            return
         gone = Gone(()) if live.reading is None else gone_of(live.reading.stream, _TURN)
         exact_until = done if live.exact_until is None else live.exact_until
         hops = MostHops(live.moved)
@@ -368,10 +371,10 @@ class StoreRequests:
         borders: tuple[int, ...] = ()
         spans: tuple[tuple[int, int, str], ...] = ()
         num = len(live.seq) if end is None else end
-        if live.reading is not None:
-            live.reading.follow(live.seq)
-            borders = tuple(one for one in borders_of(live.reading.stream) if one <= num)
-            spans = tuple((one.start, one.end, one.kind) for one in live.reading.spans())
+        reading = live.read()
+        if reading is not None:
+            borders = tuple(one for one in borders_of(reading.stream) if one <= num)
+            spans = tuple((one.start, one.end, one.kind) for one in reading.spans())
         salt = request.cache_salt or None
         return StorePrompt(live.seq[:num], salt, borders, spans, live.session)
 

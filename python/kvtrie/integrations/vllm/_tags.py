@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from kvtrie.integrations._asked import SettingsError
+from kvtrie.integrations._sections import read_on
 from kvtrie.integrations.vllm import _formats
 from kvtrie.integrations.vllm._settings import WHERE
 from kvtrie.integrations.vllm._vllm import ReasoningParserManager, cached_tokenizer_from_config
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from kvtrie._core import Span, TokenSequence
     from kvtrie.integrations.vllm._account import Reused
     from kvtrie.integrations.vllm._settings import Settings
+    from kvtrie.integrations.vllm._stats import Counts
     from kvtrie.tags import Section, Stream
 
     Kinds = tuple[list[str], NDArray[np.int64] | None]
@@ -87,36 +89,51 @@ def _from_parser(
 
 
 class Reading:
-    """The spans of one request's final tokens."""
+    """The spans of one request's final tokens, as far as `follow` has read them.
 
-    __slots__ = ("_num_returned", "stream")
+    Args:
+        tagger: The chat format.
+        counts: Where a request with too many delimiters is counted.
+    """
 
-    def __init__(self, tagger: Tagger) -> None:
+    __slots__ = ("_counts", "_num_returned", "stream")
+
+    def __init__(self, tagger: Tagger, counts: Counts) -> None:
         self.stream: Stream = tagger.stream()
+        self._counts = counts
         self._num_returned = 0
 
-    def follow(self, seq: TokenSequence) -> None:
-        if len(self.stream) < len(seq):
-            self.stream.feed(np.asarray(seq[len(self.stream) :]))
+    def follow(self, seq: TokenSequence) -> bool:
+        """Read on to the end of a sequence; if False, it has too many delimiters to be read.
+
+        Then nothing of this reading may be used (`LiveRequest.read` drops it).
+        """
+        start = len(self.stream)
+        if start >= len(seq):
+            return True
+        if read_on(self.stream, np.asarray(seq[start:])):
+            # These tokens are final, so nothing is kept for taking them back.
+            self.stream.confirm(len(seq))
+            return True
+        self._counts.add("requests_untagged")
+        return False
 
     @property
     def keeps_all(self) -> bool:
         """Whether the served template never drops reasoning."""
         return self.stream.tagger.format.boundary == "never"
 
-    def new_spans(self, seq: TokenSequence) -> list[Span]:
+    def new_spans(self) -> list[Span]:
         """The spans that have ended since the last call."""
-        self.follow(seq)
         spans = self.stream.spans
         # The last one may have grown since: reasoning includes the newlines after it.
         first, self._num_returned = max(0, self._num_returned - 1), len(spans)
         return spans[first:]
 
-    def finish(self, seq: TokenSequence, *, complete: bool) -> list[Span]:
-        """Returns the spans that `new_spans` has not returned."""
-        self.follow(seq)
+    def finish(self, *, complete: bool) -> list[Span]:
+        """End the last message; returns the spans that `new_spans` has not returned."""
         self.stream.finish(complete=complete)
-        return self.new_spans(seq)
+        return self.new_spans()
 
     def disagreement(self, num_prompt: int) -> str | None:
         """Why the served template cannot have rendered the prompt; None if it can have.
