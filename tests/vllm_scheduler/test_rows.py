@@ -251,8 +251,8 @@ def test_copies_that_fail_next_to_rows(
 ) -> None:
     vllm = seen(in_flight=in_flight, second_runner=second_runner, shadow=False)
     rng = Random(3)
-    vllm.worker.fails = lambda _: rng.random() < 0.1
-    for number in range(4):
+    vllm.worker.fails = lambda _: rng.random() < 0.5
+    for number in range(8):
         name = vllm.add(PROMPT[number:])
         vllm.drain(limit=300)
         assert len(vllm.answers[name].tokens) == 8

@@ -32,6 +32,10 @@ class Account:
 
     reached: int = 0
     reused: list[Reused] = field(default_factory=list)
+    # Tokens of the first ranges by `Reused.is_copied`, and how many ranges these are: a request
+    # may have thousands, and get another in each step.
+    _tokens: list[int] = field(default_factory=lambda: [0, 0])
+    _num_told: int = 0
 
     def admit(self, num_local: int, exact: int) -> None:
         """Record vLLM's own hit, its first ``exact`` tokens exact; drop a refused admission's."""
@@ -56,9 +60,10 @@ class Account:
         stats, count = request.prefill_stats, request.num_prompt_tokens
         if stats is None:
             return
-        tokens = [0, 0]
-        for one in self.reused:
+        tokens = self._tokens
+        for one in self.reused[self._num_told :]:
             tokens[one.is_copied] += max(0, min(one.end, count) - one.start)
+        self._num_told = len(self.reused)
         stats.set(
             num_prompt_tokens=count,
             num_local_cached_tokens=tokens[False],
@@ -71,6 +76,7 @@ class Account:
             self.reused.append(Reused(start, end, is_approximate, is_copied))
 
     def _keep(self, position: int) -> None:
+        self._tokens, self._num_told = [0, 0], 0
         self.reused = [
             one._replace(end=min(one.end, position)) for one in self.reused if one.start < position
         ]

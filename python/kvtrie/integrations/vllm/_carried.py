@@ -303,7 +303,7 @@ class Carrier:
         if len(table) < count:
             return []
         places = {number: place for place, number in enumerate(table)}
-        moves = _ranges.moves(plan, table, self.block_size, start, end)
+        moves = _ranges.moves(plan, table, self.block_size, [(start, end)])
         rows = []
         for source, dest, num_tokens, delta in moves.tolist():
             number, offset = divmod(dest, self.block_size)

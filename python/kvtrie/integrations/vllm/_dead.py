@@ -78,8 +78,8 @@ class DeadReasoning:
         """Let the blocks wholly inside ranges of a sequence be evicted first; returns their ids."""
         if not ranges:
             return []
-        gone, kept = self._sources.remove(seq, ranges)
-        numbers = set(gone)
+        gone, needed = self._sources.remove(seq, ranges)
+        numbers, kept = set(gone), set(needed)
         for start, end in ranges:
             first = -(-start // self._block_size)
             inside = range(first, min(end // self._block_size, len(block_ids)))

@@ -26,7 +26,7 @@ from kvtrie.integrations.vllm._vllm import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import EventPublisher
@@ -77,7 +77,8 @@ class Events:
 
     Args:
         pool: vLLM's pool.
-        contents: What the block of this number and hash holds.
+        contents: What blocks hold that follow each other in one request, given the number of the
+            first one and their hashes.
         requests: The live requests.
         publisher: Takes the events of approximate blocks; None: nobody does.
     """
@@ -85,7 +86,7 @@ class Events:
     def __init__(
         self,
         pool: BlockPool,
-        contents: Callable[[int, Any], Contents],
+        contents: Callable[[int, Sequence[Any]], list[Contents]],
         requests: Callable[[], Iterable[Request]],
         publisher: EventPublisher | None,
     ) -> None:
@@ -145,7 +146,7 @@ class Events:
         if first:
             exact.append(_part(event, slice(first)))
         rest = _part(event, slice(first, None))
-        found = [self._contents(number + at, one) for at, one in enumerate(rest.block_hashes)]
+        found = self._contents(number, rest.block_hashes)
         others.append(
             ApproximateBlockStored(
                 block_hashes=rest.block_hashes,

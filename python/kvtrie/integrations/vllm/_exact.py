@@ -158,7 +158,8 @@ class ExactPlanner(Half):
             pending.allocated = True
             if num_external:
                 start, end = pending.promised
-                self._loads.add(request, live, pending.plan, start, start + num_external, most=end)
+                given = [(start, start + num_external)]
+                self._loads.add(request, live, pending.plan, given, most=end)
         if request.num_preemptions and self.copies:
             self.guarded(live.account.tell, request)
 

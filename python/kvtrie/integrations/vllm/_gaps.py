@@ -6,6 +6,8 @@ skips the range, as a row (`GapRows`).
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from kvtrie.integrations.vllm import _ranges
@@ -62,7 +64,7 @@ class Gaps:
         stop = self._fill(request, pending, end, pending.after_gaps, is_running=False)
         if stop is not None:
             pending.promised = (start, stop)
-            pending.after_gaps = [one for one in pending.after_gaps if one[0] >= stop]
+            del pending.after_gaps[: _first_from(pending.after_gaps, stop)]
 
     def jump(self, requests: Sequence[Request]) -> None:
         """Skip cached segments that the next step would compute first."""
@@ -83,8 +85,7 @@ class Gaps:
         if pending is None or not pending.after_gaps or request.status != RequestStatus.RUNNING:
             return
         position = request.num_computed_tokens
-        ahead = [one for one in pending.after_gaps if one[0] >= position]
-        stop = self._fill(request, pending, position, ahead, is_running=True)
+        stop = self._fill(request, pending, position, pending.after_gaps, is_running=True)
         if stop is not None:
             start = position if pending.jumped is None else pending.jumped[0]
             pending.jumped = (start, stop)
@@ -95,7 +96,8 @@ class Gaps:
         pending = self._pending_of(request)
         if pending is None:
             return None
-        return next((start for start, _ in pending.after_gaps if start > position), None)
+        at = _first_from(pending.after_gaps, position + 1)
+        return pending.after_gaps[at][0] if at < len(pending.after_gaps) else None
 
     def _fill(
         self,
@@ -107,7 +109,12 @@ class Gaps:
         is_running: bool,
     ) -> int | None:
         """The end of the last range that can be skipped from a position on, with rows before it."""
-        if self.rows is None or not ranges:
+        if self.rows is None:
+            return None
+        # No more gaps than rows: there may be thousands.
+        first = _first_from(ranges, position)
+        ranges = ranges[first : first + self.rows.most + 1]
+        if not ranges:
             return None
         count = self.rows.fit(request, position, ranges, is_running=is_running)
         if not count:
@@ -150,7 +157,7 @@ class Gaps:
             copied = self._carry(request, live, pending, (start, end), most=end)
             if copied:
                 self._guarded(self._count, request, live, copied)
-            pending.after_gaps = [one for one in pending.after_gaps if one[0] >= end]
+            del pending.after_gaps[: _first_from(pending.after_gaps, end)]
             self._moved.forward(request)
         elif request.num_computed_tokens == end:
             request.num_computed_tokens = start
@@ -161,10 +168,10 @@ class Gaps:
     ) -> int:
         """Compute the rows of a range, and copy the rest; return how many tokens are copied."""
         pending.rows = _ranges.inside(pending.rows, given)
+        ranges = _ranges.without(given, pending.rows)
         copied = 0
-        for start, end in _ranges.without(given, pending.rows):
-            if self._loads.add(request, live, pending.plan, start, end, most=most):
-                copied += end - start
+        if ranges:
+            copied = self._loads.add(request, live, pending.plan, ranges, most=most)
         if pending.rows and self.rows is not None:
             self.rows.keep(request, pending.rows)
         return copied
@@ -182,3 +189,8 @@ class Gaps:
         by_source = stats.hits_by_source
         source = CacheHitSource.EXTERNAL_UNSPECIFIED
         by_source[source] = by_source.get(source, 0) + count
+
+
+def _first_from(ranges: Sequence[Range], position: int) -> int:
+    """The number of the first range that begins at a position or after it."""
+    return bisect_left(ranges, position, key=itemgetter(0))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from kvtrie.integrations.vllm import _ranges
 from kvtrie.integrations.vllm._filled_plan import FilledPlan
 from kvtrie.integrations.vllm._metadata import Load
@@ -12,7 +14,6 @@ from kvtrie.integrations.vllm._ranges import APPROXIMATE
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    import numpy as np
     from numpy.typing import NDArray
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.request import Request
@@ -56,16 +57,16 @@ class Loads:
         request: Request,
         live: LiveRequest,
         plan: ReusePlan | FilledPlan,
-        start: int,
-        end: int,
+        ranges: Sequence[Range],
         *,
         most: int,
-    ) -> bool:
-        """Copy the tokens of a range, on which vLLM relies from now on.
+    ) -> int:
+        """Copy the tokens of ranges, on which vLLM relies from now on, ascending.
 
-        Tokens that cannot be copied, such as those after ``most``, are reported as a failed copy.
-        Returns whether they are copied.
+        If they cannot be copied, such as those after ``most``, all are reported as a failed copy,
+        with what is between them. Returns how many are copied.
         """
+        start, end = ranges[0][0], ranges[-1][1]
         self._failures.admitted(request.request_id)
         tables = self._manager.get_block_ids(request.request_id)
         ids = tables[self._group]
@@ -74,34 +75,41 @@ class Loads:
             if end > most:
                 msg = f"vLLM expects tokens [{start}, {end}); [{start}, {most}) were promised"
                 raise RuntimeError(msg)  # noqa: TRY301 - logged and counted like other errors
-            moves = _ranges.moves(plan, ids, self._block_size, start, end)
+            moves = _ranges.moves(plan, ids, self._block_size, ranges)
             others = self._carried(live, tables, (start, end), moves.dtype)
         except Exception:
             self._surprise("the copies of request %s failed", request.request_id)
             self._loads.append(Load(None, blocks, request_id=request.request_id))
-            return False
+            return 0
         stored: list[Range] = []
         ticket = 0
         if isinstance(plan, FilledPlan):
-            stored, ticket = _ranges.inside(plan.stored, (start, end)), plan.ticket
+            stored = [(low, high) for low, high, _ in _ranges.common(ranges, plan.stored)]
+            ticket = plan.ticket
         first = start // self._block_size * self._block_size
         loaded = tuple(stored), request.request_id, first, ticket
         self._loads.append(Load(moves, blocks, *loaded, others))
         if live.pending is not None:
             live.pending.is_read = True
-        segments = plan.segments
-        for segment in segments[(segments["end"] > start) & (segments["start"] < end)].tolist():
-            first, last = max(segment[0], start), min(segment[1], end)
-            is_moved = segment[4] == APPROXIMATE
+        rows = plan.segments
+        low, high = (
+            np.searchsorted(rows["end"], start, "right"),
+            np.searchsorted(rows["start"], end),
+        )
+        segments = rows[low:high].tolist()
+        bounds = [(segment[0], segment[1]) for segment in segments]
+        copied = list(_ranges.common(ranges, bounds))
+        for first, last, number in copied:
+            is_moved = segments[number][4] == APPROXIMATE
             self._counts.add("tokens_moved" if is_moved else "tokens_exact", last - first)
-            from_store = sum(e - s for s, e in _ranges.inside(stored, (first, last)))
-            if from_store:
-                name = "store_tokens_moved" if is_moved else "store_tokens_exact"
-                self._counts.add(name, from_store)
             live.account.copy(first, last, is_approximate=is_moved)
             if is_moved:
-                live.moved.append((first, last, segment[5]))
-        return True
+                live.moved.append((first, last, segments[number][5]))
+        for first, last, at in _ranges.common(stored, [one[:2] for one in copied]):
+            is_moved = segments[copied[at][2]][4] == APPROXIMATE
+            name = "store_tokens_moved" if is_moved else "store_tokens_exact"
+            self._counts.add(name, last - first)
+        return sum(last - first for first, last in ranges)
 
     def _carried(
         self,

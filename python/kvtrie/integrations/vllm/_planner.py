@@ -281,18 +281,16 @@ class Planner(Half):
 
         After an eviction of the exact prefix it may begin earlier than at the last admission.
         """
-        approximate = plan.segments[plan.segments["class"] == APPROXIMATE]
-        for start, end in ranges:
-            inside = approximate[(approximate["end"] > start) & (approximate["start"] < end)]
-            if not len(inside):
-                continue
-            first = max(int(inside["start"].min()), start)
-            block = first // self._block_size
-            if live.exact_until is None or block < live.exact_until // self._block_size:
-                _lineage.start(request, block)
-                if self._events is not None:
-                    self._events.begin(request.block_hashes[block], block)
-            live.becomes_approximate(first)
+        moved = [(one[0], one[1]) for one in plan.segments.tolist() if one[4] == APPROXIMATE]
+        first = next((start for start, _, _ in _ranges.common(ranges, moved)), None)
+        if first is None:
+            return
+        block = first // self._block_size
+        if live.exact_until is None or block < live.exact_until // self._block_size:
+            _lineage.start(request, block)
+            if self._events is not None:
+                self._events.begin(request.block_hashes[block], block)
+        live.becomes_approximate(first)
 
     def allocated(self, request: Request, num_external: int) -> None:
         """Handle vLLM's allocation; ``num_external`` is what `match` promised, or 0 if unused."""
@@ -348,18 +346,20 @@ class Planner(Half):
         if self._events is not None:
             self.guarded(self._events.sort)
 
-    def _contents(self, block: int, block_hash: object) -> Contents:
-        """What an approximate block holds, by the request that has it."""
+    def _contents(self, block: int, hashes: Sequence[object]) -> list[Contents]:
+        """What approximate blocks hold that follow each other, by the request that has them."""
+        last = block + len(hashes) - 1
         for request_id, live in self._live.items():
-            hashes = self._requests[request_id].block_hashes
+            own = self._requests[request_id].block_hashes
+            # The hash of the last one is of all blocks before it, too.
             if (
                 live.exact_until is not None
-                and block < len(hashes)
-                and maybe_convert_block_hash(hashes[block]) == block_hash
+                and last < len(own)
+                and maybe_convert_block_hash(own[last]) == hashes[-1]
             ):
-                return live.contents(block, self._block_size)
+                return [live.contents(at, self._block_size) for at in range(block, last + 1)]
         # Its request continues without kvtrie: assume the most.
-        return MOVED, self._cleared.max_hops
+        return [(MOVED, self._cleared.max_hops)] * len(hashes)
 
     def shutdown(self) -> None:
         super().shutdown()

@@ -1,4 +1,8 @@
-"""The tokens of a plan that a request gets, and the slots of their copies."""
+"""The tokens of a plan that a request gets, and the slots of their copies.
+
+A prompt may have a range for each few tokens, so nothing here takes longer than one pass over what
+it is given.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -64,29 +68,51 @@ def usable(
 def _first_approximate(
     reusable: Sequence[tuple[int, int, bool]], ranges: Sequence[Range]
 ) -> int | None:
-    return next(
-        (
-            max(start, segment[0])
-            for start, end in ranges
-            for segment in reusable
-            if segment[2] and segment[1] > start and segment[0] < end
-        ),
-        None,
-    )
+    approximate = [(start, end) for start, end, is_approximate in reusable if is_approximate]
+    return next((start for start, _, _ in common(ranges, approximate)), None)
+
+
+def common(ones: Sequence[Range], others: Sequence[Range]) -> Iterator[tuple[int, int, int]]:
+    """What two series of ranges have in common, each ascending and apart.
+
+    Yields:
+        Start, end, and the number of the range among the others.
+    """
+    at = 0
+    for start, end in ones:
+        while at < len(others) and others[at][1] <= start:
+            at += 1
+        number = at
+        while number < len(others) and others[number][0] < end:
+            yield max(start, others[number][0]), min(end, others[number][1]), number
+            number += 1
 
 
 def moves(
-    plan: ReusePlan | FilledPlan, block_ids: Sequence[int], block_size: int, start: int, end: int
+    plan: ReusePlan | FilledPlan,
+    block_ids: Sequence[int],
+    block_size: int,
+    ranges: Sequence[Range],
 ) -> NDArray[np.void]:
-    """The copies for the tokens of a range, in the form of `kvtrie.ReusePlan.moves`.
+    """The copies for the tokens of ranges, in the form of `kvtrie.ReusePlan.moves`.
 
     Tokens that the plan uses in place but vLLM's hit does not contain are copied unchanged: they
     are under another lineage than the request had at its lookup.
+
+    Args:
+        plan: The plan.
+        block_ids: The request's blocks, from position 0 on.
+        block_size: Tokens of a block.
+        ranges: Ranges of tokens, ascending and apart. Each but the first begins, and each but the
+            last ends, where a segment of the plan does.
     """
+    start, end = ranges[0][0], ranges[-1][1]
     own = plan.blocks
     given = np.asarray(block_ids[: -(-end // block_size)], np.int32)
     # Copies go to the request's own blocks, after those that the plan uses in place.
     moved = plan.moves(np.concatenate([own, given[len(own) :]]), start=start, end=end)
+    if len(ranges) > 1:
+        moved = _inside_ranges(moved, given, block_size, ranges)
     stop = min(end, len(own) * block_size)
     if start >= stop:
         return moved
@@ -97,6 +123,22 @@ def moves(
     whole["dest_slot"] = given[numbers].astype(np.int64) * block_size
     whole["num_tokens"] = np.minimum(stop - begins, block_size)
     return np.concatenate([whole[whole["source_slot"] != whole["dest_slot"]], moved])
+
+
+def _inside_ranges(
+    moved: NDArray[np.void],
+    given: NDArray[np.int32],
+    block_size: int,
+    ranges: Sequence[Range],
+) -> NDArray[np.void]:
+    """The copies into a table of which the tokens are in ranges."""
+    order = np.argsort(given)
+    numbers, offsets = np.divmod(moved["dest_slot"].astype(np.int64), block_size)
+    places = order[np.searchsorted(given, numbers, sorter=order)]
+    positions = places * block_size + offsets
+    bounds = np.array(ranges, np.int64)
+    before = np.searchsorted(bounds[:, 0], positions, side="right") - 1
+    return moved[(before >= 0) & (positions < bounds[before, 1])]
 
 
 def without(given: Range, ranges: Sequence[Range]) -> list[Range]:

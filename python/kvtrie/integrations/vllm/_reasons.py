@@ -140,8 +140,11 @@ class Reasons:
             paints.append((max(start, num_local), end, label))
         paints += [(start, end, _PLANNED) for start, end in (*ranges, (0, num_local))]
         if before is not None:
+            # Nothing is kept of what they overwrite: vLLM may ask any number of times.
             reached = live.account.reached
+            paints = [(max(start, reached), end, code) for start, end, code in paints]
             paints += [(start, min(end, reached), code) for start, end, code in before.paints]
+            paints = [one for one in paints if one[0] < one[1]]
         live.why = Why(paints, signature)
 
     def _computed(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TYPE_CHECKING
-
-import numpy as np
+from operator import itemgetter
+from typing import TYPE_CHECKING, Final
 
 from kvtrie._core import COMPUTED, Imported
 from kvtrie.gates import laxest
@@ -33,6 +33,9 @@ Range = tuple[int, int]
 Paint = tuple[int, int, int]
 # A number of blocks, and the source of their KV.
 Stretch = tuple[int, "ComputedSource | Imported"]
+
+MOST_STRETCHES: Final = 256
+"""Stretches of blocks with other hops that are told apart in one request."""
 
 
 @dataclass(slots=True, eq=False)
@@ -88,7 +91,8 @@ class LiveRequest:
     Attributes:
         seq: Its tokens that were final at the last update.
         exact_until: Its first approximate token; None while all is exact.
-        moved: Ranges of approximate KV that it did not compute, and their hops.
+        moved: Ranges of approximate KV that it did not compute, ascending and apart, and their
+            hops.
         num_refused: How often vLLM found no blocks while this request's sources were pinned.
         last_free: Free blocks when that last happened.
         is_without_room: Whether it was admitted without reuse for that reason.
@@ -164,23 +168,32 @@ class LiveRequest:
         """The exactness of its blocks, in order.
 
         A block has the most hops of any KV moved into it. KV that the request computed after moved
-        KV is approximate with 0 hops.
+        KV is approximate with 0 hops. Of more than `MOST_STRETCHES`, all have the most hops.
         """
         if self.exact_until is None:
             return [(num_blocks, COMPUTED)]
-        hops = np.zeros(num_blocks, np.int64)
+        hops = [0] * num_blocks
         for start, end, count in self.moved:
-            inside = slice(start // block_size, -(-end // block_size))
-            hops[inside] = np.maximum(hops[inside], count)
+            for block in range(start // block_size, min(-(-end // block_size), num_blocks)):
+                hops[block] = max(hops[block], count)
+        found = [(len(list(same)), count) for count, same in groupby(hops)]
+        if len(found) > MOST_STRETCHES:
+            # Each takes a call of the index. More hops than there are only forbid more.
+            found = [(num_blocks, max(hops))]
         return [
-            (len(list(same)), Imported(self.exact_until, hops=count, policy=self.grade))
-            for count, same in groupby(hops.tolist())
+            (length, Imported(self.exact_until, hops=count, policy=self.grade))
+            for length, count in found
         ]
 
     def contents(self, block: int, block_size: int) -> Contents:
         """What one of its approximate blocks holds."""
         first, last = block * block_size, (block + 1) * block_size
-        hops = [count for start, end, count in self.moved if start < last and end > first]
+        moved = self.moved
+        at = bisect_right(moved, first, key=itemgetter(1))
+        hops = []
+        while at < len(moved) and moved[at][0] < last:
+            hops.append(moved[at][2])
+            at += 1
         return (MOVED, max(hops)) if hops else (AFTER_MOVED, 0)
 
     def follow(self, request: Request) -> None:

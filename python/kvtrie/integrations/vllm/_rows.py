@@ -79,6 +79,12 @@ class GapRows:
         """The number of requests whose rows are not sent."""
         return len(self._kept)
 
+    @property
+    def most(self) -> int:
+        """The rows that a step may have."""
+        found: int = self._scheduler.max_num_running_reqs
+        return found
+
     def begin(self) -> None:
         self._is_open = True
         self._kept = []

@@ -32,12 +32,8 @@ def would(
     """What a plan brings after vLLM's own hit of ``num_local`` tokens, with reuse after gaps."""
     first, after = _ranges.usable(plan, num_local, resumes=True, may_begin=may_begin)
     ranges = [first, *after]
-    moved = sum(
-        max(0, min(end, segment[1]) - max(start, segment[0]))
-        for segment in plan.segments.tolist()
-        if segment[4] == APPROXIMATE
-        for start, end in ranges
-    )
+    approximate = [(one[0], one[1]) for one in plan.segments.tolist() if one[4] == APPROXIMATE]
+    moved = sum(end - start for start, end, _ in _ranges.common(ranges, approximate))
     reused = num_local + sum(end - start for start, end in ranges)
     return Would(
         exact=reused - moved,
