@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from tests.engines.architectures import WINDOWS
+from transformers import DynamicCache
 
 import kvtrie
 from kvtrie import LayoutError
@@ -17,6 +18,7 @@ from kvtrie.engines._runner import Runner
 from kvtrie.engines.transformers import Generator
 from kvtrie.kernels import reference as kernels
 from kvtrie.pool import KVGroup, KVLayout, KVPool
+from kvtrie.repair.probe import LayerProbe
 from kvtrie.rope import RopeSpec, Rotary
 
 if TYPE_CHECKING:
@@ -128,6 +130,25 @@ def test_masks_without_the_window_are_found_and_not_used(
 def test_records_of_a_layer_with_a_window_are_refused(make: Make) -> None:
     with pytest.raises(LayoutError, match=r"records: layer 2 of .* over a window of 11 tokens"):
         make("gemma3", records="model")
+
+
+def test_layer_of_full_attention_is_probed_next_to_windows(models: Models, ids: Ids) -> None:
+    # Its rotary module asks for the type of the layer; the other type's base is not the layer's.
+    model: Any = models("gemma3")
+    assert model.config.layer_types[3] == "full_attention"
+    probe = LayerProbe(model, 3)
+    prompt = torch.from_numpy(np.asarray(ids(40), dtype=np.int64))
+    cache: Any = DynamicCache()
+    with torch.inference_mode(), probe.seeing() as seen:
+        model(input_ids=prompt[None], past_key_values=cache, use_cache=True)
+    assert seen.h is not None
+    assert seen.out is not None
+    rows = cache.layers[3]
+    own = rows.keys[0].transpose(0, 1), rows.values[0].transpose(0, 1)
+    at = torch.arange(40)
+    assert float(probe.scores(seen.h, seen.out, at, *own).max()) < 1e-4
+    probe._of_type = {"layer_type": "sliding_attention"}
+    assert float(probe.scores(seen.h, seen.out, at, *own).max()) > 1e-3
 
 
 def test_the_namespace_tells_groups_apart(models: Models) -> None:

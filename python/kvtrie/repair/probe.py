@@ -10,6 +10,7 @@ the output would be there. The score is the change next to what the layer passes
 from __future__ import annotations
 
 import contextlib
+import inspect
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -114,6 +115,10 @@ class LayerProbe:
                 f"{window} tokens: it is not probed"
             )
             raise LayoutError(msg)
+        # Gemma 3's frequencies differ by the type of layer, and its module asks for it.
+        takes_type = "layer_type" in inspect.signature(self._rotary.forward).parameters
+        kinds: Any = getattr(self._block.self_attn.config, "layer_types", None)
+        self._of_type = {"layer_type": kinds[self.layer]} if takes_type and kinds else {}
         self._check()
 
     @property
@@ -260,9 +265,10 @@ class LayerProbe:
             mask = torch.zeros(mask.shape, dtype=h.dtype, device=h.device).masked_fill(~mask, low)
         with torch.inference_mode():
             states = self._block.input_layernorm(h.unsqueeze(0))
+            angles = self._rotary(states, position_ids=positions.unsqueeze(0), **self._of_type)
             found = attn(
                 hidden_states=states,
-                position_embeddings=self._rotary(states, position_ids=positions.unsqueeze(0)),
+                position_embeddings=angles,
                 attention_mask=mask,
                 past_key_values=_Given(rows[0], rows[1]),
             )
