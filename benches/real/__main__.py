@@ -209,6 +209,8 @@ class Suite:
             return
         about = {"kind": "first token", "size": size, "set": wording, "seed": seed}
         about |= {"plan": case.digest, **self._about}
+        if self._where == "cpu":
+            about |= {"processor": first_token.processor()}
         wanted = [name for name, _ in missing]
         found = first_token.rows(self.folder, self.dtype, case, wanted, self._where)
         for (name, repeat), row in zip(missing, found, strict=True):

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import sys
 import time
 from collections import Counter
@@ -26,7 +25,7 @@ from real.__main__ import MODEL, Suite
 from real.rows import Row, Rows
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -47,7 +46,7 @@ POLICIES: Final = (
     *("probe15", "probe20", "probe28", "adaptive14", "adaptive20", "adaptive26"),
     *("oracle20", "oracle30"),
 )
-ROUNDS: Final = {"1k": 6, "4k": 2}
+ROUNDS: Final = {"1k": 6, "4k": 3}
 """Conversations of each hard kind, and half as many of each easy one."""
 
 GOALS: Final = ((0.32, 0.016), (0.20, 0.025))
@@ -58,10 +57,10 @@ PAIRS: Final = (("adaptive26", "probe28"), ("adaptive20", "probe20"), ("adaptive
 DRAWS: Final = 2000
 
 
-def work() -> Iterator[tuple[str, str, int]]:
+def work(sizes: Collection[str]) -> Iterator[tuple[str, str, int]]:
     """Kind, size and number of each conversation."""
-    for size, rounds in ROUNDS.items():
-        for number in range(rounds):
+    for size in sizes:
+        for number in range(ROUNDS[size]):
             kinds = conversations.KINDS if number % 2 == 0 else conversations.HARD
             for kind in kinds:
                 yield kind, size, number
@@ -75,9 +74,19 @@ def document(rows: Sequence[Row]) -> Figures:
     return {
         "model": rows[-1]["model"],
         "dtype": rows[-1]["dtype"],
-        "machine": f"{platform.machine()}, one thread",
         "sizes": summary.collected(mine),
+        "products": {row["size"]: row.get("products", row["dtype"]) for row in mine},
         "drawn": {size: found for size in ROUNDS if (found := drawn(mine, size))},
+    }
+
+
+def completed(found: Figures, before: Figures) -> Figures:
+    """The figures with those of sizes that were measured before, not now."""
+    if any(found[name] != before.get(name) for name in ("model", "dtype")):
+        return found
+    both = {name: before[name] | found[name] for name in ("sizes", "products", "drawn")}
+    return found | {
+        name: {size: some[size] for size in ROUNDS if size in some} for name, some in both.items()
     }
 
 
@@ -106,7 +115,13 @@ def render(found: Figures) -> str:
 
 
 def _of_one_type(found: Figures) -> str:
-    lines = [f"Set *{SET}*, `{found['model']}`, all in {found['dtype']}, {found['machine']}."]
+    products = [f"{kind} at {size}" for size, kind in found["products"].items()]
+    lines = [
+        (
+            f"Set *{SET}*, `{found['model']}`, all in {found['dtype']}, one thread of a CPU. "
+            f"Products are computed in {', '.join(products)}."
+        )
+    ]
     for size, one in found["sizes"].items():
         for group, by_policy in one["groups"].items():
             cases = next(iter(by_policy.values()))["cases"]
@@ -179,6 +194,7 @@ def main() -> int:
     parser.add_argument("--summary", action="store_true", help="only write the tables again")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin none after")
     parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0])
+    parser.add_argument("--sizes", nargs="+", choices=ROUNDS, default=tuple(ROUNDS))
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--rows", type=Path, default=ROWS)
     options = parser.parse_args()
@@ -189,14 +205,15 @@ def main() -> int:
             print(f"fidelity: {error}", file=sys.stderr)
             return 3
         began, first = time.monotonic(), conversations.SETS[SET]
-        for kind, size, number in work():
+        for kind, size, number in work(options.sizes):
             if time.monotonic() - began < options.seconds:
                 suite.measure(kind, size, SET, first + number + 1, POLICIES)
     rows = [row for row in Rows(options.rows).by_key.values() if row["dtype"] == options.dtype]
     if not rows:
         print("fidelity: nothing has been measured")
         return 1
-    found = json.loads(FIGURES.read_text(encoding="utf-8")) | {options.dtype: document(rows)}
+    found = json.loads(FIGURES.read_text(encoding="utf-8"))
+    found[options.dtype] = completed(document(rows), found.get(options.dtype, {}))
     text = render(found)
     print(text)
     FIGURES.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

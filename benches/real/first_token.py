@@ -10,9 +10,11 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any, Final
 
+import figures
 import torch
 
 from kvtrie import EXACT_ONLY, ReusePolicy, TokenSequence
+from kvtrie.engines._products import is_slow
 from kvtrie.engines.transformers import Generator
 
 if TYPE_CHECKING:
@@ -98,6 +100,14 @@ class Clock:
         seq = TokenSequence(list(ids), generator.namespace(salt))
         removed = generator.index.remove_spans(seq, [(shared // BLOCK * BLOCK, len(ids))])
         generator.allocator.free(removed.freed)
+
+
+def processor() -> str:
+    """The processor, and what it has for products: times of others do not stand next to its own."""
+    can = torch.backends.cpu.get_cpu_capability()
+    if not is_slow(torch.empty(0, dtype=torch.bfloat16)):
+        can += " with bfloat16"
+    return f"{figures.machine()['cpu']}, {can}"
 
 
 def room(case: Tokens) -> int:

@@ -447,13 +447,20 @@ def _chains(chains: Figures) -> list[str]:
     return lines
 
 
-def _first_tokens(sizes: Figures) -> list[str]:
+def _first_tokens(processors: Figures) -> list[str]:
     lines = [
         (
             "The generator's processor time to the first token after *strip all*, planning and "
-            "choosing included: medians on a machine of which other work had a part."
-        ),
-        "",
+            "choosing included: medians on machines of which other work had a part."
+        )
+    ]
+    for name, sizes in processors.items():
+        lines += ["", f"{name}:", "", *_first_tokens_of(sizes)]
+    return lines
+
+
+def _first_tokens_of(sizes: Figures) -> list[str]:
+    lines = [
         "| prompt | policy | runs | first token | sooner | computed |",
         "|---|---|--:|--:|--:|--:|",
     ]
@@ -508,7 +515,10 @@ def document(rows: Sequence[Row], wording: str) -> Figures:
         "sizes": sizes,
         "seeds": by_seed(some),
         "chains": chained(some),
-        "first_token": first_tokens(some),
+        "first_token": {
+            name: first_tokens([row for row in some if row.get("processor") == name])
+            for name in sorted({row["processor"] for row in some if "processor" in row})
+        },
         "undetected": undetected(sizes),
     }
 
@@ -517,13 +527,17 @@ def completed(found: Figures, before: Figures) -> Figures:
     """The figures with those of sizes and of edits in a row that were measured before, not now."""
     if any(found[name] != before[name] for name in ("set", "model", "dtype")):
         return found
-    both = {name: before[name] | found[name] for name in ("sizes", "seeds", "first_token")}
+    both = {name: before[name] | found[name] for name in ("sizes", "seeds")}
     by_size = {
         name: {size: some[size] for size in conversations.SIZES if size in some}
         for name, some in both.items()
     }
-    chains = found["chains"] or before["chains"]
-    return found | by_size | {"chains": chains, "undetected": undetected(by_size["sizes"])}
+    others = {
+        "chains": found["chains"] or before["chains"],
+        "first_token": before["first_token"] | found["first_token"],
+        "undetected": undetected(by_size["sizes"]),
+    }
+    return found | by_size | others
 
 
 def main(path: Path, *, quick: bool, wording: str, dtype: str = DTYPE) -> int:

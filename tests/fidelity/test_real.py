@@ -775,14 +775,21 @@ def test_first_token_is_the_median_against_exact_reuse() -> None:
             "repeat": at,
             "seconds": time,
             "fell_back": 0,
-            "key": f"{name}{at}",
+            "key": f"{name}{at}{processor}",
+            "processor": processor,
         }
+        for processor, factor in (("one", 1), ("another", 3))
         for name, times in (("exact", (8.0, 90.0, 10.0)), ("fronts20", (2.0, 2.5, 1.0)))
-        for at, time in enumerate(times)
+        for at, time in enumerate(factor * time for time in times)
     ]
-    page = summary.render(summary.document([row("exact"), *rows], "reporting"))
+    found = summary.document([row("exact"), *rows], "reporting")
+    page = summary.render(found)
+    assert "| 100 | `exact` | 3 | 30.00 s | 1.0\N{MULTIPLICATION SIGN} | 20.0% |" in page
     assert "| 100 | `exact` | 3 | 10.00 s | 1.0\N{MULTIPLICATION SIGN} | 20.0% |" in page
     assert "| 100 | `fronts20` | 3 | 2.00 s | 5.0\N{MULTIPLICATION SIGN} | 20.0% |" in page
+    mine = [one for one in rows if one["processor"] == "one"]
+    again = summary.completed(summary.document([row("exact"), *mine], "reporting"), found)
+    assert again["first_token"] == found["first_token"]
 
 
 def test_rows_of_an_older_plan_are_left_out() -> None:
@@ -857,6 +864,27 @@ def test_page_holds_what_the_figures_of_adaptive_shares_say() -> None:
     page = summary.PAGE.read_text(encoding="utf-8")
     assert summary.put(page, adaptive.render(found), adaptive.BEGIN, adaptive.END) == page
     assert [found[dtype]["dtype"] for dtype in adaptive.DTYPES] == ["bfloat16", "float32"]
+
+
+def test_adaptive_shares_of_sizes_that_were_not_measured_again_stay() -> None:
+    seed = conversations.SETS["reporting"] + 1
+    one, other = (
+        [
+            row(name, kind, seed, size=size, dtype="float32", products=products)
+            for name in adaptive.POLICIES
+            for kind in conversations.HARD
+        ]
+        for size, products in (("1k", "float32"), ("4k", "bfloat16"))
+    )
+    before, found = adaptive.document(one), adaptive.document(other)
+    both = adaptive.completed(found, before)
+    assert both["sizes"] == before["sizes"] | found["sizes"]
+    assert both["products"] == {"1k": "float32", "4k": "bfloat16"}
+    assert list(both["drawn"]) == ["1k", "4k"]
+    assert "Products are computed in float32 at 1k, bfloat16 at 4k." in adaptive.render(
+        {"float32": both}
+    )
+    assert adaptive.completed(found, before | {"model": "another"}) == found
 
 
 def test_adaptive_shares_are_compared_on_whole_conversations() -> None:
