@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from tests.store.kit import SECONDS, SPACE, make_store, rows, run_of
 
 import kvtrie
 from kvtrie import gates
+from kvtrie.integrations.vllm import _filled_plan
 from kvtrie.integrations.vllm._filled_plan import FilledPlan
 from kvtrie.store import HostBackend, PrefixMarks, SpanLoader, SpanShape, TakenSpans
 from kvtrie.store.contexts import KeptContext, PathStretch, with_marks
@@ -536,3 +538,29 @@ def test_a_header_has_the_size_of_its_context() -> None:
     assert found is not None
     assert found[0].context_bytes == len(marks.tobytes())
     assert HEADER_BYTES < store.num_bytes
+
+
+@pytest.mark.parametrize("count", [20, 88])
+def test_few_paths_of_the_pool_are_read(count: int) -> None:
+    """Each is as long as what it was computed after: the square of a prompt of many runs."""
+    talk = Talk(3)
+    parts = [talk.message(40, 41) for _ in range(180)]
+    index = kvtrie.RadixIndex(num_blocks=1000, block_size=BLOCK, min_run=16)
+    seq, _ = joined(parts[:90])
+    table = np.arange(len(seq) // BLOCK, dtype=np.int32)
+    index.insert(seq, table, num_computed=len(table) * BLOCK, source=kvtrie.COMPUTED)
+    edited = [one for at in range(count) for one in (parts[88 - at], parts[90 + at][:9])]
+    seen: list[int] = []
+
+    class Index:
+        def path_tokens(self, block: int) -> Any:
+            seen.append(block)
+            return index.path_tokens(block)
+
+    sources: Any = SimpleNamespace(index=Index(), block_size=BLOCK, num_blocks=1000)
+    contexts: Any = SimpleNamespace(marks_of=lambda _: None)
+    with index.plan(joined(edited)[0], POLICY.replace(scope="namespace"), pin=False) as plan:
+        ends = [run.end for run in plan.moved_runs]
+        assert len(ends) >= count
+        _filled_plan._paths_of_pool(plan, sources, contexts, {}, ends)
+    assert len(seen) == min(len(ends), 64)

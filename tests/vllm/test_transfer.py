@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 transfer = pytest.importorskip("kvtrie.integrations.vllm.transfer")
+_transfer = pytest.importorskip("kvtrie.integrations.vllm._transfer")
 
 SIZE = 16
 KEY = b"k" * 32
@@ -302,12 +303,21 @@ def forge(params: dict[str, Any], how: str) -> None:
     elif how == "none":
         del params[transfer.MANIFEST]
         return
+    elif how == "long":
+        # Whoever sends the request writes as much as it likes, and it was read in each step.
+        raw += bytes(100_000)
     params[transfer.MANIFEST] = base64.b64encode(bytes(raw)).decode()
 
 
 @pytest.mark.parametrize(
     ("how", "outcome"),
-    [("changed", "digest"), ("cut", "malformed"), ("text", "malformed"), ("none", "no manifest")],
+    [
+        ("changed", "digest"),
+        ("cut", "malformed"),
+        ("text", "malformed"),
+        ("long", "malformed"),
+        ("none", "no manifest"),
+    ],
 )
 def test_what_is_no_manifest_is_computed(
     start: Callable[..., Side], how: str, outcome: str
@@ -318,6 +328,34 @@ def test_what_is_no_manifest_is_computed(
     assert receive(receiver, sender, PROMPT, params) == len(PROMPT)
     assert receiver.loaded == []
     assert receiver.scheduler.connector.outcomes == {outcome: 1}
+
+
+def test_a_manifest_of_more_than_a_prompt_can_have_is_not_read(
+    start: Callable[..., Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, receiver = start(), start()
+    params = prefill(sender, PROMPT)
+    forge(params, "long")
+    read: list[object] = []
+    monkeypatch.setattr(_transfer, "_read", read.append)
+    assert receive(receiver, sender, PROMPT, params) == len(PROMPT)
+    assert not read
+    assert receiver.scheduler.connector.outcomes == {"malformed": 1}
+
+
+def test_blocks_of_a_token_have_a_manifest_that_is_read() -> None:
+    """The longest that a sender makes."""
+    space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED, adapter="a" * 1000)
+    for count in (1, 100, 5000):
+        manifest = kvtrie.TransferManifest.from_blocks(
+            kvtrie.TokenSequence(range(count), space),
+            range(1 << 20, (1 << 20) + count),
+            key=KEY,
+            num_computed=count,
+            block_size=1,
+        )
+        length = len(base64.b64encode(manifest.to_bytes()))
+        assert length <= _transfer._MANIFEST_LEAST + _transfer._MANIFEST_PER_TOKEN * count
 
 
 def test_approximate_kv_is_neither_loaded_nor_sent_on(start: Callable[..., Side]) -> None:

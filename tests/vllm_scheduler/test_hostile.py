@@ -13,15 +13,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from tests.vllm.prompts import words
+from tests.vllm_scheduler.core import Answer
 from tests.vllm_scheduler.executed import executed
 from tests.vllm_scheduler.worker import BLOCK, VOCAB
+from vllm import SamplingParams
 from vllm.config import KVEventsConfig
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_block_hash
+from vllm.v1.request import Request
 
 import kvtrie
 from kvtrie.integrations.vllm import _ranges, _requests, _shadow
 from kvtrie.integrations.vllm._account import Account
+from kvtrie.integrations.vllm._carried import CarriedCopy, Carrier
 from kvtrie.integrations.vllm._dead import DeadReasoning
 from kvtrie.integrations.vllm._stats import Counts
 
@@ -339,4 +343,56 @@ def test_holes_of_an_exact_prompt_cost_in_proportion_to_their_number(
         vllm.connector.planner.sources.forget(gone)
         took.append(run_by(vllm, history[:-3]))
         assert vllm.counts["tokens_exact"] > 0.4 * length
+    assert took[1] < 2.3 * took[0]
+
+
+def test_rows_of_a_request_with_a_long_id_have_short_names(core: Callable[..., Core]) -> None:
+    """A client chooses the id, which each row of each step had."""
+    vllm = core(gaps=True, **OPTIONS)
+    history = words(2000, 1)
+    vllm.ask(history, max_tokens=1)
+    names: list[str] = []
+    execute = vllm.worker.execute_model
+
+    def watching(output: Any, *given: Any, **more: Any) -> Any:
+        names.extend(output.num_scheduled_tokens)
+        return execute(output, *given, **more)
+
+    vllm.worker.execute_model = watching  # type: ignore[method-assign]
+    name = "n" * 5000
+    request = Request(
+        name,
+        pieces(history, 24, 1),
+        SamplingParams(max_tokens=1, ignore_eos=True),
+        None,
+        block_hasher=vllm.core.request_block_hasher,
+    )
+    vllm.answers[name] = Answer()
+    vllm.core.add_request(request)
+    vllm.drain()
+    vllm.worker.execute_model = execute  # type: ignore[method-assign]
+    rows = [one for one in names if one != name]
+    assert len(rows) > 50
+    assert len(set(rows)) == len(rows)
+    assert max(map(len, rows)) < 100
+
+
+@pytest.mark.parametrize("window", [None, 1024], ids=["full attention", "window"])
+def test_a_run_is_cut_in_one_pass(window: int | None) -> None:
+    """Where each block lacks what another group needs, and that group has full attention."""
+    took = []
+    for count in (400, 800):
+        carrier: Any = Carrier.__new__(Carrier)
+        carrier.block_size, carrier._windows = BLOCK, {1: None, 2: window}
+        rows = [CarriedCopy(at * BLOCK, at * BLOCK, BLOCK, 0) for at in range(count)]
+        carrier._rows = lambda *_, rows=rows: rows
+        # The first group has everything, and the second nothing.
+        carrier.find = lambda group, *_: SimpleNamespace(block=0) if group == 1 else None
+        plan: Any = Plan(0, 1)
+        plan.segments = np.array([(0, count * BLOCK, 0, 0, 1, 1)], SEGMENTS)
+        with executed() as run:
+            found, carried = carrier.cut(plan, (0, count * BLOCK), kvtrie.EXACT_ONLY)
+        assert found == (0, 0)
+        assert not carried.blocks
+        took.append(run[0])
     assert took[1] < 2.3 * took[0]

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -283,14 +283,21 @@ class Carrier:
         for group, window in self._windows.items():
             low = self._first(window, start, end)
             inside = search.inside(low, end)
-            # A window may do without what is before it: what it lacks last counts.
-            ordered = inside if window is None else reversed(inside)
-            if sum(search.rows[at].num_tokens for at in inside) < end - low:
+            if search.num_tokens(inside) < end - low:
                 # A plan that does not fill the range.
                 yield low
-            yield next(
-                (search.rows[at].position for at in ordered if search.piece(group, at) is None),
-                None,
+            # A window may do without what is before it: what it lacks last counts.
+            yield (
+                search.first_lack(group, inside)
+                if window is None
+                else next(
+                    (
+                        search.rows[at].position
+                        for at in reversed(inside)
+                        if search.piece(group, at) is None
+                    ),
+                    None,
+                )
             )
 
     def _rows(self, plan: ReusePlan | FilledPlan, start: int, end: int) -> list[CarriedCopy]:
@@ -354,6 +361,10 @@ class _CarrySearch:
             max(segment[5] - 1, 0) if segment[4] == APPROXIMATE else None for segment in segments
         ]
         self._found: dict[tuple[int, int], CarriedCopy | None] = {}
+        # Tokens of the copies before each.
+        self._sums = [0, *accumulate(row.num_tokens for row in rows)]
+        # By group, the number of its first copy without a source; all before it have one.
+        self._firsts: dict[int, int] = {}
 
     def inside(self, start: int, end: int) -> range:
         """The numbers of copies with tokens in a range."""
@@ -363,6 +374,18 @@ class _CarrySearch:
             row = self.rows[first]
             first += row.position + row.num_tokens <= start
         return range(first, last)
+
+    def num_tokens(self, inside: range) -> int:
+        """Tokens of these copies."""
+        return self._sums[inside.stop] - self._sums[inside.start]
+
+    def first_lack(self, group: int, inside: range) -> int | None:
+        """Where the first copy without a source is, of copies that always begin with the same."""
+        at = self._firsts.get(group, inside.start)
+        while at < inside.stop and self.piece(group, at) is not None:
+            at += 1
+        self._firsts[group] = at
+        return self.rows[at].position if at < inside.stop else None
 
     def piece(self, group: int, at: int) -> CarriedCopy | None:
         """A copy in another group; None: it has no source."""

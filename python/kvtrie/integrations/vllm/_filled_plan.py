@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 # Paths of the pool that are compared with what the store supplies; runs of others are the worst.
 _MOST_PATHS: Final = 16
+# Copies of the pool whose paths are read, which are as long as what they were computed after.
+_MOST_READ: Final = 64
 _OWN: Final = "own"
 
 
@@ -400,7 +402,7 @@ def _paths_of_pool(
     found: dict[int, object] = {}
     known: list[tuple[int, NDArray[np.uint32]]] = []
     tokens_of = {}
-    for end, block in _sources_of(plan, sources, ends).items():
+    for end, block in islice(_sources_of(plan, sources, ends).items(), _MOST_READ):
         tokens = sources.index.path_tokens(block)
         if tokens is not None:
             tokens_of[end] = block, tokens
@@ -432,7 +434,7 @@ def _sources_of(plan: ReusePlan, sources: Sources, ends: Sequence[int]) -> dict[
     last = {}
     for source, dest, count, _ in moves.tolist():
         last[place[dest // size] + dest % size + count] = source // size
-    return {end: last[end] for end in ends if end in last}
+    return {end: last[end] for end in sorted(ends) if end in last}
 
 
 def _stretches(used: Iterable[_Used]) -> list[PathStretch]:

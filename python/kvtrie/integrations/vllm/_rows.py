@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 # Tokens that the rows of a step copy, by whether the model runner is V2. For each 100,000 of them
 # V1 needs 0.1 ms, from an array; V2 makes lists, and needs 8 ms.
 _MAX_COPIED: Final = {False: 1 << 22, True: 1 << 18}
+# Characters of a request's id in the names of its rows: a client chooses its length.
+_MAX_NAME: Final = 64
 _SAMPLING: Final = SamplingParams(temperature=0, max_tokens=1)
 
 
@@ -178,7 +180,7 @@ class GapRows:
     def _name(self, request: Request) -> str:
         while True:
             self._number += 1
-            name = f"{request.request_id}#{self._number}"
+            name = f"{request.request_id[:_MAX_NAME]}#{self._number}"
             if name not in self._scheduler.requests:
                 return name
 

@@ -57,7 +57,9 @@ _LOG = logging.getLogger("vllm.kvtrie")
 
 MANIFEST: Final = "kvtrie_manifest"
 _BLOCKS: Final = "remote_block_ids"
-_MAX_MANIFEST: Final = 32 << 20
+# Characters of a manifest: some, and for each token of a prompt as many as a block of one takes.
+_MANIFEST_LEAST: Final = 1 << 16
+_MANIFEST_PER_TOKEN: Final = 64
 
 
 class CheckedTransfer:
@@ -173,9 +175,16 @@ class CheckedTransfer:
         if not _is_token_ids(request):
             self._tell(request, "not only token ids", "it has images or embeddings")
             return [], start
-        ids = (request.prompt_token_ids or [])[:stop]
+        prompt = request.prompt_token_ids or []
+        ids, said = prompt[:stop], request.kv_transfer_params.get(MANIFEST)
+        # It is read each time that vLLM asks, and whoever sends the request has written it.
+        most = _MANIFEST_LEAST + _MANIFEST_PER_TOKEN * len(prompt)
+        if isinstance(said, str) and len(said) > most:
+            why = f"its manifest has {len(said)} characters, and {most} are read for its prompt"
+            self._tell(request, "malformed", why)
+            return [], start
         try:
-            manifest = _read(request.kv_transfer_params.get(MANIFEST))
+            manifest = _read(said)
             if manifest is None:
                 self._tell(request, "no manifest", "its sender runs without kvtrie")
                 return [], start
@@ -319,8 +328,6 @@ def _below(one: type) -> list[type]:
 
 def _read(said: object) -> TransferManifest | None:
     if not isinstance(said, str):
-        return None
-    if len(said) > _MAX_MANIFEST:
         return None
     try:
         raw = base64.b64decode(said, validate=True)
