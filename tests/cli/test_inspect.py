@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -87,6 +88,22 @@ def test_a_plan_and_a_plan_in_a_snapshot(folder: Path) -> None:
     assert "204 tokens: 104 exact, 76 approximate, 24 computed; approximate_only at 104" in (
         done.stdout
     )
+
+
+def test_prompts_may_come_from_pipes(folder: Path) -> None:
+    """Regression: the look at the first bytes emptied a pipe, which was then called empty."""
+    readers = []
+    for name in ("a", "b"):
+        reader, writer = os.pipe()
+        os.write(writer, (folder / name).read_bytes())
+        os.close(writer)
+        readers.append(reader)
+    names = [f"/dev/fd/{reader}" for reader in readers]
+    done = run(*names, "--html", folder / "page.html", "--block-size", "4")
+    for reader in readers:
+        os.close(reader)
+    assert done.exit_code == 0, done.output
+    assert "80 tokens: 0 exact, 79 approximate, 1 computed; diverged at 0" in done.stdout
 
 
 def test_a_log_and_a_cut_one(folder: Path) -> None:

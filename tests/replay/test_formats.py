@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -175,6 +176,20 @@ def test_a_file_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
         read_trace(tmp_path / "none")
     with pytest.raises(TraceError, match="Is a directory"):
         read_trace(tmp_path)
+
+
+def test_a_pipe_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    """Regression: it said that a stream is not seekable, or waited for a writer for ever."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    held = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
+    try:
+        os.write(held, json.dumps(GOOD).encode())
+        with pytest.raises(TraceError, match="pipe: not a regular file"):
+            read_trace(pipe)
+        assert os.read(held, 1) == b"{"
+    finally:
+        os.close(held)
 
 
 def test_one_more_format_can_be_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,8 +129,12 @@ def _kind(inputs: Sequence[str]) -> str:
 def _start(name: str) -> bytes:
     if name == _prompts.STDIN:
         return b""
+    path = Path(name)
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        # What a pipe has given is gone; only prompts may come from one.
+        return b""
     try:
-        with Path(name).open("rb") as file:
+        with path.open("rb") as file:
             return file.read(len(_LOG))
     except OSError as error:
         fail(f"{name}: {error.strerror or error}")

@@ -120,6 +120,8 @@ class TraceFile:
         Raises:
             TraceError: As `lines`.
         """
+        if self.path.exists() and not (self.path.is_file() or self.path.is_dir()):
+            raise self.error(None, "not a regular file: it is read more than once, as no pipe is")
         if self.is_archive:
             yield from self._unpacked()
             return
