@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree as ET
 
 import pytest
+from tests.browser.kit import log as recorded
 from tests.byte_tokenizer import byte_tokenizer
 from tests.cli.test_lab import Page
 from tests.cli.test_without_torch import run as run_without_torch
@@ -103,6 +104,27 @@ def test_an_overlay_is_called_synthetic_everywhere(log: Path, tmp_path: Path) ->
     assert said in Page((tmp_path / "a.html").read_text(encoding="utf-8")).text
     assert "with synthetic reasoning (W01)" in (tmp_path / "a.svg").read_text(encoding="utf-8")
     assert json.loads(run(log, "--overlay", "W11", "--json").stdout)["synthetic"] == "W11"
+
+
+def test_approximate_reuse_is_called_so_next_to_exact_hits(tmp_path: Path) -> None:
+    """Regression: the column had one rate, in which moved runs were like the hits of the others."""
+    svg, html = tmp_path / "a.svg", tmp_path / "a.html"
+    traffic = tmp_path / "kvtrie.log"
+    recorded(traffic, 20)
+    done = run(traffic, "--pool", "100000", "--svg", svg, "--html", html)
+    assert done.exit_code == 0, done.output
+    found = json.loads(run(traffic, "--pool", "100000", "--json").stdout)
+    row = found["rows"][0]["kvtrie"]
+    assert row["approximate"] > 0
+    said = (
+        f"{100 * row['hit_rate']:.1f} % ({100 * row['approximate'] / found['prompt_tokens']:.1f} % "
+    )
+    # In the table, and in the sentence of the size.
+    assert done.stdout.count(f"{said}approximate)") == 2
+    assert f"{said}approximate)" in Page(html.read_text(encoding="utf-8")).text
+    assert "kvtrie, with approximate KV" in svg.read_text(encoding="utf-8")
+    # Nothing else is approximate.
+    assert done.stdout.count("% approximate") == 2
 
 
 def test_the_plot_has_a_mark_for_each_size_and_policy(log: Path, tmp_path: Path) -> None:

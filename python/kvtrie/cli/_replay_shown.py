@@ -143,7 +143,11 @@ def _cell(
 
 
 def _rate(found: ReuseFigures) -> str:
-    return f"{100 * found.hit_rate:.1f} %"
+    rate = f"{100 * found.hit_rate:.1f} %"
+    if not found.approximate:
+        return rate
+    prompts = found.exact + found.approximate + found.computed
+    return f"{rate} ({100 * found.approximate / prompts:.1f} % approximate)"
 
 
 def _tokens(found: ReuseFigures) -> str:

@@ -160,8 +160,11 @@ def _legend(report: TrafficReport) -> list[str]:
     names = [(name, POLICIES[name]) for name, _ in _lines(report)]
     for number, (name, label) in enumerate(names):
         x, y = _LEFT + 340 * (number % 2), 402 + 20 * (number // 2)
-        if name == "kvtrie" and not report.shows_moved_runs:
-            label += f", exact part ({NOT_VISIBLE})"  # noqa: PLW2901 - the label that is drawn
+        if name == "kvtrie":
+            what = (
+                "with approximate KV" if report.shows_moved_runs else f"exact part ({NOT_VISIBLE})"
+            )
+            label += f", {what}"  # noqa: PLW2901 - the label that is drawn
         found += [*_drawn(name, [(x + 4, y), (x + 34, y)]), _text(x + 46, y + 4.5, label, "start")]
     rate = f"dotted: pool without limits, {100 * report.unlimited.hit_rate:.1f} %"
     return [*found, _text(_WIDTH - _RIGHT, 380, rate, "end")]
