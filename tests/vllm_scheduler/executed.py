@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_PLACE = "kvtrie/integrations/"
+_PLACES = ("kvtrie/integrations/", "kvtrie/tags/")
 
 
 @contextmanager
 def executed() -> Iterator[list[int]]:
-    """Counts instructions of the interpreter in the connector's functions.
+    """Counts instructions of the interpreter in functions of the connector and of tags.
 
     What C code does, such as a copy of a list, is one of them.
     """
@@ -26,7 +26,7 @@ def executed() -> Iterator[list[int]]:
         return inside
 
     def called(frame: Any, _: str, __: Any) -> Any:
-        if _PLACE not in frame.f_code.co_filename:
+        if not any(place in frame.f_code.co_filename for place in _PLACES):
             return None
         frame.f_trace_opcodes = True
         frame.f_trace_lines = False

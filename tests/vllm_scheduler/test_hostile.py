@@ -15,6 +15,7 @@ import pytest
 from tests.vllm.prompts import words
 from tests.vllm_scheduler.core import Answer
 from tests.vllm_scheduler.executed import executed
+from tests.vllm_scheduler.test_exact import ASSISTANT, END, FORMAT, USER
 from tests.vllm_scheduler.worker import BLOCK, VOCAB
 from vllm import SamplingParams
 from vllm.config import KVEventsConfig
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
     from tests.vllm_scheduler.core import Core
 
-MOVING = {"gate": "unchecked", "policy": {"scope": "namespace", "max_hops": 8}}
+MOVING: dict[str, Any] = {"gate": "unchecked", "policy": {"scope": "namespace", "max_hops": 8}}
 LONG = 4800
 OPTIONS: dict[str, Any] = {
     "connector": MOVING,
@@ -82,6 +83,54 @@ def run_by(vllm: Core, prompt: Sequence[int]) -> int:
     return count[0]
 
 
+def chat(length: int, text: int = 60) -> list[int]:
+    """Messages of users and replies, of so many tokens each."""
+    found: list[int] = []
+    while len(found) < length:
+        body = words(2 * text, len(found))
+        found += [USER, *body[:text], END, ASSISTANT, *body[text:], END]
+    return found[:length]
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param({"mode": "exact"}, id="exact"),
+        pytest.param(MOVING, id="moving"),
+        pytest.param({**MOVING, "shadow": True}, id="shadow"),
+    ],
+)
+def test_no_prompt_costs_as_much_as_ten_chats_of_its_length(
+    core: Callable[..., Core], mode: dict[str, Any]
+) -> None:
+    gaps = mode is MOVING
+    options = {**OPTIONS, "connector": {**mode, "chat_format": FORMAT}}
+    history = [token for token in words(2 * LONG, 1) if token > END][:LONG]
+    rows = {
+        "delimiters": [USER, ASSISTANT] * (LONG // 2),
+        "gaps": pieces(history, 24, 1),
+        "short gaps": pieces(history, 17, 1),
+        "moved segments": pieces(history, BLOCK, 0),
+        "one token": [77] * LONG,
+        "a period": [70 + at % 17 for at in range(LONG)],
+    }
+    took = {}
+    for name, prompt in {"ordinary": chat(LONG), **rows}.items():
+        vllm = core(gaps=gaps, **options)
+        vllm.ask(history, max_tokens=1)
+        if name in ("one token", "a period"):
+            vllm.ask(prompt[5:], max_tokens=1)
+        took[name] = run_by(vllm, prompt[:LONG])
+        if gaps and "gaps" in name:
+            vllm = core(gaps=gaps, **options)
+            vllm.ask(history, max_tokens=1)
+            with vllm.gap_by_gap():
+                took[f"{name}, one by one"] = run_by(vllm, prompt[:LONG])
+    ordinary = took.pop("ordinary")
+    shares = {name: round(count / ordinary, 1) for name, count in took.items()}
+    assert max(shares.values()) < 10, shares
+
+
 @pytest.mark.parametrize("kind", [0, 1], ids=["exact", "moved"])
 @pytest.mark.parametrize("what", ["usable", "shadow"])
 def test_ranges_of_a_plan_take_one_pass(kind: int, what: str) -> None:
@@ -107,7 +156,7 @@ def test_gaps_cost_in_proportion_to_their_number(core: Callable[..., Core], by_g
         vllm = core(gaps=True, **OPTIONS)
         history = words(length, 1)
         vllm.ask(history, max_tokens=1)
-        asked = []
+        asked: list[str] = []
         get = KVCacheManager.get_block_ids
 
         def counting(self: Any, request_id: str, get: Any = get, asked: Any = asked) -> Any:
@@ -221,7 +270,7 @@ def test_blocks_that_others_need_are_looked_up() -> None:
     sources: Any = SimpleNamespace(
         remove=lambda *_: ([], kept), blocks=lambda _: [], block_size=BLOCK
     )
-    dead = DeadReasoning(SimpleNamespace(), sources, BLOCK, Counts())  # type: ignore[arg-type]
+    dead = DeadReasoning(SimpleNamespace(), sources, BLOCK, Counts())
     table = list(range(count))
     seen: list[int] = []
 
@@ -346,7 +395,9 @@ def test_holes_of_an_exact_prompt_cost_in_proportion_to_their_number(
     assert took[1] < 2.3 * took[0]
 
 
-def test_rows_of_a_request_with_a_long_id_have_short_names(core: Callable[..., Core]) -> None:
+def test_rows_of_a_request_with_a_long_id_have_short_names(
+    core: Callable[..., Core], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A client chooses the id, which each row of each step had."""
     vllm = core(gaps=True, **OPTIONS)
     history = words(2000, 1)
@@ -358,7 +409,7 @@ def test_rows_of_a_request_with_a_long_id_have_short_names(core: Callable[..., C
         names.extend(output.num_scheduled_tokens)
         return execute(output, *given, **more)
 
-    vllm.worker.execute_model = watching  # type: ignore[method-assign]
+    monkeypatch.setattr(vllm.worker, "execute_model", watching)
     name = "n" * 5000
     request = Request(
         name,
@@ -370,7 +421,6 @@ def test_rows_of_a_request_with_a_long_id_have_short_names(core: Callable[..., C
     vllm.answers[name] = Answer()
     vllm.core.add_request(request)
     vllm.drain()
-    vllm.worker.execute_model = execute  # type: ignore[method-assign]
     rows = [one for one in names if one != name]
     assert len(rows) > 50
     assert len(set(rows)) == len(rows)

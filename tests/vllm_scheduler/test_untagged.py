@@ -131,7 +131,8 @@ def test_few_tokens_of_a_reply_are_read_one_by_one(
         said: list[int] = say(row, count, drafted)
         if said:
             row.tokens[-1] = DELIMITERS[len(row.tokens) % 2]
-            return row.tokens[-1:]
+            last: list[int] = row.tokens[-1:]
+            return last
         return said
 
     worker._forward = delimits

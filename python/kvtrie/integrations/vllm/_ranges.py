@@ -138,7 +138,8 @@ def _inside_ranges(
     positions = places * block_size + offsets
     bounds = np.array(ranges, np.int64)
     before = np.searchsorted(bounds[:, 0], positions, side="right") - 1
-    return moved[(before >= 0) & (positions < bounds[before, 1])]
+    found: NDArray[np.void] = moved[(before >= 0) & (positions < bounds[before, 1])]
+    return found
 
 
 def without(given: Range, ranges: Sequence[Range]) -> list[Range]:
