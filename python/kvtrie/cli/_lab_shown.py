@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _LONGEST: Final = 160
 _NEWS: Final = 0.01
+_DIGITS: Final = 6
 
 CAUSES: Final = {
     "reasoning": "the template dropped reasoning",
@@ -35,10 +36,10 @@ def show(report: TemplateReport) -> None:
         out.print(Text(f"chat format: {report.format}; reasoning dropped at: {report.drops}"))
     table = Table(box=None, pad_edge=False, title_justify="left")
     for name in ("conversation", "changed"):
-        table.add_column(name)
+        table.add_column(name, overflow="fold")
     for name in ("turns", "prompt", "prefix hit", "computed", "with kvtrie", "re-encoded"):
-        table.add_column(name, justify="right")
-    table.add_column("first difference")
+        table.add_column(name, justify="right", overflow="fold", min_width=_DIGITS)
+    table.add_column("first difference", overflow="fold")
     default = {row.chat: row.measured for row in report.rows if not row.switch}
     shown = [row for row in report.rows if _is_news(row, default[row.chat])]
     for row in shown:
@@ -104,10 +105,10 @@ def _shown(value: object) -> str:
 def _show_turns(out: Console, report: TemplateReport) -> None:
     """Every turn by default."""
     table = Table(title="\nTurn by turn", box=None, pad_edge=False, title_justify="left")
-    table.add_column("conversation")
+    table.add_column("conversation", overflow="fold")
     for name in ("turn", "prompt", "prefix hit", "movable", "computed"):
-        table.add_column(name, justify="right")
-    table.add_column("first difference")
+        table.add_column(name, justify="right", overflow="fold", min_width=_DIGITS)
+    table.add_column("first difference", overflow="fold")
     for row in report.rows:
         turns = row.measured.turns if row.measured and not row.switch else ()
         for at, turn in enumerate(turns, 1):

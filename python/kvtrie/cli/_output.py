@@ -17,12 +17,16 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _UNCUT: Final = 10_000
+_LEAST: Final = 80
 
 
 def console() -> Console:
-    """A console as wide as the terminal; elsewhere, where rich cuts at 80 columns, unlimited."""
-    width = None if sys.stdout.isatty() else _UNCUT
-    return Console(highlight=False, width=width)
+    """A console as wide as the terminal, but at least 80 columns, which it breaks itself.
+
+    Elsewhere, where rich cuts at 80 columns, it is unlimited.
+    """
+    found = Console(highlight=False, width=None if sys.stdout.isatty() else _UNCUT)
+    return found if found.width >= _LEAST else Console(highlight=False, width=_LEAST)
 
 
 def check(*paths: Path | None) -> None:
@@ -44,7 +48,8 @@ def write_whole(path: Path, text: str) -> None:
     partial = path.with_name(f".{path.name}.partial")
     try:
         with _process.held():
-            partial.write_text(text, encoding="utf-8")
+            # Names of files may have bytes that are no text.
+            partial.write_text(text, encoding="utf-8", errors="backslashreplace")
             partial.replace(path)
     except OSError as error:
         with contextlib.suppress(OSError):

@@ -8,6 +8,7 @@ Standard library only: `guard` is called before any other import.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import os
 import signal
@@ -26,18 +27,27 @@ BAD_OUTPUT: Final = 3
 
 _SHOW_CURSOR: Final = "\x1b[?25h\n"  # a bar on a terminal hides it
 
+_ESCAPES: Final = "kvtrie"  # the name of how a stream writes what its encoding has not
+
 _interrupt_note: Callable[[], str] | None = None
 _holds = 0
 _is_pending = False
 
 
 def guard() -> None:
-    """End the process with one sentence on Ctrl-C or unwritable output."""
+    """End the process with one sentence on Ctrl-C or unwritable output.
+
+    What the encoding of a stream does not have is written as an escape.
+    """
     # If SIGINT is ignored (nohup, background jobs), it stays so.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupted)
     if sys.stdout is None:
         _end("standard output is closed", BAD_OUTPUT)
+    codecs.register_error(_ESCAPES, _escaped)
+    for stream in (sys.stdout, sys.stderr):
+        if reconfigure := getattr(stream, "reconfigure", None):
+            reconfigure(errors=_ESCAPES)
     sys.stdout = cast("TextIO", _Checked(sys.stdout, "standard output"))
     if sys.stderr is None:
         # Rich would show progress and messages on stdout.
@@ -92,7 +102,15 @@ def _say(text: str) -> None:
     """Write to stderr, unbuffered; errors are ignored."""
     shown = _SHOW_CURSOR if os.isatty(2) else ""
     with contextlib.suppress(OSError):
-        os.write(2, f"{shown}kvtrie: {text}\n".encode())
+        os.write(2, f"{shown}kvtrie: {text}\n".encode(errors="backslashreplace"))
+
+
+def _escaped(error: UnicodeError) -> tuple[str, int]:
+    r"""Write characters that an encoding has not as ``\uXXXX``, which JSON can hold as well."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    units = error.object[error.start : error.end].encode("utf-16-be", "surrogatepass").hex()
+    return "".join(f"\\u{units[at : at + 4]}" for at in range(0, len(units), 4)), error.end
 
 
 class _Checked:

@@ -27,7 +27,8 @@ def show(report: TrafficReport, *, with_answers: bool) -> None:
     for title, columns, rows in tables(report):
         table = Table(title=title, box=None, pad_edge=False, title_justify="left")
         for name in columns:
-            table.add_column(name, justify="right")
+            is_size = name.startswith("pool")
+            table.add_column(name, justify="right", overflow="fold", no_wrap=is_size)
         for row in rows:
             table.add_row(*map(Text, row))
         out.print(table)
