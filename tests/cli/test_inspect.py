@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from typing import TYPE_CHECKING
@@ -171,6 +172,24 @@ def test_a_page_that_cannot_be_written_leaves_nothing(folder: Path) -> None:
     assert done.exit_code == 3
     assert "cannot write" in done.stderr
     assert set(folder.iterdir()) == before
+
+
+def test_a_page_does_not_take_the_place_of_a_pipe_or_a_link(folder: Path, tmp_path: Path) -> None:
+    """Regression: as root, ``--html /dev/null`` put a file where the device was."""
+    pipe, link = tmp_path / "pipe", tmp_path / "link.html"
+    os.mkfifo(pipe)
+    link.symlink_to(tmp_path / "page.html")
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, 1 << 20)
+    done = run(folder / "a", folder / "b", "--html", pipe)
+    assert done.exit_code == 0, done.output
+    assert pipe.is_fifo()
+    assert os.read(reader, 15) == b"<!doctype html>"
+    os.close(reader)
+    done = run(folder / "a", folder / "b", "--html", link)
+    assert done.exit_code == 0, done.output
+    assert link.is_symlink()
+    assert (tmp_path / "page.html").read_bytes().startswith(b"<!doctype html>")
 
 
 def test_prompts_are_numbers_of_any_spelling(folder: Path) -> None:

@@ -6,15 +6,13 @@ import contextlib
 import errno
 import os
 import sys
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 from rich.console import Console
 
 from kvtrie.cli import _process
 from kvtrie.cli._failure import fail
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 _UNCUT: Final = 10_000
 _LEAST: Final = 80
@@ -44,14 +42,24 @@ def check(*paths: Path | None) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file, or end the command and leave what is there as it is."""
-    partial = path.with_name(f".{path.name}.partial")
+    """Write a file, or end the command and leave what is there as it is.
+
+    A device or a pipe is written to and stays what it is, and so does a link.
+    """
+    # Names of files may have bytes that are no text.
+    data = text.encode(errors="backslashreplace")
+    partial = None
     try:
+        if path.exists() and not path.is_file():
+            path.write_bytes(data)
+            return
+        whole = Path(os.path.realpath(path))
+        partial = whole.with_name(f".{whole.name}.partial")
         with _process.held():
-            # Names of files may have bytes that are no text.
-            partial.write_text(text, encoding="utf-8", errors="backslashreplace")
-            partial.replace(path)
+            partial.write_bytes(data)
+            partial.replace(whole)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
+        if partial is not None:
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
         fail(f"cannot write {path}: {error.strerror or error}", _process.BAD_OUTPUT)

@@ -46,8 +46,10 @@ def guard() -> None:
         _end("standard output is closed", BAD_OUTPUT)
     codecs.register_error(_ESCAPES, _escaped)
     for stream in (sys.stdout, sys.stderr):
+        # A stream whose file was exchanged after it was opened refuses this, and stays as it is.
         if reconfigure := getattr(stream, "reconfigure", None):
-            reconfigure(errors=_ESCAPES)
+            with contextlib.suppress(OSError):
+                reconfigure(errors=_ESCAPES)
     sys.stdout = cast("TextIO", _Checked(sys.stdout, "standard output"))
     if sys.stderr is None:
         # Rich would show progress and messages on stdout.
