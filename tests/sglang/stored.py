@@ -386,6 +386,116 @@ def approximate(job: Job) -> dict[str, Any]:
     return found | client.report()
 
 
+def edited(job: Job) -> dict[str, Any]:  # noqa: PLR0915 - one engine for all
+    """A message leaves a history: the rest of it from the pool, then from the store."""
+    from kvtrie import gates  # noqa: PLC0415
+
+    rng = Random(job.seed)
+    client = Stored(job)
+    # Without a chat format runs are cut every 16 tokens, so they are those of the edited prompt.
+    head, dropped, rest, tail = (words(rng, count) for count in (64, 80, 144, 41))
+    original, prompt = [*head, *dropped, *rest], [*head, *rest, *tail]
+    backend = faulty(client)
+    store, moving = client.cache._store, client.cache._moving
+    found: dict[str, Any] = {}
+    states = {}
+
+    def case(name: str, *, session: str = "talk", salt: str | None = None, **more: Any) -> None:
+        client.tell(original, salt=name, session="talk")
+        client.flush()
+        before = store.counts["store_tokens_moved"]
+        found[name], states[name] = client.tell(prompt, salt=salt or name, session=session, **more)
+        client.flush()
+        found[name]["moved"] = store.counts["store_tokens_moved"] - before
+
+    client.tell(original, salt="pool", session="talk")
+    found["pool"], states["pool"] = client.tell(prompt, salt="pool", session="talk")
+    found["labels"] = client.cache._index.stats().approximate
+    client.flush()
+    case("store")
+    case("exact", reuse="exact")
+    # The store keeps the place that a run was computed at first.
+    found["again"], _ = client.tell(prompt, salt="exact", session="talk")
+    client.flush()
+    for one, other in (("store", "pool"), ("store", "exact")):
+        found[f"{one} {other}"] = apart(states[one], states[other])
+    case("other session", session="another")
+    case("other salt", salt="of others")
+    backend.flips = True
+    case("corrupt")
+    backend.flips = False
+    write = store._pool.scatter
+    for name, call in (("load", "load_plan"), ("seek", "seek")):
+
+        def fails(*_: Any, **__: Any) -> Any:
+            msg = "it fails for the test"
+            raise RuntimeError(msg)
+
+        setattr(store, call, fails)
+        case(name)
+        delattr(store, call)
+    store._pool.scatter = fails
+    case("write")
+    store._pool.scatter = write
+    found["failures"] = dict(client.cache.counts)
+    client.cache.counts.clear()
+    granted = moving.decision
+    for name, most in (("refused", 0), ("cleared", 9)):
+        box = gates.Box(cuts=gates.Range(most=most))
+        kinds = (gates.Judged(name, box, None),)
+        moving.decision = gates.Decision(granted.policy, True, "a test's", kinds)
+        case(name)
+    moving.decision = granted
+    # The next turn after what was loaded: the labels are those of moved KV.
+    client.tell(original, salt="next", session="talk")
+    client.flush()
+    client.tell(prompt, salt="next", session="talk")
+    found["match"], _ = client.tell(prompt, salt="next", session="talk", reuse="exact")
+    client.flush()
+    for steps in range(12):
+        client.tell(original, salt=f"aborted {steps}", session="talk")
+        client.flush()
+        custom = {"kvtrie": {"session": "talk"}}
+        request = client.server.add(f"a{steps}", prompt, 8, None, f"aborted {steps}", custom)
+        for _ in range(steps):
+            client.server.step()
+            time.sleep(0.002)
+        client.server.abort(request.rid)
+        for _ in range(4):
+            client.server.step()
+    client.flush()
+    found["room"] = store._loader._room._left
+    store.stop("the test says so")
+    case("stopped")
+    return found | client.report()
+
+
+def last_message(job: Job) -> dict[str, Any]:
+    """The last message of a prompt is computed, whatever the store has of it."""
+    from kvtrie.tags import Tagger  # noqa: PLC0415
+
+    rng = Random(job.seed)
+    client = Stored(job)
+    user, assistant, opens, closes, end = range(3, 8)
+    tagger = Tagger.from_ids(
+        user=[user], assistant=[assistant], reasoning=([opens], [closes]), end=[end]
+    )
+    client.cache._store._tagger = client.cache._moving._tagger = tagger
+
+    def said(who: int, count: int) -> list[int]:
+        return [who, *(8 + one for one in words(rng, count) if one < VOCAB - 8), end]
+
+    first, dropped = ([*said(user, count), *said(assistant, 40)] for count in (90, 70))
+    third = said(user, 120)
+    found: dict[str, Any] = {"lengths": [len(first), len(third)]}
+    for name, more in (("last", [assistant]), ("not last", [*said(assistant, 40), user, 9])):
+        client.tell([*first, *dropped, *third, assistant], salt=name, session="talk")
+        client.flush()
+        found[name], _ = client.tell([*first, *third, *more], salt=name, session="talk")
+        client.flush()
+    return found | client.report()
+
+
 def weights(job: Job) -> dict[str, Any]:
     """Weights are replaced, with the cache flushed or not."""
     from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput  # noqa: PLC0415
@@ -478,6 +588,7 @@ if __name__ == "__main__":
         for one in (
             *(same, once, faults, calls, slow, preempts, aborts),
             *(weights, reset, overwritten, mixed, reasoning, approximate),
+            *(edited, last_message),
         )
     }
     done = jobs[sys.argv[1]](Job(**json.loads(sys.argv[2])))

@@ -100,7 +100,8 @@ def test_requests_that_are_not_loaded_are_told_at_once(
         monkeypatch.setattr(pooled._places, "take", lambda _: False)
     request: Any = Request(40)
     seq = kvtrie.TokenSequence(list(range(40)), SPACE)
-    assert pooled.promised(request, seq, 0, 0) == 0
+    pooled.seek(request, seq, 0, 0, None)
+    assert pooled.promised(request, seq, 0) == 0
     assert not pooled.waits(request, object(), is_idle=False)
     assert (name, None, 1) in told
     backend.goes.set()

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from unittest.mock import ANY
 
 import pytest
 from tests.sglang.engine import Job, run, scheduled
@@ -104,6 +105,65 @@ def test_the_whole_of_sglang(model: str) -> None:
     assert mine["rounds"] == theirs["rounds"]
     assert mine["overlap"]
     assert mine["cached"] >= theirs["cached"] > 1000
+
+
+MOVES: dict[str, Any] = {"gate": "unchecked", "policy": {"shared_prefix": 100}}
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_moved_runs_are_those_of_the_pool_and_labelled(model: str, page_size: int) -> None:
+    found = stored("edited", Job(model, page_size=page_size, settings=settings(**MOVES)))
+    pool, store = found["pool"], found["store"]
+    assert (store["cached"], store["reply"]) == (pool["cached"], pool["reply"]) == (208, ANY)
+    assert store["moved"] == 144
+    assert max(max(pair) for pair in found["store pool"]) <= 1e-4
+    # The first layer has seen the tokens alone; later ones differ.
+    (first, *_, last) = found["store exact"]
+    assert max(first) <= 1e-4
+    assert last[1] > 1e-3
+    assert found["labels"] > 0
+    # Exact requests do not find what was computed after it.
+    assert found["match"]["cached"] == found["exact"]["cached"] == 64
+    assert (found["exact"]["moved"], found["again"]["cached"]) == (0, 240)
+    names = ("other session", "other salt", "corrupt", "load", "seek", "write", "refused")
+    for name in names:
+        assert found[name]["moved"] == 0, name
+        assert found[name]["reply"] == found["exact"]["reply"], name
+    assert found["other session"]["cached"] == found["refused"]["cached"] == 64
+    assert found["other salt"]["cached"] == 0
+    assert set(found["failures"]) == {"_loaded", "_sought"}
+    assert found["cleared"] == store
+    assert found["stopped"]["cached"] == 0
+    assert found["events"]["placed_approximate"] == found["requests"]["store_tokens_moved"]
+    assert found["events"]["scope"] > 0
+    assert found["room"] == 2 << 30
+    assert found["counts"] == {}
+    balanced(found)
+
+
+@pytest.mark.parametrize("gaps", [False, True])
+def test_fronts_that_a_policy_computes(model: str, gaps: bool) -> None:
+    """They are gaps; where none is computed, no moved run is loaded, and that is counted."""
+    more = MOVES | {"policy": {"shared_prefix": 100, "recompute_first": 8}, "gaps": gaps}
+    found = stored("edited", Job(model, page_size=4, settings=settings(**more)))
+    assert found["store"]["cached"] == found["pool"]["cached"] == (200 if gaps else 64)
+    assert found["store"]["moved"] == (136 if gaps else 0)
+    assert (found["requests"].get("store_repair", 0) > 0) is not gaps
+    if gaps:
+        assert found["store"]["reply"] == found["pool"]["reply"]
+        assert max(max(pair) for pair in found["store pool"]) <= 1e-4
+    balanced(found)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_the_last_message_is_not_loaded_as_moved(model: str, page_size: int) -> None:
+    given = settings(**MOVES)
+    found = stored("last_message", Job(model, page_size=page_size, settings=given))
+    first, third = found["lengths"]
+    assert found["last"]["cached"] <= first
+    assert found["not last"]["cached"] > first + third - 2 * 16
+    assert found["counts"] == {}
+    balanced(found)
 
 
 # --- other processes ------------------------------------------------------------------------

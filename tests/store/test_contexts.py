@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +16,8 @@ from tests.store.kit import SECONDS, SPACE, make_store, rows, run_of
 
 import kvtrie
 from kvtrie import gates
-from kvtrie.integrations.vllm import _filled_plan
-from kvtrie.integrations.vllm._filled_plan import FilledPlan
+from kvtrie.integrations import _filled_plan
+from kvtrie.integrations._filled_plan import FilledPlan
 from kvtrie.store import HostBackend, PrefixMarks, SpanLoader, SpanShape, TakenSpans
 from kvtrie.store.contexts import KeptContext, PathStretch, with_marks
 from kvtrie.store.shape import HEADER_BYTES, SEAL_BYTES
@@ -37,15 +36,6 @@ ROPE = kvtrie.RopeSpec(layers=(kvtrie.rope.Rotary((1.0,)),), head_dim=2)
 SHAPE = SpanShape.of(LAYOUT)
 POLICY = kvtrie.ReusePolicy(min_run=16, shared_prefix=1)
 COMPUTE = 2
-
-
-@dataclass
-class Sources:
-    """What a plan is told of the pool's blocks."""
-
-    index: kvtrie.RadixIndex
-    block_size: int = BLOCK
-    num_blocks: int = BLOCKS
 
 
 class Both:
@@ -115,7 +105,6 @@ class Both:
         plan = index.plan(seq, policy, keep_last=1, pin=False, session=session)
         self.plans.append(plan)
         taken = self.found(plan, messages, policy, session)
-        sources: Any = Sources(index)
         return FilledPlan(
             plan,
             taken.spans,
@@ -123,7 +112,7 @@ class Both:
             is_judged=True,
             sought=policy,
             contexts=taken.contexts,
-            sources=sources,
+            index=index,
         )
 
     def release(self) -> None:
@@ -390,7 +379,7 @@ def test_a_stricter_rung_takes_what_was_exact_before_it_moved(both: Both) -> Non
             is_judged=True,
             sought=POLICY,
             contexts=taken.contexts,
-            sources=None,
+            index=None,
         )
         assert found.stored == [(0, 50), (58, 116)]
 
@@ -553,14 +542,17 @@ def test_few_paths_of_the_pool_are_read(count: int) -> None:
     seen: list[int] = []
 
     class Index:
+        block_size = BLOCK
+        num_blocks = 1000
+
         def path_tokens(self, block: int) -> Any:
             seen.append(block)
             return index.path_tokens(block)
 
-    sources: Any = SimpleNamespace(index=Index(), block_size=BLOCK, num_blocks=1000)
+    asked: Any = Index()
     contexts: Any = SimpleNamespace(marks_of=lambda _: None)
     with index.plan(joined(edited)[0], POLICY.replace(scope="namespace"), pin=False) as plan:
         ends = [run.end for run in plan.moved_runs]
         assert len(ends) >= count
-        _filled_plan._paths_of_pool(plan, sources, contexts, {}, ends)
+        _filled_plan._paths_of_pool(plan, asked, contexts, {}, ends)
     assert len(seen) == min(len(ends), 64)

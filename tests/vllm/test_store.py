@@ -30,10 +30,10 @@ import kvtrie
 from kvtrie import gates
 from kvtrie.integrations import _turns
 from kvtrie.integrations._asked import SettingsError
+from kvtrie.integrations._filled_plan import FilledPlan, fillable
 from kvtrie.integrations._store_settings import StoreSettings
 from kvtrie.integrations._turns import StorePrompt, TurnToWrite
 from kvtrie.integrations.vllm import _gate, _store_worker, _support
-from kvtrie.integrations.vllm._filled_plan import FilledPlan, fillable
 from kvtrie.integrations.vllm._metadata import (
     FoundSpans,
     Load,

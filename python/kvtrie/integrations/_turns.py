@@ -99,6 +99,16 @@ def runs_of(store: SpanStore, seq: TokenSequence, prompt: StorePrompt) -> list[S
     return store.runs(seq, prompt.borders, spans)
 
 
+def sought_runs(
+    store: SpanStore, seq: TokenSequence, prompt: StorePrompt, gaps: Sequence[tuple[int, int]]
+) -> list[SpanRun]:
+    """The first runs of a prompt between the ends of what is looked up."""
+    low, high = gaps[0][0], gaps[-1][1]
+    wanted = [run for run in runs_of(store, seq, prompt) if run.end > low and run.start < high]
+    store.count("too_many", max(0, len(wanted) - MOST_RUNS))
+    return wanted[:MOST_RUNS]
+
+
 def _neighbours(runs: Sequence[SpanRun]) -> Iterator[list[SpanRun]]:
     """Runs that are next to each other, as many as are read at once."""
     some: list[SpanRun] = []

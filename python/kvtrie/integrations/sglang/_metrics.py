@@ -17,6 +17,11 @@ _STORE: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     "store_busy": ("Requests that were not looked up because too many waited.", ()),
     "store_stopped": ("Whether the store is neither read nor written any more.", ()),
     "store_tokens_exact": ("Prompt tokens whose KV came from the store, exact.", ()),
+    "store_tokens_moved": ("Prompt tokens whose KV came from the store, approximate.", ()),
+    "store_repair": (
+        "Requests that loaded no moved run, as a part of each is computed, and gaps are not.",
+        (),
+    ),
     "store": ("Runs, ranges, bytes and tokens of the store, by event.", ("event",)),
 }
 

@@ -5,6 +5,9 @@ plan covers after the exact match is copied into pages of the request's own: app
 they are, moved runs with rotated keys. It ends at the plan's first gap, or, where gaps are computed
 on their own (`kvtrie.integrations.sglang._gaps`), at the last. The gate decides on every plan.
 
+What a store has loaded (`kvtrie.integrations.sglang._stored`) is laid over the plan where it would
+compute, and judged with it.
+
 It costs a plan in each round in which the request waits, and one more when it is admitted.
 """
 
@@ -13,20 +16,29 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 
 from kvtrie._core import Imported, LayoutError, UnsupportedRopeError
+from kvtrie.integrations._filled_plan import (
+    APPROXIMATE,
+    FilledPlan,
+    judges,
+    limits_contexts,
+    missing,
+)
 from kvtrie.integrations._sections import read_sections
+from kvtrie.integrations.sglang._stored import Wanted
 from kvtrie.pool.kv_pool import KVPool
 from kvtrie.pool.layout import KVLayout
 from kvtrie.record import Would
 from kvtrie.rope import RopeSpec
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
     from numpy.typing import NDArray
@@ -34,14 +46,13 @@ if TYPE_CHECKING:
 
     from kvtrie._core import RadixIndex, ReusePlan, ReusePolicy, TokenSequence
     from kvtrie.gates import Decision
+    from kvtrie.integrations._filled_plan import Range
     from kvtrie.integrations.sglang._settings import Wish
+    from kvtrie.integrations.sglang._stored import Arrived
     from kvtrie.tags import Tagger
 
 Gaps = tuple[tuple[int, int], ...]
 """Ranges of tokens that a plan computes, in order."""
-
-APPROXIMATE: Final = 1
-"""A segment's class; 0 is exact, and 2 is computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +67,9 @@ class Ask:
         promised: Tokens after the exact match that the plan covers, in whole pages; those of gaps
             that are computed on their own are among them.
         would: What the plan brings.
+        arrived: What the store has loaded for it, which is laid over each plan.
+        is_judged: Whether a gate judges plans by the context of their moved runs.
+        wanted: What the plan lacks, as the store is asked for it.
     """
 
     seq: TokenSequence
@@ -64,17 +78,36 @@ class Ask:
     moved_end: int | None
     promised: int = 0
     would: Would | None = None
+    arrived: Arrived | None = None
+    is_judged: bool = False
+    wanted: Wanted | None = None
 
-    def plan(self, index: RadixIndex, *, pin: bool) -> ReusePlan:
+    def plan(self, index: RadixIndex, *, pin: bool) -> ReusePlan | FilledPlan:
         """The plan of all its tokens: SGLang keeps the prompt's last one back itself."""
-        return index.plan(
+        policy, arrived = self.decision.policy, self.arrived
+        plan = index.plan(
             self.seq,
-            self.decision.policy,
+            policy,
             keep_last=0,
             pin=pin,
             session=self.session,
             moved_end=self.moved_end,
         )
+        if arrived is None:
+            return plan
+        try:
+            return FilledPlan(
+                plan,
+                arrived.spans,
+                policy,
+                is_judged=self.is_judged,
+                sought=arrived.policy,
+                contexts=arrived.contexts,
+                index=index,
+            )
+        except BaseException:
+            plan.release()
+            raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +129,7 @@ class Built:
     policy: ReusePolicy
 
     @classmethod
-    def of(cls, plan: ReusePlan, gaps: Gaps, end: int, policy: ReusePolicy) -> Built:
+    def of(cls, plan: ReusePlan | FilledPlan, gaps: Gaps, end: int, policy: ReusePolicy) -> Built:
         """What the tokens of a plan before ``end``, some of them approximate, are built from."""
         reused = tuple(
             (int(one["start"]), min(int(one["end"]), end), int(one["hops"]))
@@ -160,7 +193,7 @@ class Moving:
     ) -> None:
         self.decision = decision
         self._tagger = tagger
-        self._pool = pool
+        self.pool = pool
         self._stream = stream
         self._default = default
         self._is_checked = is_checked
@@ -170,7 +203,13 @@ class Moving:
         self._ends: WeakKeyDictionary[Req, tuple[int, int | None]] = WeakKeyDictionary()
 
     def ask(
-        self, index: RadixIndex, seq: TokenSequence, known: int, request: Req, wish: Wish
+        self,
+        index: RadixIndex,
+        seq: TokenSequence,
+        known: int,
+        request: Req,
+        wish: Wish,
+        arrived: Arrived | None = None,
     ) -> Ask | None:
         """How to continue an exact match of a prompt; None if nothing may.
 
@@ -180,7 +219,10 @@ class Moving:
             known: Tokens of the exact match.
             request: The request.
             wish: What it asks for.
+            arrived: What the store has loaded for it.
         """
+        if self.is_shadow:
+            arrived = None
         size = index.block_size
         if self.is_exact(wish) or len(seq) - known < size:
             return None
@@ -192,7 +234,12 @@ class Moving:
         decision, judged = None, self.decision
         while judged is not decision:
             decision = judged
-            found = Ask(seq, decision, wish.session, moved_end)
+            found = Ask(
+                *(seq, decision, wish.session, moved_end),
+                arrived=arrived,
+                is_judged=judges(self.decision),
+                wanted=self._wanted([(known, len(seq))], wish.session, moved_end),
+            )
             if not decision.policy.approximate:
                 computed = num_prompt - known
                 would = Would(exact=known, moved=0, after_gaps=0, computed=computed, cleared=False)
@@ -201,8 +248,35 @@ class Moving:
                 judged = decision.of(plan)
                 end = max(known, self._reach(plan, len(seq), size))
                 would = _would(plan, known, end, num_prompt)
+                lacks = missing(plan, decision.policy, known, len(seq))
         # Exact KV alone is found by the match.
-        return replace(found, promised=end - known if would.moved else 0, would=would)
+        return replace(
+            found,
+            promised=end - known if would.moved else 0,
+            would=would,
+            wanted=self._wanted(lacks, wish.session, moved_end),
+        )
+
+    def drops_fronts(self, ask: Ask) -> bool:
+        """Whether the front of each moved run has to be computed, where no gap is."""
+        policies = (self.decision.policy, ask.decision.policy)
+        return not (self.goes_on or self.is_shadow) and any(map(_computes_fronts, policies))
+
+    def _wanted(
+        self, lacks: Sequence[Range], session: str | None, moved_end: int | None
+    ) -> Wanted | None:
+        """What a plan lacks, as the store is asked for it; None: exact runs alone are wanted."""
+        policy = self.decision.policy
+        if self.is_shadow or (_computes_fronts(policy) and not self.goes_on):
+            return None
+        return Wanted(
+            tuple(lacks if self.goes_on else lacks[:1]),
+            policy,
+            session,
+            moved_end,
+            goes_on=self.goes_on,
+            judges=judges(self.decision) or limits_contexts(policy),
+        )
 
     @property
     def goes_on(self) -> bool:
@@ -213,7 +287,7 @@ class Moving:
         """Whether a request asks for exact reuse, or gets it by default."""
         return (wish.reuse or self._default) == "exact"
 
-    def gaps(self, plan: ReusePlan, ask: Ask, end: int) -> Gaps | None:
+    def gaps(self, plan: ReusePlan | FilledPlan, ask: Ask, end: int) -> Gaps | None:
         """The gaps of a later plan before the end of what was promised; None if it cannot be kept.
 
         Args:
@@ -229,7 +303,7 @@ class Moving:
         # What ends in a gap would be computed twice.
         return None if found and found[-1][1] == end else found
 
-    def _reach(self, plan: ReusePlan, num_tokens: int, size: int) -> int:
+    def _reach(self, plan: ReusePlan | FilledPlan, num_tokens: int, size: int) -> int:
         """The whole pages of a prompt up to the last gap, or the first that is not computed."""
         end, left = num_tokens, self._max_in_gaps
         gaps: list[list[int]] = plan.gaps.tolist()
@@ -249,9 +323,9 @@ class Moving:
         """Queue copies between slots on the stream that writes and reads them."""
         on_stream: AbstractContextManager[Any] = nullcontext()
         if self._stream is not None:
-            on_stream = torch.get_device_module(self._pool.device).stream(self._stream)
+            on_stream = torch.get_device_module(self.pool.device).stream(self._stream)
         with on_stream:
-            self._pool.apply(moves)
+            self.pool.apply(moves)
 
     def _moved_end(self, request: Req) -> int | None:
         """Where the last message of the prompt begins: read once, as a request waits for rounds."""
@@ -267,23 +341,27 @@ class Moving:
         return known[1]
 
 
+def _computes_fronts(policy: ReusePolicy) -> bool:
+    return policy.approximate and bool(policy.recompute_first or policy.recompute_share)
+
+
 def num_tokens(gaps: Gaps) -> int:
     """Tokens in gaps."""
     return sum(end - start for start, end in gaps)
 
 
-def _before(plan: ReusePlan, end: int) -> Gaps:
+def _before(plan: ReusePlan | FilledPlan, end: int) -> Gaps:
     """The gaps of a plan before a position."""
     return tuple((start, min(last, end)) for start, last in plan.gaps.tolist() if start < end)
 
 
-def _first_approximate(plan: ReusePlan) -> float:
+def _first_approximate(plan: ReusePlan | FilledPlan) -> float:
     """The first token with approximate KV; infinity without any."""
     starts = (int(one["start"]) for one in plan.segments if one["class"] == APPROXIMATE)
     return min(starts, default=float("inf"))
 
 
-def _would(plan: ReusePlan, known: int, end: int, num_prompt: int) -> Would:
+def _would(plan: ReusePlan | FilledPlan, known: int, end: int, num_prompt: int) -> Would:
     """What a plan brings besides an exact match, if what it covers up to a position is reused."""
     gaps = _before(plan, end)
     moved = sum(

@@ -5,18 +5,23 @@ a thread copies what later prompts may have out of its pages, and writes it to t
 that the pool does not cover is looked up once, in threads, and waits for that as a request waits
 for the prefetch of SGLang's own HiCache: others are admitted meanwhile, and it holds no page. What
 has arrived, and continues the exact match without a gap at its own positions, is promised to
-SGLang, and written into pages of the request when it is admitted.
+SGLang, and written into pages of the request when it is admitted. With a gate, moved runs are
+loaded too; they are laid over the plan of the pool (`kvtrie.integrations.sglang._moving`).
 
-What it promises: a page that was loaded has the verified bytes of KV that was computed exactly, at
-the same positions after the same tokens, by the same model and in the same namespace. So it is in
-the index as exact, like what the request computes, once a step has read it. Whatever is late,
-missing or corrupt is computed. Nothing here waits for the store on the scheduler's path, but for
-the copy of at most 256 tokens out of pages that are about to be overwritten.
+What it promises: a page that was loaded as exact has the verified bytes of KV that was computed
+exactly, at the same positions after the same tokens, by the same model and in the same namespace.
+So it is in the index as exact, like what the request computes, once a step has read it. Moved runs
+are verified too, their keys are rotated, and they are approximate, with a hop more than in the
+store; what is computed after them is approximate too. Whatever is late, missing or corrupt is
+computed. Nothing here waits for the store on the scheduler's path, but for the copy of at most 256
+tokens out of pages that are about to be overwritten.
 
 What it costs on that path: for a prompt that is looked up, a copy of its tokens and the step in
-which it waits; for one that is loaded, the copies into its pages; for a request that ends, a set
-of its pages and a copy of the tokens in its last page if that is not full. On a GPU the copies into
-its pages wait for the step that is under way.
+which it waits; for one that is loaded, the copies into its pages, and a rotation for each moved run
+of a delta of its own, which has at least ``min_run`` tokens; in each round in which it then waits
+for room, the spans of at most 1,024 runs laid over its plan; for a request that ends, a set of its
+pages and a copy of the tokens in its last page if that is not full. On a GPU the copies into its
+pages wait for the step that is under way.
 """
 
 from __future__ import annotations
@@ -27,12 +32,13 @@ import time
 import weakref
 from collections import Counter, deque
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 import torch
 
 from kvtrie._core import EXACT_ONLY, SHARED, TokenSequence
+from kvtrie.integrations._filled_plan import APPROXIMATE, inside
 from kvtrie.integrations._sections import read_sections
 from kvtrie.integrations._store_settings import HOST
 from kvtrie.integrations._turns import (
@@ -41,7 +47,7 @@ from kvtrie.integrations._turns import (
     TurnToWrite,
     TurnWriter,
     borders_of,
-    runs_of,
+    sought_runs,
 )
 from kvtrie.store import Estimate, SpanLoader, SpanRows
 from kvtrie.store.loading import rows_from
@@ -56,10 +62,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from sglang.srt.managers.schedule_batch import Req
 
-    from kvtrie._core import Namespace
+    from kvtrie._core import Namespace, ReusePolicy
+    from kvtrie.integrations._filled_plan import FilledPlan, Range
     from kvtrie.integrations._store_settings import StoreSettings
     from kvtrie.pool.kv_pool import KVPool
-    from kvtrie.store import SpanLoad, SpanRun, SpanStore, TakenSpans
+    from kvtrie.store import PlacedSpan, PromptContexts, SpanLoad, SpanStore, TakenSpans
     from kvtrie.tags import Stream, Tagger
 
 _LOG: Final = logging.getLogger("sglang.kvtrie")
@@ -75,6 +82,40 @@ _TURN: Final = TurnPolicy()
 _OPEN: Final[weakref.WeakSet[PoolStore]] = weakref.WeakSet()
 
 
+class Wanted(NamedTuple):
+    """What of a prompt is looked up besides exact runs.
+
+    Attributes:
+        gaps: Its tokens that the pool lacks, ascending.
+        policy: What may be used of moved runs.
+        session: The id of its conversation.
+        moved_end: Where its last message begins, which no moved run supplies.
+        goes_on: Whether more than what continues the beginning of the first gap is of use.
+        judges: Whether moved runs are judged by what they were computed after.
+    """
+
+    gaps: tuple[Range, ...]
+    policy: ReusePolicy
+    session: str | None
+    moved_end: int | None
+    goes_on: bool
+    judges: bool
+
+
+class Arrived(NamedTuple):
+    """What was loaded for a prompt, without the rows.
+
+    Attributes:
+        spans: Its tokens, ascending.
+        contexts: What moved spans are judged by.
+        policy: What they were looked up under.
+    """
+
+    spans: tuple[PlacedSpan, ...]
+    contexts: PromptContexts | None
+    policy: ReusePolicy
+
+
 class _Lookup:
     """A request that was looked up."""
 
@@ -85,10 +126,14 @@ class _Lookup:
         self.load: SpanLoad | None = None
         self.taken: TakenSpans | None = None
         """What has arrived, until it is in pages."""
+        self.arrived: Arrived | None = None
+        """The same without the rows; None if there is none, or none of it may move."""
+        self.policy: ReusePolicy = EXACT_ONLY
+        self.repairs = False
         self.waits = True
 
     def cancel(self) -> None:
-        self.taken = None
+        self.taken = self.arrived = None
         if self.load is not None:
             self.load.cancel()
 
@@ -167,26 +212,59 @@ class PoolStore:
         """Whether the store is memory of this process."""
         return self._settings.backend == HOST
 
-    def promised(self, request: Req, seq: TokenSequence, known: int, covered: int) -> int:
-        """Tokens in whole pages, after an exact match, that have arrived; a prompt is looked up.
+    def arrived(self, request: Req) -> Arrived | None:
+        """What has arrived for a request that may use moved runs; None: nothing, or not yet."""
+        while self._lost:
+            self._drop(self._lost.popleft())
+        found = self._sought.get(request)
+        if found is None:
+            return None
+        if found.waits and found.load is not None and found.load.is_done:
+            self._take(found)
+        return found.arrived
+
+    def seek(
+        self, request: Req, seq: TokenSequence, known: int, covered: int, wanted: Wanted | None
+    ) -> None:
+        """Look a request up, once, if enough of it is missing.
 
         Args:
             request: The request.
             seq: The whole pages of its prompt.
             known: Tokens of the exact match.
             covered: Tokens after it that are reused in any case.
+            wanted: What it lacks; None: exact runs alone, from the exact match on.
         """
-        while self._lost:
-            self._drop(self._lost.popleft())
+        if request in self._sought:
+            return
+        missing = len(seq) - known - covered
+        if wanted is None:
+            wanted = Wanted(
+                ((known, len(seq)),), EXACT_ONLY, None, None, goes_on=False, judges=False
+            )
+        else:
+            missing = sum(end - start for start, end in wanted.gaps)
+        if missing >= max(1, self._settings.min_tokens) and self._may_use(request):
+            self._seek(request, seq, wanted)
+
+    def repairs(self, request: Req) -> None:
+        """Count, once, that a request that was looked up can use no moved run of the store."""
         found = self._sought.get(request)
-        if found is None:
-            missing = len(seq) - known - covered
-            if missing >= max(1, self._settings.min_tokens) and self._may_use(request):
-                self._seek(request, seq, known)
-            return 0
-        if found.waits and found.load is not None and found.load.is_done:
-            self._take(found)
-        if found.taken is None:
+        if found is not None and not found.repairs:
+            found.repairs = True
+            self._count("store_repair")
+            self.tell_news()
+
+    def promised(self, request: Req, seq: TokenSequence, known: int) -> int:
+        """Tokens in whole pages that have arrived and continue an exact match as exact.
+
+        Args:
+            request: The request.
+            seq: The whole pages of its prompt.
+            known: Tokens of the exact match.
+        """
+        found = self._sought.get(request)
+        if found is None or found.taken is None:
             return 0
         at = known
         for span in found.taken.spans:
@@ -241,6 +319,50 @@ class PoolStore:
         self._count("store_tokens_exact", count)
         self.store.count("placed_exact", count)
 
+    def load_plan(self, request: Req, plan: FilledPlan, own: torch.Tensor, known: int) -> int:
+        """Write what a plan has from the store into slots of the request, rotated.
+
+        Args:
+            request: The request.
+            plan: The plan, which may reach further than the slots.
+            own: Its slots after the exact match.
+            known: Tokens of the exact match.
+
+        Returns:
+            How many tokens were written.
+
+        Raises:
+            RuntimeError: Not all of it is there.
+        """
+        ranges = inside(plan.stored, (known, known + len(own)))
+        if not ranges:
+            return 0
+        found = self._sought.get(request)
+        taken = None if found is None else found.taken
+        table = own.numpy(force=True)
+        for start, end in ranges:
+            written = 0
+            if taken is not None:
+                with self._on_stream():
+                    written = taken.write(self._pool, table, start, end, first=known)
+            if written != end - start:
+                msg = f"{written} of the tokens [{start}, {end}) are loaded"
+                raise RuntimeError(msg)
+        count = sum(end - start for start, end in ranges)
+        moved = sum(
+            end - start
+            for row in plan.segments.tolist()
+            if row[4] == APPROXIMATE
+            for start, end in inside(ranges, (row[0], row[1]))
+        )
+        for name, label, number in (
+            ("store_tokens_exact", "placed_exact", count - moved),
+            ("store_tokens_moved", "placed_approximate", moved),
+        ):
+            self._count(name, number)
+            self.store.count(label, number)
+        return count
+
     def admitted(self, request: Req) -> None:
         """Nothing more is loaded for a request."""
         found = self._sought.get(request)
@@ -255,7 +377,7 @@ class PoolStore:
     def _may_use(self, request: Req) -> bool:
         return not self._is_stopped and not request.retraction_count and self._may_store(request)
 
-    def _seek(self, request: Req, seq: TokenSequence, known: int) -> None:
+    def _seek(self, request: Req, seq: TokenSequence, wanted: Wanted) -> None:
         if self.is_in_host and not self.store.num_runs:
             return  # nobody else writes there
         # The last run of a prompt is named by all of it, though not all of it is asked for.
@@ -271,23 +393,21 @@ class PoolStore:
             self._count("store_busy")
             self.tell_news()
             return
-        prompt = StorePrompt(ids, tenant, (), (), None)
+        prompt = StorePrompt(ids, tenant, (), (), wanted.session)
         named = self._sequence(prompt)
-
-        def runs() -> list[SpanRun]:
-            cut = self._cut(prompt)
-            some = [one for one in runs_of(self.store, named, cut) if one.end > known]
-            self.store.count("too_many", max(0, len(some) - MOST_RUNS))
-            return some[:MOST_RUNS]
-
         self._sought[request] = found
         self._count("store_requests")
+        found.policy = wanted.policy
         found.load = self._loader.seek(
             named,
-            [(known, len(seq))],
-            runs,
-            EXACT_ONLY,
-            to_first_gap=True,
+            wanted.gaps,
+            lambda: sought_runs(self.store, named, self._cut(prompt), wanted.gaps),
+            wanted.policy,
+            session=wanted.session,
+            moved_end=wanted.moved_end,
+            to_first_gap=not wanted.goes_on,
+            contexts=wanted.judges,
+            shared_prefix=wanted.policy.shared_prefix * self._page_size,
             done=self._has_arrived,
         )
         weakref.finalize(request, self._lost.append, found).atexit = False
@@ -316,6 +436,8 @@ class PoolStore:
             found.cancel()
             return
         found.taken = taken
+        if found.policy.approximate:
+            found.arrived = Arrived(taken.spans, taken.contexts, found.policy)
         self._count("store_found")
 
     def _leave(self, found: _Lookup) -> None:

@@ -88,7 +88,7 @@ def make(context: TreeCacheBuildContext) -> KvtrieCache:
     moving, why = _moving_of(context, tagger)
     recording = _recording_of(context, tagger)
     snapshots = _snapshots_of(context, num_pages)
-    stored = _stored_of(context, tagger)
+    stored = _stored_of(context, tagger, moving)
     cache = KvtrieCache(
         params,
         num_pages,
@@ -164,7 +164,9 @@ def _stream_of(context: TreeCacheBuildContext, pool: KVPool) -> Any:  # noqa: AN
     return context.tp_worker.model_runner.forward_stream
 
 
-def _stored_of(context: TreeCacheBuildContext, tagger: Tagger | None) -> PoolStore | None:
+def _stored_of(
+    context: TreeCacheBuildContext, tagger: Tagger | None, moving: Moving | None
+) -> PoolStore | None:
     """The store next to the pool; None: there is none.
 
     Raises:
@@ -199,6 +201,8 @@ def _stored_of(context: TreeCacheBuildContext, tagger: Tagger | None) -> PoolSto
     except (ImportError, LayoutError) as error:
         refuse(f"{where}: {error}")
     _LOG.info("kvtrie: store %s: %d runs of this model", given.backend, store.num_runs)
+    if moving is not None:
+        pool = moving.pool  # whose keys can be rotated
     return PoolStore(
         store,
         given,

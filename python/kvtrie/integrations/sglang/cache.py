@@ -50,6 +50,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from kvtrie._core import COMPUTED, RadixIndex, ReusePolicy, TokenSequence
 from kvtrie.integrations._asked import SettingsError
+from kvtrie.integrations._filled_plan import FilledPlan
 from kvtrie.integrations._served import LEAST_RUN
 from kvtrie.integrations.sglang._events import PageEvents
 from kvtrie.integrations.sglang._metrics import Metrics
@@ -73,7 +74,7 @@ if TYPE_CHECKING:
     from kvtrie.integrations._snapshots import SnapshotSource
     from kvtrie.integrations.sglang._moving import Ask, Moving
     from kvtrie.integrations.sglang._recording import RequestLog
-    from kvtrie.integrations.sglang._stored import PoolStore
+    from kvtrie.integrations.sglang._stored import Arrived, PoolStore
     from kvtrie.record import Would
     from kvtrie.tags import Stream, Tagger
 
@@ -271,15 +272,17 @@ class KvtrieCache(BasePrefixCache):
         found = self._index.lookup(seq)
         known, ask, stored = found.num_tokens, None, 0
         if params.req is not None:
+            arrived = None if self._store is None else self._arrived(self._store, params.req)
             if self._moving is not None:
-                ask = self._asked(self._moving, seq, known, params.req)
+                ask = self._asked(self._moving, seq, known, params.req, arrived)
+            asked = ask
             if self._reasons is not None:
                 self._look(self._reasons, params.req, seq.namespace, known, ask)
             if ask is not None and (not ask.promised or self._is_shadow):
                 ask = None
             if self._store is not None:
                 covered = 0 if ask is None else ask.promised
-                stored = self._sought(self._store, params.req, seq, known, covered)
+                stored = self._sought(self._store, params.req, seq, known, covered, asked)
                 # What is exact goes first where it reaches as far.
                 if stored and stored >= covered:
                     ask = None
@@ -304,11 +307,9 @@ class KvtrieCache(BasePrefixCache):
         if handle.stored:
             stored = self._from_store(handle, count, req)
             return (0, handle) if stored is None else (count, stored)
-        loaded = self._loaded(handle, count)
+        loaded = self._loaded(handle, count, req)
         if loaded is None or loaded.built is None:
             return 0, handle
-        # SGLang's reports have no name for it; it was in the device's pool, not on the host.
-        req.host_hit_length = 0
         # What SGLang subtracts from the prefix to get what was cached.
         req.already_computed = num_tokens(loaded.built.gaps)
         return count, loaded
@@ -575,9 +576,11 @@ class KvtrieCache(BasePrefixCache):
         return self._wishes[req]
 
     @_guarded(_none)
-    def _asked(self, moving: Moving, seq: TokenSequence, known: int, req: Req) -> Ask | None:
+    def _asked(
+        self, moving: Moving, seq: TokenSequence, known: int, req: Req, arrived: Arrived | None
+    ) -> Ask | None:
         """How a match of a request is continued; None if nothing was planned."""
-        ask = moving.ask(self._index, seq, known, req, self._wish(req))
+        ask = moving.ask(self._index, seq, known, req, self._wish(req), arrived)
         if moving.is_shadow:
             # The last match before it is admitted counts.
             self._would[req] = None if ask is None else ask.would
@@ -593,14 +596,32 @@ class KvtrieCache(BasePrefixCache):
         reasons.look(req, space, known, ask, is_exact=is_exact)
 
     @_guarded(_none)
-    def _loaded(self, handle: Handle, count: int) -> Handle | None:
+    def _loaded(self, handle: Handle, count: int, req: Req) -> Handle | None:
         """The match with its copies, in slots of its own; None if they cannot be made."""
-        ask, size = handle.ask, self.page_size
+        ask = handle.ask
         if ask is None or self._moving is None:
             return None
+        try:
+            return self._copied(self._moving, self._store, handle, ask, count, req)
+        finally:
+            if self._store is not None:
+                self._admitted(self._store, req)
+
+    def _copied(
+        self,
+        moving: Moving,
+        stored: PoolStore | None,
+        handle: Handle,
+        ask: Ask,
+        count: int,
+        req: Req,
+    ) -> Handle | None:
+        if ask.arrived is not None and (stored is None or stored.arrived(req) is not ask.arrived):
+            return None  # it was given up in the meantime
+        size = self.page_size
         known = len(handle.blocks) * size
         with ask.plan(self._index, pin=True) as plan:
-            gaps = self._moving.gaps(plan, ask, known + count)
+            gaps = moving.gaps(plan, ask, known + count)
             if len(plan.blocks) * size < known or gaps is None:
                 return None
             evict_from_tree_cache(self, count)
@@ -609,7 +630,10 @@ class KvtrieCache(BasePrefixCache):
             if own is None:
                 return None
             try:
-                self._moving.copy(self._copies(plan, known, own))
+                moving.copy(self._copies(plan, known, own))
+                num_stored = 0
+                if stored is not None and isinstance(plan, FilledPlan):
+                    num_stored = stored.load_plan(req, plan, own, known)
                 loaded = Handle(handle.seq, None, self._epoch)
                 loaded.blocks = handle.blocks
                 loaded.own = own
@@ -617,18 +641,35 @@ class KvtrieCache(BasePrefixCache):
             except BaseException:
                 allocator.free_segment(own, start_pos=known)
                 raise
+        # SGLang reports the rest as found in the device's pool.
+        req.host_hit_length = num_stored
+        req.host_hit_is_storage = bool(num_stored) and stored is not None and not stored.is_in_host
         # Whoever writes the sources next does so on the same stream, after the copies.
         self._take_freed()
         return loaded
 
     # --- the store -----------------------------------------------------------------------------
 
+    @_guarded(_none)
+    def _arrived(self, stored: PoolStore, req: Req) -> Arrived | None:
+        """What has arrived from the store for a request that may use moved runs."""
+        return stored.arrived(req)
+
     @_guarded(lambda _: 0)
     def _sought(
-        self, stored: PoolStore, req: Req, seq: TokenSequence, known: int, covered: int
+        self,
+        stored: PoolStore,
+        req: Req,
+        seq: TokenSequence,
+        known: int,
+        covered: int,
+        ask: Ask | None,
     ) -> int:
-        """Tokens after an exact match that have arrived from the store."""
-        return stored.promised(req, seq, known, covered)
+        """Tokens after an exact match that have arrived from the store, which is asked once."""
+        stored.seek(req, seq, known, covered, None if ask is None else ask.wanted)
+        if ask is not None and self._moving is not None and self._moving.drops_fronts(ask):
+            stored.repairs(req)
+        return stored.promised(req, seq, known)
 
     @_guarded(lambda _: False)
     def waits(self, req: Req, adder: object, *, is_idle: bool) -> bool:
@@ -743,7 +784,9 @@ class KvtrieCache(BasePrefixCache):
         if self._store is not None:
             self._store.close()
 
-    def _copies(self, plan: ReusePlan, known: int, own: torch.Tensor) -> NDArray[np.void]:
+    def _copies(
+        self, plan: ReusePlan | FilledPlan, known: int, own: torch.Tensor
+    ) -> NDArray[np.void]:
         """The copies of a plan from a page on into slots, in SGLang's numbers."""
         size = self.page_size
         dest = own[::size].numpy(force=True)

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from kvtrie.integrations._filled_plan import APPROXIMATE
 from kvtrie.integrations.vllm import _ranges
-from kvtrie.integrations.vllm._ranges import APPROXIMATE
 from kvtrie.integrations.vllm._sources import used_by
 from kvtrie.integrations.vllm._vllm import get_block_hash
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvtrie._core import ReusePlan, ReusePolicy
-    from kvtrie.integrations.vllm._filled_plan import FilledPlan
+    from kvtrie.integrations._filled_plan import FilledPlan
     from kvtrie.integrations.vllm._requests import LiveRequest, Range
     from kvtrie.integrations.vllm._sources import Sources
 

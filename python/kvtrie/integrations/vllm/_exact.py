@@ -18,8 +18,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvtrie._core import EXACT_ONLY, TokenSequence
+from kvtrie.integrations._filled_plan import FilledPlan
 from kvtrie.integrations.vllm import _ranges, _template
-from kvtrie.integrations.vllm._filled_plan import FilledPlan
 from kvtrie.integrations.vllm._formats import form_of
 from kvtrie.integrations.vllm._groups import OtherGroups
 from kvtrie.integrations.vllm._half import Half

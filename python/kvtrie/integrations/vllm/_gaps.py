@@ -10,6 +10,7 @@ from bisect import bisect_left
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
+from kvtrie.integrations._filled_plan import inside
 from kvtrie.integrations.vllm import _ranges
 from kvtrie.integrations.vllm._vllm import CacheHitSource, RequestStatus
 
@@ -167,7 +168,7 @@ class Gaps:
         self, request: Request, live: LiveRequest, pending: Pending, given: Range, *, most: int
     ) -> int:
         """Compute the rows of a range, and copy the rest; return how many tokens are copied."""
-        pending.rows = _ranges.inside(pending.rows, given)
+        pending.rows = inside(pending.rows, given)
         ranges = _ranges.without(given, pending.rows)
         copied = 0
         if ranges:

@@ -36,11 +36,6 @@ def decision_of(settings: Settings, vllm_config: VllmConfig) -> gates.Decision:
     return decision
 
 
-def judges(decision: gates.Decision) -> bool:
-    """Whether plans are judged by the context of their moved runs."""
-    return isinstance(decision, gates.Ladder) or decision.kinds is not None
-
-
 def read(settings: Settings) -> gates.Gate | None:
     return _served.read(settings.gate, _WHERE)
 

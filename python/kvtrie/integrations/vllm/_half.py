@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from kvtrie._core import SHARED, Namespace
-from kvtrie.integrations.vllm import _gate
+from kvtrie.integrations._filled_plan import judges
 from kvtrie.integrations.vllm._carried import Carrier
 from kvtrie.integrations.vllm._dead import DeadReasoning
 from kvtrie.integrations.vllm._failures import Failures, first_of
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from kvtrie._core import ReusePlan
     from kvtrie.gates import Decision
-    from kvtrie.integrations.vllm._filled_plan import FilledPlan
+    from kvtrie.integrations._filled_plan import FilledPlan
     from kvtrie.integrations.vllm._metadata import Load, StoreReport, StoreStep
     from kvtrie.integrations.vllm._settings import Settings
     from kvtrie.integrations.vllm._stats import Counts
@@ -119,7 +119,7 @@ class Half:
         stored = settings.stored()
         self.stored: StoreRequests | None = None
         if stored is not None:
-            self.stored = StoreRequests(stored, block_size, counts, judges=_gate.judges(decision))
+            self.stored = StoreRequests(stored, block_size, counts, judges=judges(decision))
         options = settings.recorded()
         self._recording: Recording | None = None
         if options is not None:

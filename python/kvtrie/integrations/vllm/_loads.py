@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvtrie.integrations._filled_plan import APPROXIMATE, FilledPlan
 from kvtrie.integrations.vllm import _ranges
-from kvtrie.integrations.vllm._filled_plan import FilledPlan
 from kvtrie.integrations.vllm._metadata import Load
-from kvtrie.integrations.vllm._ranges import APPROXIMATE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -7,16 +7,15 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvtrie._core import EXACT_ONLY, TokenSequence
+from kvtrie.integrations._filled_plan import APPROXIMATE, FilledPlan, judges
 from kvtrie.integrations.vllm import _gate, _lineage, _ranges, _shadow, _template
 from kvtrie.integrations.vllm._carried import NOTHING
 from kvtrie.integrations.vllm._events import MOVED, Events
-from kvtrie.integrations.vllm._filled_plan import FilledPlan
 from kvtrie.integrations.vllm._formats import form_of
 from kvtrie.integrations.vllm._gaps import Gaps
 from kvtrie.integrations.vllm._groups import OtherGroups
 from kvtrie.integrations.vllm._half import Half
 from kvtrie.integrations.vllm._metadata import StepMetadata
-from kvtrie.integrations.vllm._ranges import APPROXIMATE
 from kvtrie.integrations.vllm._requests import LiveRequest, Pending, Range, adapter_of
 from kvtrie.integrations.vllm._settings import request_policy, session_of
 from kvtrie.integrations.vllm._sources import used_by
@@ -190,11 +189,11 @@ class Planner(Half):
             plan,
             live.stored.spans,
             policy,
-            is_judged=_gate.judges(self._decision),
+            is_judged=judges(self._decision),
             sought=live.policy,
             contexts=live.stored.contexts,
             ticket=live.ticket,
-            sources=self.sources,
+            index=self.sources.index,
         )
 
     def _look_in_shadow(self, request: Request, live: LiveRequest, num_local: int) -> None:

@@ -10,18 +10,16 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from kvtrie.integrations._filled_plan import APPROXIMATE, COMPUTE
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
     from kvtrie._core import ReusePlan
-    from kvtrie.integrations.vllm._filled_plan import FilledPlan
+    from kvtrie.integrations._filled_plan import FilledPlan
     from kvtrie.integrations.vllm._requests import Range
-
-APPROXIMATE: Final = 1
-COMPUTE: Final = 2
-"""Classes of segments in `kvtrie.ReusePlan.segments`."""
 
 LEAST_COPIED: Final = 8
 """Fewer tokens are computed: a copy has a fixed cost, and many prompts share their first tokens."""
@@ -153,10 +151,3 @@ def without(given: Range, ranges: Sequence[Range]) -> list[Range]:
     if position < end:
         left.append((position, end))
     return left
-
-
-def inside(ranges: Sequence[Range], given: Range) -> list[Range]:
-    """The parts of ranges inside another."""
-    first, last = given
-    cut = ((max(start, first), min(end, last)) for start, end in ranges)
-    return [one for one in cut if one[0] < one[1]]

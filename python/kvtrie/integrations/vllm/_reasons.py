@@ -17,7 +17,7 @@ import numpy as np
 
 from kvtrie._core import EXACT_ONLY
 from kvtrie.gates import widening
-from kvtrie.integrations.vllm._ranges import COMPUTE
+from kvtrie.integrations._filled_plan import COMPUTE
 from kvtrie.integrations.vllm._requests import Why
 from kvtrie.integrations.vllm._tags import RECOMPUTED
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvtrie._core import Explanation, ReusePlan, ReusePolicy
     from kvtrie.gates import Decision
     from kvtrie.gates.widening import Step
-    from kvtrie.integrations.vllm._filled_plan import FilledPlan
+    from kvtrie.integrations._filled_plan import FilledPlan
     from kvtrie.integrations.vllm._requests import LiveRequest, Paint, Range
     from kvtrie.integrations.vllm._sources import Sources
     from kvtrie.integrations.vllm._stats import Counts

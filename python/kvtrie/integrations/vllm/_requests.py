@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvtrie._core import ComputedSource, ReusePlan, ReusePolicy, Span, TokenSequence
+    from kvtrie.integrations._filled_plan import FilledPlan
     from kvtrie.integrations.vllm._events import Contents
-    from kvtrie.integrations.vllm._filled_plan import FilledPlan
     from kvtrie.integrations.vllm._metadata import FoundSpans
     from kvtrie.integrations.vllm._tags import Reading
     from kvtrie.record import Would

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvtrie.integrations._filled_plan import APPROXIMATE
 from kvtrie.integrations.vllm import _ranges
-from kvtrie.integrations.vllm._ranges import APPROXIMATE
 from kvtrie.record import Would
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvtrie._core import ReusePlan
-    from kvtrie.integrations.vllm._filled_plan import FilledPlan
+    from kvtrie.integrations._filled_plan import FilledPlan
     from kvtrie.integrations.vllm._stats import Counts
 
 

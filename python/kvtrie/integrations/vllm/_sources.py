@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         Span,
         TokenSequence,
     )
-    from kvtrie.integrations.vllm._filled_plan import FilledPlan
+    from kvtrie.integrations._filled_plan import FilledPlan
     from kvtrie.integrations.vllm._requests import Stretch
 
 # Each round forgets all stale blocks that it met; another round finds more only after these.

@@ -19,7 +19,7 @@ import numpy as np
 from kvtrie._core import SHARED, Namespace, TokenSequence
 from kvtrie.integrations import _store_identity
 from kvtrie.integrations._asked import SettingsError
-from kvtrie.integrations._turns import MOST_RUNS, TurnWriter, runs_of
+from kvtrie.integrations._turns import TurnWriter, sought_runs
 from kvtrie.integrations.vllm import _gate
 from kvtrie.integrations.vllm._metadata import FoundSpans, StoreReport
 from kvtrie.integrations.vllm._settings import WHERE
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from kvtrie.integrations.vllm._settings import Settings
     from kvtrie.integrations.vllm._stats import Counts
     from kvtrie.pool.kv_pool import KVPool
-    from kvtrie.store import SpanLoad, SpanRun, TakenSpans
+    from kvtrie.store import SpanLoad, TakenSpans
 
 _LOG: Final = logging.getLogger("vllm.kvtrie")
 # Loads that wait for a thread, and seconds that a step without tokens waits for one to end.
@@ -204,17 +204,10 @@ class StoreWorker:
     def _seek(self, seek: Seek) -> SpanLoad:
         seq = self._sequence(seek.prompt)
 
-        def runs() -> list[SpanRun]:
-            found = self._runs(seq, seek.prompt)
-            low, high = seek.gaps[0][0], seek.gaps[-1][1]
-            wanted = [run for run in found if run.end > low and run.start < high]
-            self.store.count("too_many", max(0, len(wanted) - MOST_RUNS))
-            return wanted[:MOST_RUNS]
-
         return self._loader.seek(
             seq,
             seek.gaps,
-            runs,
+            lambda: sought_runs(self.store, seq, seek.prompt, seek.gaps),
             seek.policy,
             session=seek.prompt.session,
             moved_end=seek.moved_end,
@@ -229,9 +222,6 @@ class StoreWorker:
 
     def _sequence(self, prompt: StorePrompt) -> TokenSequence:
         return TokenSequence(prompt.tokens, self._space.replace(salt=prompt.salt or SHARED))
-
-    def _runs(self, seq: TokenSequence, prompt: StorePrompt) -> list[SpanRun]:
-        return runs_of(self.store, seq, prompt)
 
     def _tell(self) -> None:
         """Count what the store has counted since."""

@@ -15,9 +15,9 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from kvtrie.integrations._filled_plan import limits_contexts, missing
 from kvtrie.integrations._store_settings import HOST
 from kvtrie.integrations._turns import MOST_RUNS, StorePrompt, TurnToWrite, borders_of
-from kvtrie.integrations.vllm._filled_plan import fillable, limits_contexts
 from kvtrie.integrations.vllm._metadata import (
     Seek,
     StoreReport,
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-    from kvtrie._core import ReusePlan, ReusePolicy
+    from kvtrie._core import ReusePlan
+    from kvtrie.integrations._filled_plan import FilledPlan
     from kvtrie.integrations._store_settings import StoreSettings
-    from kvtrie.integrations.vllm._filled_plan import FilledPlan
     from kvtrie.integrations.vllm._metadata import Load
     from kvtrie.integrations.vllm._requests import LiveRequest, Range
     from kvtrie.integrations.vllm._stats import Counts
@@ -144,7 +144,8 @@ class StoreRequests:
             return False
         if adapter_of(request) is not None:
             return False
-        gaps = _gaps(plan, live.granted or live.policy, num_local, request.num_prompt_tokens - 1)
+        policy = live.granted or live.policy
+        gaps = missing(plan, policy, num_local, request.num_prompt_tokens - 1)
         if not resumes:
             gaps = gaps[:1]
         if sum(end - start for start, end in gaps) < max(1, self._settings.min_tokens):
@@ -401,12 +402,3 @@ class MostHops:
         while self._begun and self._begun[0][1] <= start:
             heapq.heappop(self._begun)
         return -self._begun[0][0] if self._begun else 0
-
-
-def _gaps(
-    plan: ReusePlan | FilledPlan, policy: ReusePolicy, num_local: int, end: int
-) -> list[Range]:
-    """What is missing of a prompt, after vLLM's own hit."""
-    missing = fillable(plan, policy)
-    found = ((max(low, num_local), min(high, end)) for low, high in missing)
-    return [one for one in found if one[0] < one[1]]

@@ -11,12 +11,12 @@ import math
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
 
+from kvtrie.gates import Ladder
 from kvtrie.integrations._served import LEAST_RUN
-from kvtrie.integrations.vllm._ranges import APPROXIMATE, COMPUTE
 from kvtrie.store.contexts import KeptContext, PathStretch
 
 if TYPE_CHECKING:
@@ -24,11 +24,17 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from kvtrie._core import MovedRun, ReusePlan, ReusePolicy
-    from kvtrie.integrations.vllm._requests import Range
-    from kvtrie.integrations.vllm._sources import Sources
+    from kvtrie._core import MovedRun, RadixIndex, ReusePlan, ReusePolicy
+    from kvtrie.gates import Decision
     from kvtrie.store import PlacedSpan, PromptContexts
     from kvtrie.store.contexts import JudgedRun, PrefixMarks
+
+APPROXIMATE: Final = 1
+COMPUTE: Final = 2
+"""Classes of segments in `kvtrie.ReusePlan.segments`."""
+
+Range = tuple[int, int]
+"""Tokens, from the first to one past the last."""
 
 # Paths of the pool that are compared with what the store supplies; runs of others are the worst.
 _MOST_PATHS: Final = 16
@@ -71,7 +77,7 @@ class FilledPlan:
         sought: The policy that the spans were looked up under, if it is another one. What was
             built under it may be too lax for ``policy``.
         contexts: What the spans were computed after. Without it none moves that has to be judged.
-        sources: The pool's blocks, whose paths the spans' are compared with.
+        index: That of the pool, with whose paths the spans' are compared.
         ticket: What the worker's half has loaded the spans under.
     """
 
@@ -84,7 +90,7 @@ class FilledPlan:
         is_judged: bool,
         sought: ReusePolicy | None = None,
         contexts: PromptContexts | None = None,
-        sources: Sources | None = None,
+        index: RadixIndex | None = None,
         ticket: int = 0,
     ) -> None:
         self.pool = plan
@@ -100,14 +106,14 @@ class FilledPlan:
             runs, rest = _runs(used, policy, contexts)
             judged: _JudgedPlan | None = None
             if is_judged or limits_contexts(policy):
-                judged = _judged(plan, runs, rest, policy, contexts, sources)
+                judged = _judged(plan, runs, rest, policy, contexts, index)
                 runs = judged.runs
             moved = _cut(runs, policy)
             count = sum(one.end - one.start for one in (*rest, *moved) if not one.span.is_exact)
             if plan.num_approximate + count > policy.max_approximate_share * num_tokens:
                 rest, moved = [one for one in rest if one.span.is_exact], []
                 if judged is not None:
-                    judged = _judged(plan, [], rest, policy, contexts, sources)
+                    judged = _judged(plan, [], rest, policy, contexts, index)
             if judged is not None:
                 self._moved_runs = judged.entries
                 if not judged.is_allowed:
@@ -165,6 +171,12 @@ class FilledPlan:
         """Release the plan of the pool."""
         self.pool.release()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
     def _count(self, kind: int) -> int:
         some = self._segments[self._segments["class"] == kind]
         return int((some["end"] - some["start"]).sum())
@@ -196,6 +208,24 @@ def fillable(plan: ReusePlan | FilledPlan, policy: ReusePolicy) -> list[Range]:
         if at < high:
             left.append((at, high))
     return left
+
+
+def missing(plan: ReusePlan | FilledPlan, policy: ReusePolicy, start: int, end: int) -> list[Range]:
+    """What of a range a plan computes because its KV is missing, ascending."""
+    found = ((max(low, start), min(high, end)) for low, high in fillable(plan, policy))
+    return [one for one in found if one[0] < one[1]]
+
+
+def inside(ranges: Sequence[Range], given: Range) -> list[Range]:
+    """The parts of ranges inside another."""
+    first, last = given
+    cut = ((max(start, first), min(end, last)) for start, end in ranges)
+    return [one for one in cut if one[0] < one[1]]
+
+
+def judges(decision: Decision) -> bool:
+    """Whether a gate judges plans by the context of their moved runs."""
+    return isinstance(decision, Ladder) or decision.kinds is not None
 
 
 def limits_contexts(policy: ReusePolicy) -> bool:
@@ -307,14 +337,14 @@ def _judged(
     rest: Sequence[_Used],
     policy: ReusePolicy,
     contexts: PromptContexts | None,
-    sources: Sources | None,
+    index: RadixIndex | None,
 ) -> _JudgedPlan:
     """Judge the moved runs of a plan by what they were computed after (rule P17)."""
     if contexts is None:
         # What is exact is at most context of the pool's runs, and nothing moves.
         return _JudgedPlan([], plan.moved_runs)
     paths: dict[Any, PrefixMarks] = {_OWN: contexts.own, **contexts.turns}
-    before, of_pool = _of_pool(plan, sources, contexts, paths)
+    before, of_pool = _of_pool(plan, index, contexts, paths)
     own = _stretches(rest)
     # Stretches, runs of the pool and runs of the store, from left to right.
     order: list[tuple[int, PathStretch | tuple[PathStretch, MovedRun] | list[_Used]]]
@@ -356,12 +386,12 @@ def _judged(
 
 def _of_pool(
     plan: ReusePlan,
-    sources: Sources | None,
+    index: RadixIndex | None,
     contexts: PromptContexts,
     paths: dict[Any, PrefixMarks],
 ) -> tuple[list[PathStretch], list[tuple[PathStretch, MovedRun]]]:
     """What the pool supplies, and its moved runs, each with its path."""
-    in_place = 0 if sources is None else len(plan.blocks) * sources.block_size
+    in_place = 0 if index is None else len(plan.blocks) * index.block_size
     runs = plan.moved_runs
     others = [
         (max(row[0], in_place), row[1], row[2] + max(0, in_place - row[0]))
@@ -371,7 +401,7 @@ def _of_pool(
     starts = [run.start for run in runs]
     others = [one for one in others if not _is_inside(one[0], starts, runs)]
     ends = [*(run.end for run in runs), *(end for _, end, _ in others)]
-    path_of = _paths_of_pool(plan, sources, contexts, paths, ends)
+    path_of = _paths_of_pool(plan, index, contexts, paths, ends)
     rest = [PathStretch(0, in_place, 0, _OWN)] if in_place else []
     rest += [PathStretch(start, end, old, path_of.get(end)) for start, end, old in others]
     of_pool = [
@@ -388,7 +418,7 @@ def _is_inside(at: int, starts: Sequence[int], runs: Sequence[MovedRun]) -> bool
 
 def _paths_of_pool(
     plan: ReusePlan,
-    sources: Sources | None,
+    index: RadixIndex | None,
     contexts: PromptContexts,
     paths: dict[Any, PrefixMarks],
     ends: Sequence[int],
@@ -397,13 +427,13 @@ def _paths_of_pool(
 
     What is not named has a path that is not known.
     """
-    if sources is None or not ends:
+    if index is None or not ends:
         return {}
     found: dict[int, object] = {}
     known: list[tuple[int, NDArray[np.uint32]]] = []
     tokens_of = {}
-    for end, block in islice(_sources_of(plan, sources, ends).items(), _MOST_READ):
-        tokens = sources.index.path_tokens(block)
+    for end, block in islice(_sources_of(plan, index, ends).items(), _MOST_READ):
+        tokens = index.path_tokens(block)
         if tokens is not None:
             tokens_of[end] = block, tokens
     # The longest first: most of the others are the beginnings of one.
@@ -418,14 +448,14 @@ def _paths_of_pool(
     return found
 
 
-def _sources_of(plan: ReusePlan, sources: Sources, ends: Sequence[int]) -> dict[int, int]:
+def _sources_of(plan: ReusePlan, index: RadixIndex, ends: Sequence[int]) -> dict[int, int]:
     """The blocks that the last tokens before some positions are copied from."""
-    size = sources.block_size
+    size = index.block_size
     own = plan.blocks
     taken = {*own.tolist(), *plan.source_blocks.tolist()}
     num_new = -(-max(ends) // size) - len(own)
     # The plan tells its copies for a table. No block of this one is written.
-    free = list(islice((one for one in range(sources.num_blocks) if one not in taken), num_new))
+    free = list(islice((one for one in range(index.num_blocks) if one not in taken), num_new))
     if len(free) < num_new:
         return {}
     table = np.concatenate([own, np.array(free, own.dtype)])
