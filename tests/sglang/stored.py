@@ -470,6 +470,22 @@ def edited(job: Job) -> dict[str, Any]:  # noqa: PLR0915 - one engine for all
     return found | client.report()
 
 
+def half(job: Job) -> dict[str, Any]:
+    """A history, or, where another process has stored it, what is left of it after an edit."""
+    rng = Random(job.seed)
+    client = Stored(job)
+    head, dropped, rest, tail = (words(rng, count) for count in (64, 80, 144, 41))
+    found: dict[str, Any] = {}
+    if client.cache._store.store.num_runs:
+        for session in ("talk", "another"):
+            found[session], _ = client.tell([*head, *rest, *tail], session=session, salt="one")
+            client.flush()
+    else:
+        client.tell([*head, *dropped, *rest], session="talk", salt="one")
+    client.cache._store.close()
+    return found | client.report()
+
+
 def last_message(job: Job) -> dict[str, Any]:
     """The last message of a prompt is computed, whatever the store has of it."""
     from kvtrie.tags import Tagger  # noqa: PLC0415
@@ -588,7 +604,7 @@ if __name__ == "__main__":
         for one in (
             *(same, once, faults, calls, slow, preempts, aborts),
             *(weights, reset, overwritten, mixed, reasoning, approximate),
-            *(edited, last_message),
+            *(edited, half, last_message),
         )
     }
     done = jobs[sys.argv[1]](Job(**json.loads(sys.argv[2])))

@@ -192,6 +192,20 @@ def test_another_process_finds_it_in_a_folder(model: str, tmp_path: Path) -> Non
         stored("once", replace(job, model=other))
 
 
+def test_another_process_moves_it_for_its_conversation_alone(model: str, tmp_path: Path) -> None:
+    key, folder = tmp_path / "key", tmp_path / "runs"
+    key.write_bytes(b"a secret of the test's own")
+    folder.mkdir()
+    given = settings({**HOST, "backend": str(folder), "key_file": str(key)}, **MOVES)
+    job = Job(model, page_size=4, settings=given)
+    assert "talk" not in stored("half", job)
+    found = stored("half", job)
+    assert (found["talk"]["cached"], found["another"]["cached"]) == (208, 64)
+    assert found["requests"]["store_tokens_moved"] == 144
+    assert found["counts"] == {}
+    balanced(found)
+
+
 @pytest.mark.parametrize(
     ("store", "why"),
     [

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from kvtrie.gates import Decision
     from kvtrie.integrations._filled_plan import Range
     from kvtrie.integrations.sglang._settings import Wish
-    from kvtrie.integrations.sglang._stored import Arrived
+    from kvtrie.integrations.sglang._stored import FoundRuns
     from kvtrie.tags import Tagger
 
 Gaps = tuple[tuple[int, int], ...]
@@ -78,7 +78,7 @@ class Ask:
     moved_end: int | None
     promised: int = 0
     would: Would | None = None
-    arrived: Arrived | None = None
+    arrived: FoundRuns | None = None
     is_judged: bool = False
     wanted: Wanted | None = None
 
@@ -209,7 +209,7 @@ class Moving:
         known: int,
         request: Req,
         wish: Wish,
-        arrived: Arrived | None = None,
+        arrived: FoundRuns | None = None,
     ) -> Ask | None:
         """How to continue an exact match of a prompt; None if nothing may.
 

@@ -102,7 +102,7 @@ class Wanted(NamedTuple):
     judges: bool
 
 
-class Arrived(NamedTuple):
+class FoundRuns(NamedTuple):
     """What was loaded for a prompt, without the rows.
 
     Attributes:
@@ -126,7 +126,7 @@ class _Lookup:
         self.load: SpanLoad | None = None
         self.taken: TakenSpans | None = None
         """What has arrived, until it is in pages."""
-        self.arrived: Arrived | None = None
+        self.arrived: FoundRuns | None = None
         """The same without the rows; None if there is none, or none of it may move."""
         self.policy: ReusePolicy = EXACT_ONLY
         self.repairs = False
@@ -212,7 +212,7 @@ class PoolStore:
         """Whether the store is memory of this process."""
         return self._settings.backend == HOST
 
-    def arrived(self, request: Req) -> Arrived | None:
+    def arrived(self, request: Req) -> FoundRuns | None:
         """What has arrived for a request that may use moved runs; None: nothing, or not yet."""
         while self._lost:
             self._drop(self._lost.popleft())
@@ -437,7 +437,7 @@ class PoolStore:
             return
         found.taken = taken
         if found.policy.approximate:
-            found.arrived = Arrived(taken.spans, taken.contexts, found.policy)
+            found.arrived = FoundRuns(taken.spans, taken.contexts, found.policy)
         self._count("store_found")
 
     def _leave(self, found: _Lookup) -> None:

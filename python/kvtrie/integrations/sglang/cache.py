@@ -74,7 +74,7 @@ if TYPE_CHECKING:
     from kvtrie.integrations._snapshots import SnapshotSource
     from kvtrie.integrations.sglang._moving import Ask, Moving
     from kvtrie.integrations.sglang._recording import RequestLog
-    from kvtrie.integrations.sglang._stored import Arrived, PoolStore
+    from kvtrie.integrations.sglang._stored import FoundRuns, PoolStore
     from kvtrie.record import Would
     from kvtrie.tags import Stream, Tagger
 
@@ -577,7 +577,7 @@ class KvtrieCache(BasePrefixCache):
 
     @_guarded(_none)
     def _asked(
-        self, moving: Moving, seq: TokenSequence, known: int, req: Req, arrived: Arrived | None
+        self, moving: Moving, seq: TokenSequence, known: int, req: Req, arrived: FoundRuns | None
     ) -> Ask | None:
         """How a match of a request is continued; None if nothing was planned."""
         ask = moving.ask(self._index, seq, known, req, self._wish(req), arrived)
@@ -651,7 +651,7 @@ class KvtrieCache(BasePrefixCache):
     # --- the store -----------------------------------------------------------------------------
 
     @_guarded(_none)
-    def _arrived(self, stored: PoolStore, req: Req) -> Arrived | None:
+    def _arrived(self, stored: PoolStore, req: Req) -> FoundRuns | None:
         """What has arrived from the store for a request that may use moved runs."""
         return stored.arrived(req)
 
