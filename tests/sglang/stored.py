@@ -488,6 +488,7 @@ def half(job: Job) -> dict[str, Any]:
 
 def last_message(job: Job) -> dict[str, Any]:
     """The last message of a prompt is computed, whatever the store has of it."""
+    from kvtrie.integrations.sglang._reasoning import Reasoning  # noqa: PLC0415
     from kvtrie.tags import Tagger  # noqa: PLC0415
 
     rng = Random(job.seed)
@@ -497,6 +498,7 @@ def last_message(job: Job) -> dict[str, Any]:
         user=[user], assistant=[assistant], reasoning=([opens], [closes]), end=[end]
     )
     client.cache._store._tagger = client.cache._moving._tagger = tagger
+    client.cache._reasoning = Reasoning(tagger)
 
     def said(who: int, count: int) -> list[int]:
         return [who, *(8 + one for one in words(rng, count) if one < VOCAB - 8), end]
