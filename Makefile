@@ -122,6 +122,11 @@ fidelity-adaptive: setup ## the probe with a share by need next to one for all, 
 	@$(PY) -m tools.real_models smollm2
 	@$(REAL).adaptive $(REAL_FLAGS)
 
+.PHONY: fidelity-gemma3
+fidelity-gemma3: setup ## what reuse costs Gemma 3 270M by kind of edit, windows carried and rebuilt, into its part of docs/fidelity.md (two hours on a free core; resumes; REAL_FLAGS)
+	@$(PY) -m tools.real_models gemma3
+	@$(REAL).gemma3 $(REAL_FLAGS)
+
 # Python tests run in so many processes, of one torch thread each. One that has no more tests takes some of another's.
 TEST_PROCESSES ?= 2
 

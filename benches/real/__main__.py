@@ -73,13 +73,12 @@ class Suite:
 
         from kvtrie.engines._products import is_slow, speed_up  # noqa: PLC0415 - torch
         from kvtrie.models.fingerprint import checkpoint_digest  # noqa: PLC0415 - for order
-        from real.cases import Renderer  # noqa: PLC0415 - for order
+        from real.cases import HERE, Renderer, form_of  # noqa: PLC0415 - for order
         from real.reader import Reader  # noqa: PLC0415 - torch
 
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         logging.disable_progress_bar()
         logging.set_verbosity_error()
-        self.passages = recorded.load(texts.fetch())
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         model: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=getattr(torch, dtype), local_files_only=True
@@ -87,8 +86,11 @@ class Suite:
         self._where = device or "cpu"
         model = model.to(self._where).eval()
         speed_up(model)
-        self.reader: Reader = Reader(model)
-        self.renderer = Renderer(tokenizer)
+        form = form_of(model.config, tokenizer)
+        self.passages = recorded.load(texts.fetch(), HERE / form.records)
+        ends = tokenizer.convert_tokens_to_ids(list(form.ends))
+        self.reader: Reader = Reader(model, ends)
+        self.renderer = Renderer(tokenizer, form)
         self.model = f"{folder.name}@{checkpoint_digest(folder)}"
         self.dtype = dtype
         self._about = {"model": self.model, "dtype": dtype}

@@ -27,8 +27,6 @@ from real.rows import Row, Rows
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
-    from numpy.typing import NDArray
-
     from real.summary import Figures
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -54,7 +52,6 @@ GOALS: Final = ((0.32, 0.016), (0.20, 0.025))
 
 PAIRS: Final = (("adaptive26", "probe28"), ("adaptive20", "probe20"), ("adaptive14", "probe15"))
 """Policies that are compared on the same conversations, after hard edits."""
-DRAWS: Final = 2000
 
 
 def work(sizes: Collection[str]) -> Iterator[tuple[str, str, int]]:
@@ -99,14 +96,8 @@ def drawn(rows: Sequence[Row], size: str) -> Figures:
     }
     if not kl:
         return {}
-    count = len(next(iter(kl.values())))
-    again = np.random.default_rng(0).integers(0, count, (DRAWS, count))
-
-    def interval(values: NDArray[np.float64]) -> list[float]:
-        return [float(one) for one in np.quantile(values[again].mean(axis=1), (0.025, 0.975))]
-
-    found = {name: interval(kl[name]) for pair in PAIRS for name in pair}
-    return found | {f"{one} - {two}": interval(kl[one] - kl[two]) for one, two in PAIRS}
+    found = {name: summary.drawn_again(kl[name]) for pair in PAIRS for name in pair}
+    return found | {f"{one} - {two}": summary.drawn_again(kl[one] - kl[two]) for one, two in PAIRS}
 
 
 def render(found: Figures) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -12,8 +13,41 @@ if TYPE_CHECKING:
 
     from real.conversations import Case, Message
 
-MARK: Final = "<|im_start|>"
+HERE: Final = Path(__file__).resolve().parent
 OPENS: Final = "The facts are as follows.\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a model's conversations are written.
+
+    Attributes:
+        opens: What begins a turn.
+        ends: Tokens that end a reply next to the config's.
+        template: A chat template of benches/real; empty: the model's own.
+        records: Its replies to the texts, in benches/real.
+    """
+
+    opens: str
+    ends: tuple[str, ...]
+    template: str
+    records: str
+
+
+SMOLLM2: Final = Form("<|im_start|>", (), "", "recorded.jsonl")
+GEMMA3: Final = Form(
+    "<start_of_turn>", ("<end_of_turn>",), "gemma3_chat_template.jinja", "recorded_gemma3.jsonl"
+)
+FORMS: Final = {"gemma3_text": GEMMA3}
+"""By a config's type; others have SmolLM2's."""
+
+
+def form_of(config: Any, tokenizer: Any) -> Form:  # noqa: ANN401 - transformers has no types for them
+    """A model's form; its template is set in the tokenizer."""
+    form = FORMS.get(config.model_type, SMOLLM2)
+    if form.template:
+        tokenizer.chat_template = (HERE / form.template).read_text(encoding="utf-8")
+    return form
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +88,15 @@ class Tokens:
 class Renderer:
     """A tokenizer with its chat template."""
 
-    def __init__(self, tokenizer: Any) -> None:  # noqa: ANN401 - transformers has no types for them
+    def __init__(self, tokenizer: Any, form: Form = SMOLLM2) -> None:  # noqa: ANN401 - as above
         self._tokenizer = tokenizer
+        self._opens = form.opens
 
     def tokens(self, case: Case) -> Tokens:
         prompt = self._text(case.prompt, opens=True)
         # The last message with its mark, and the template's tail.
         content = prompt.rindex(str(case.prompt[-1]["content"]))
-        last = max(prompt.rfind(MARK, 0, content), 0)
+        last = max(prompt.rfind(self._opens, 0, content), 0)
         encoded = self._tokenizer(prompt, add_special_tokens=False, return_offsets_mapping=True)
         starts = [start for start, _ in encoded["offset_mapping"]]
         quotes, facts = self._quotes(case.facts)

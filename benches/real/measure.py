@@ -117,6 +117,7 @@ class Bench:
         """What the policy costs, and how far the replies are from full recomputation's."""
         case, reader = self._case, self._reader
         began = time.process_time()
+        choice = None
         if policy.reuse == "moved":
             view = self.view()
             began = time.process_time()
@@ -126,14 +127,17 @@ class Bench:
         else:
             plan = self._plan(policy.reuse)
             chosen, extra, k, v = plan.is_computed, 0.0, plan.k, plan.v
-        logits = replies(reader, case, self.reference.reply, k, v, chosen)
+        rebuilt = None if choice is None else choice.rebuilt
+        windows = None if rebuilt is None else (rebuilt, plan.is_moved)
+        logits = replies(reader, case, self.reference.reply, k, v, chosen, windows)
+        num_rebuilt = 0 if rebuilt is None else int(rebuilt.sum())
         seconds = time.process_time() - began
         return {
             "tokens": len(case.prompt),
             "exact": int((plan.source == 0).sum()),
             "moved": int(plan.is_moved.sum()),
             "runs": len(plan.runs),
-            "computed": int(chosen.sum()),
+            "computed": int(chosen.sum()) + num_rebuilt,
             "extra": round(extra, 2),
             "seconds": round(seconds, 3),
             "seconds_full": round(self.reference.seconds, 3),
@@ -198,19 +202,29 @@ def replies(
     k: torch.Tensor,
     v: torch.Tensor,
     chosen: torch.Tensor,
+    windows: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Compute the chosen tokens and both replies; the rows that predict the replies' tokens."""
+    """Compute the chosen tokens and both replies; the rows that predict the replies' tokens.
+
+    ``windows``: of the prompt's tokens which are computed for layers with a window alone, and of
+    which no such layer has given KV. Without, all given KV is that of all layers.
+    """
     at = torch.arange(len(case.prompt))
     ids = torch.tensor(case.prompt)
     end = len(case.prompt)
+    rebuilt, hidden = windows or (torch.zeros_like(chosen), torch.zeros_like(chosen))
+    run = chosen | rebuilt
     parts = [torch.tensor(part[:-1], dtype=torch.long) for part in (reply, case.quotes)]
-    positions = [at[chosen], *(torch.arange(end, end + len(part)) for part in parts)]
+    positions = [at[run], *(torch.arange(end, end + len(part)) for part in parts)]
     branches = [torch.full_like(one, number) for number, one in enumerate(positions)]
+    own = torch.cat([(rebuilt & ~chosen)[run], *(torch.zeros_like(one).bool() for one in parts)])
     _, logits = reader.mixed(
-        torch.cat([ids[chosen], *parts]),
+        torch.cat([ids[run], *parts]),
         torch.cat(positions),
         (k[:, ~chosen], v[:, ~chosen], at[~chosen]),
         branches=torch.cat(branches),
+        rebuilt=None if windows is None else own,
+        hidden=None if windows is None else hidden[~chosen],
         num_logits=1 + sum(len(part) for part in parts),
     )
     cut = 1 + len(parts[0])

@@ -141,6 +141,38 @@ def upper(view: View, _share: float) -> Choice:
     return layers(view, slice(view.reader.num_layers // 2, None))
 
 
+def one_base(view: View, _share: float) -> Choice:
+    """Moved K rotated in all layers by the base of full attention."""
+    moved, k = view.plan.is_moved, view.plan.k.clone()
+    by = torch.zeros(len(moved), dtype=torch.long)
+    for start, end, old in view.plan.runs:
+        by[start:end] = start - old
+    as_cached = view.reader.rotated(k[:, moved], -by[moved])
+    rows = view.reader.rotated(as_cached, by[moved], base_of=view.reader.probed)
+    k[:, moved] = rows.to(k.dtype)
+    return Choice(torch.zeros_like(moved), 0.0, (k, view.plan.v))
+
+
+def rebuilt(view: View, _share: float) -> Choice:
+    """Windows are not carried: those that are needed are computed again, and no more.
+
+    As `ReusePlan.rebuild`: of the W - 1 tokens before each gap and before the prompt's end, those
+    that are neither computed nor in place.
+
+    Raises:
+        ValueError: No layer of the model has a window.
+    """
+    if view.reader.window is None:
+        msg = "no layer has a window: none is rebuilt"
+        raise ValueError(msg)
+    computed, num = view.plan.is_computed, len(view.plan.source)
+    before = torch.cat([torch.zeros(1, dtype=torch.bool), computed[:-1]])
+    near = torch.zeros_like(computed)
+    for at in [*(computed & ~before).nonzero()[:, 0].tolist(), num]:
+        near[max(0, at + 1 - view.reader.window) : at] = True
+    return Choice(torch.zeros_like(computed), rebuilt=near & view.plan.is_moved)
+
+
 def _probing(view: View) -> float:
     """What attending from one layer's kept inputs costs, in tokens."""
     return ours.PROBE_COST * view.num_moved / view.reader.num_layers
@@ -209,5 +241,14 @@ POLICIES: Final = {
 
 ONE_HOP: Final = Policy("rotated, one hop", max_hops=1)
 """`ReusePolicy`'s default: of edits in a row, what was moved once is computed the next time."""
+
+WINDOWS: Final = {
+    one.name: one
+    for one in (
+        Policy("rebuilt", rebuilt),
+        Policy("one base", one_base, source="control"),
+    )
+}
+"""Of models whose layers differ in their window and in their base; see `real.gemma3`."""
 
 CONTROLS: Final = ("unrotated", "foreign")

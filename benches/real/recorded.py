@@ -2,8 +2,9 @@
 
     python -m real.recorded target/models/smollm2-135m-instruct
 
-It writes `benches/real/recorded.jsonl`, one line for each passage, which is kept: rounding differs
-between machines, and a conversation must not. It takes five minutes on one core.
+It writes `benches/real/recorded.jsonl`, of Gemma 3 `recorded_gemma3.jsonl` next to it, one line for
+each passage, which is kept: rounding differs between machines, and a conversation must not. It
+takes five minutes on one core.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from real import texts
+from real.cases import HERE, form_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-PATH: Final = Path(__file__).resolve().parent / "recorded.jsonl"
+PATH: Final = HERE / "recorded.jsonl"
 QUESTION: Final = "What does this text say?"
 OPEN: Final = "<think>\nThe user"
 MOST_TOKENS: Final = 28
@@ -52,16 +54,23 @@ def name(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def write(model: Any, tokenizer: Any, passages: Sequence[str], path: Path = PATH) -> None:  # noqa: ANN401 - transformers has no types for them
+def write(
+    model: Any,  # noqa: ANN401 - transformers has no types for them
+    tokenizer: Any,  # noqa: ANN401 - likewise
+    passages: Sequence[str],
+    path: Path = PATH,
+    ends: Sequence[int] = (),
+) -> None:
+    """Record what the model says; ``ends`` are tokens that end a reply next to the config's."""
     rows: list[dict[str, str]] = []
     for start in range(0, len(passages), BATCH // 2):
         some = passages[start : start + BATCH // 2]
         prompts = [_prompt(tokenizer, text) for text in some]
-        said = _greedy(model, tokenizer, prompts + [one + OPEN for one in prompts])
+        said = _greedy(model, tokenizer, prompts + [one + OPEN for one in prompts], ends)
         for at, text in enumerate(some):
-            whole = OPEN.removeprefix("<think>\n") + said[len(some) + at]
-            reasoning = whole.partition("</think>")[0]
-            rows.append({"passage": name(text), "reply": said[at], "reasoning": reasoning})
+            whole = OPEN + said[len(some) + at]
+            reasoning = _line(whole.removeprefix("<think>\n").partition("</think>")[0])
+            rows.append({"passage": name(text), "reply": _line(said[at]), "reasoning": reasoning})
         print(f"recorded: {len(rows)} of {len(passages)}", flush=True)
     lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     path.write_text("".join(lines), encoding="utf-8")
@@ -72,26 +81,44 @@ def _prompt(tokenizer: Any, text: str) -> str:  # noqa: ANN401 - likewise
     return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
 
 
-def _greedy(model: Any, tokenizer: Any, prompts: list[str]) -> list[str]:  # noqa: ANN401 - likewise
+def _greedy(
+    model: Any,  # noqa: ANN401 - likewise
+    tokenizer: Any,  # noqa: ANN401 - likewise
+    prompts: list[str],
+    ends: Sequence[int],
+) -> list[str]:
     import torch  # noqa: PLC0415 - reading records needs no torch
 
-    inputs = tokenizer(prompts, padding=True, padding_side="left", return_tensors="pt")
+    inputs = tokenizer(
+        prompts, padding=True, padding_side="left", return_tensors="pt", add_special_tokens=False
+    )
+    found = model.generation_config.eos_token_id
+    known = found if isinstance(found, list) else [found]
     with torch.inference_mode():
-        out = model.generate(**inputs, do_sample=False, max_new_tokens=MOST_TOKENS)
+        out = model.generate(
+            **inputs, do_sample=False, max_new_tokens=MOST_TOKENS, eos_token_id=[*known, *ends]
+        )
     new = out[:, inputs["input_ids"].shape[1] :]
-    return [
-        " ".join(text.split()) for text in tokenizer.batch_decode(new, skip_special_tokens=True)
-    ]
+    return list(tokenizer.batch_decode(new, skip_special_tokens=True))
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())
 
 
 def main() -> int:
     import torch  # noqa: PLC0415 - slow
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415 - slow
 
+    from kvtrie.engines._products import speed_up  # noqa: PLC0415 - torch
+
     folder = Path(sys.argv[1])
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    write(model, tokenizer, texts.passages(texts.fetch()))
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    form = form_of(model.config, tokenizer)
+    speed_up(model)
+    ends = tokenizer.convert_tokens_to_ids(list(form.ends))
+    write(model, tokenizer, texts.passages(texts.fetch()), HERE / form.records, ends)
     return 0
 
 

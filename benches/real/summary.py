@@ -10,12 +10,16 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+
 from kvtrie.gates import paired_interval
 from real import conversations, first_token, policies
 from real.rows import Row, Rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 FIGURES: Final = ROOT / "benches" / "real" / "figures.json"
@@ -83,19 +87,26 @@ def is_sure(fact: Row) -> bool:
     return bool(fact["right"][0]) and fact["nll"][0] < SURE
 
 
-def collected(rows: Sequence[Row]) -> Figures:
+def drawn_again(values: Sequence[float] | NDArray[np.float64], draws: int = 2000) -> list[float]:
+    """The 95 % interval of a mean over conversations, by conversations drawn again."""
+    own = np.array(values)
+    again = np.random.default_rng(0).integers(0, len(own), (draws, len(own)))
+    return [float(one) for one in np.quantile(own[again].mean(axis=1), (0.025, 0.975))]
+
+
+def collected(rows: Sequence[Row], names: Sequence[str] = tuple(policies.POLICIES)) -> Figures:
     """The figures of a set by size, kind and policy, over cases that have all policies."""
     found: Figures = {}
     for size in conversations.SIZES:
         some = [row for row in rows if row["size"] == size and row["kind"] in conversations.KINDS]
         kinds: Figures = {}
         for kind in conversations.KINDS:
-            complete = whole([row for row in some if row["kind"] == kind])
+            complete = whole([row for row in some if row["kind"] == kind], names)
             if complete:
                 kinds[kind] = {name: figures(one) for name, one in complete.items()}
         groups = {}
         for group, members in (("hard", conversations.HARD), ("easy", conversations.EASY)):
-            complete = whole([row for row in some if row["kind"] in members])
+            complete = whole([row for row in some if row["kind"] in members], names)
             if complete:
                 groups[group] = {name: figures(one) for name, one in complete.items()}
         if kinds:
@@ -103,21 +114,19 @@ def collected(rows: Sequence[Row]) -> Figures:
     return found
 
 
-def whole(rows: Sequence[Row]) -> dict[str, list[Row]]:
+def whole(
+    rows: Sequence[Row], known: Sequence[str] = tuple(policies.POLICIES)
+) -> dict[str, list[Row]]:
     """Rows by policy, so that every policy has the same cases.
 
-    Of the policies that were measured in at least half of the cases, and the cases that have all of
-    these.
+    Of the known policies that were measured in at least half of the cases, and the cases that have
+    all of these.
     """
     by_case: dict[tuple[Any, ...], dict[str, Row]] = {}
     for row in rows:
         by_case.setdefault((row["kind"], row["seed"]), {})[row["policy"]] = row
     cases = list(by_case.values())
-    names = [
-        name
-        for name in policies.POLICIES
-        if 2 * sum(name in one for one in cases) >= max(len(cases), 1)
-    ]
+    names = [name for name in known if 2 * sum(name in one for one in cases) >= max(len(cases), 1)]
     complete = [one for one in cases if all(name in one for name in names)]
     return {name: [one[name] for one in complete] for name in names} if complete else {}
 

@@ -72,11 +72,14 @@ class Choice:
         chosen: bool, per token of the prompt.
         extra: What it cost to find them, in tokens.
         kv: What is used instead of the plan's K and V, if anything is.
+        rebuilt: bool, per token of the prompt: windows are not carried with what moves, and these
+            tokens are computed for layers with a window. None: windows are carried.
     """
 
     chosen: torch.Tensor
     extra: float = 0.0
     kv: tuple[torch.Tensor, torch.Tensor] | None = None
+    rebuilt: torch.Tensor | None = None
 
 
 def top(scores: torch.Tensor, allowed: torch.Tensor, count: int) -> torch.Tensor:

@@ -585,7 +585,7 @@ def test_suite_s_rows_of_a_device_are_of_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(texts, "fetch", list)
-    monkeypatch.setattr(recorded, "load", lambda _: PASSAGES)
+    monkeypatch.setattr(recorded, "load", lambda *_: PASSAGES)
     folder = tmp_path / "model"
     tiny_model().save_pretrained(folder)
     byte_tokenizer(TEMPLATE).save_pretrained(folder)
