@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -364,8 +365,8 @@ def test_what_was_sought_is_written_in_parts_and_is_what_place_writes(
     for start, end in ((0, 30), (30, 55), (55, 92)):
         first = start // BLOCK * BLOCK
         used = table[start // BLOCK : -(-end // BLOCK)]
-        assert taken.write(parts.pool, used, start, end, first=first) == end - start
-    assert taken.write(parts.pool, table, 80, 120) == 12
+        assert taken.write(parts.pool, used, [(start, end)], first=first) == end - start
+    assert taken.write(parts.pool, table, [(80, 120)]) == 12
     for ours, theirs in zip(
         parts.pool.gather(table, 0, 92), whole.pool.gather(table, 0, 92), strict=True
     ):
@@ -648,21 +649,28 @@ def spans_of(*groups: tuple[int, int, int, int, int]) -> list[PlacedSpan]:
     ]
 
 
-# The last one is a single run, longer than what is rotated at once.
+# Long ones are longer than what is rotated at once.
 @pytest.mark.parametrize(
-    ("groups", "scatters"),
+    ("groups", "scatters", "rotations"),
     [
-        ([(0, 3000, 3, 0, 0)], 2),
-        ([(0, 30, 3, 0, 0), (33, 60, 3, 0, 0)], 2),
-        ([(0, 30, 3, 0, 0), (30, 60, 3, 5, 1), (60, 90, 3, 5, 2), (90, 96, 3, -7, 2)], 1 + 3 * 2),
-        ([(5, 3000, 3000, 4, 1)], 2 * 2),
-        ([(5, 3000, 2000, 4, 1)], 2 * 2),
+        ([(0, 3000, 3, 0, 0)], 2, 0),
+        ([(0, 30, 3, 0, 0), (33, 60, 3, 0, 0)], 2, 0),
+        (
+            [(0, 30, 3, 0, 0), (30, 60, 3, 5, 1), (60, 90, 3, 5, 2), (90, 96, 3, -7, 2)],
+            1 + 2 + 3,
+            2,
+        ),
+        ([(5, 3000, 3000, 4, 1)], 2 * 2, 2),
+        ([(5, 3000, 2000, 4, 1)], 2 * 2, 2),
+        ([(8 * at, 8 * at + 7, 7, 200 - at, 1 + at % 2) for at in range(200)], 2 + 200, 2),
+        ([(8 * at, 8 * at + 8, 8, 1 + at, 1) for at in range(300)], 2 + 300, 2),
     ],
-    ids=["short", "a hole", "moved", "a long one", "long ones"],
+    ids=["short", "a hole", "moved", "a long one", "long ones", "two hops", "many"],
 )
-def test_short_spans_that_continue_each_other_are_written_at_once(
+def test_short_spans_are_written_together(
     groups: list[tuple[int, int, int, int, int]],
     scatters: int,
+    rotations: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     layout = kvtrie.KVLayout(
@@ -678,18 +686,24 @@ def test_short_spans_that_continue_each_other_are_written_at_once(
         _Arrived(one, rows_of(source, table, one.start, one.end)) for one in spans_of(*groups)
     ]
     for one in arrived:
-        TakenSpans((one,)).write(alone, table, 0, 3000)
-    count, scatter = 0, KVPool.scatter
+        TakenSpans((one,)).write(alone, table, [(0, 3000)])
+    counts: Counter[str] = Counter()
+    scatter, apply = KVPool.scatter, KVPool.apply
 
-    def counted(*args: Any) -> None:
-        nonlocal count
-        count += 1
+    def scattered(*args: Any) -> None:
+        counts["scatter"] += 1
         scatter(*args)
 
-    monkeypatch.setattr(KVPool, "scatter", counted)
+    def applied(*args: Any, **rest: Any) -> Any:
+        counts["apply"] += 1
+        return apply(*args, **rest)
+
+    monkeypatch.setattr(KVPool, "scatter", scattered)
+    monkeypatch.setattr(KVPool, "apply", applied)
     num_tokens = sum(one.span.end - one.span.start for one in arrived)
-    assert TakenSpans(tuple(arrived)).write(whole, table, 0, 3000) == num_tokens
-    assert count == scatters
+    ranges = [(one.span.start, one.span.end) for one in arrived]
+    assert TakenSpans(tuple(arrived)).write(whole, table, ranges) == num_tokens
+    assert (counts["scatter"], counts["apply"]) == (scatters, rotations)
     for mine, other in zip((*whole.k, *whole.v), (*alone.k, *alone.v), strict=True):
         assert mine is not None
         assert other is not None

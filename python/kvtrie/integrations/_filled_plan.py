@@ -20,7 +20,7 @@ from kvtrie.integrations._served import LEAST_RUN
 from kvtrie.store.contexts import KeptContext, PathStretch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -221,6 +221,22 @@ def inside(ranges: Sequence[Range], given: Range) -> list[Range]:
     first, last = given
     cut = ((max(start, first), min(end, last)) for start, end in ranges)
     return [one for one in cut if one[0] < one[1]]
+
+
+def common(ones: Sequence[Range], others: Sequence[Range]) -> Iterator[tuple[int, int, int]]:
+    """What two series of ranges have in common, each ascending and apart.
+
+    Yields:
+        Start, end, and the number of the range among the others.
+    """
+    at = 0
+    for start, end in ones:
+        while at < len(others) and others[at][1] <= start:
+            at += 1
+        number = at
+        while number < len(others) and others[number][0] < end:
+            yield max(start, others[number][0]), min(end, others[number][1]), number
+            number += 1
 
 
 def judges(decision: Decision) -> bool:

@@ -11,6 +11,7 @@ import threading
 import time
 from bisect import bisect_right
 from dataclasses import dataclass, replace
+from itertools import accumulate, islice, pairwise
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -31,7 +32,7 @@ from kvtrie.store.shape import SpanRows, SpanShape
 from kvtrie.store.threads import Crew, Shares
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -542,30 +543,32 @@ class TakenSpans:
         self,
         pool: KVPool,
         table: NDArray[np.integer[Any]],
-        start: int,
-        end: int,
+        ranges: Iterable[tuple[int, int]],
         *,
         first: int = 0,
     ) -> int:
-        """Write the rows of a range, rotated; any number of times.
+        """Write the rows of ranges, rotated; any number of times.
 
         Args:
             pool: As for `SpanLoad.take`.
             table: A block table.
-            start: First position of the prompt.
-            end: Position after the last.
+            ranges: Positions of the prompt: first one and one past the last of each.
             first: The position that the table begins with.
 
         Returns:
-            How many tokens were written: less than the range has, if rows are missing.
+            How many tokens were written: less than the ranges have, if rows are missing.
         """
         some = []
-        for one in self._arrived:
-            low, high = max(one.span.start, start), min(one.span.end, end)
-            if low < high:
+        for start, end in ranges:
+            # They are apart, so their ends ascend as well.
+            at = bisect_right(self._arrived, start, key=lambda one: one.span.end)
+            for one in islice(self._arrived, at, None):
+                low, high = max(one.span.start, start), min(one.span.end, end)
+                if low >= high:
+                    break
                 span = replace(one.span, start=low - first, end=high - first)
-                at = one.span.start
-                some.append(_Arrived(span, one.rows.part(low - at, high - at)))
+                begin = one.span.start
+                some.append(_Arrived(span, one.rows.part(low - begin, high - begin)))
         _write(some, pool, table)
         return sum(one.rows.num_tokens for one in some)
 
@@ -884,25 +887,56 @@ def _write(arrived: list[_Arrived], pool: KVPool, table: NDArray[np.integer[Any]
 
 
 def _rotate(moved: list[_Joined], pool: KVPool, table: NDArray[np.integer[Any]]) -> None:
-    """Rotate rows in a small pool of their own, then write them where they belong."""
+    """Rotate rows in a small pool of their own, then write them where they belong.
+
+    Short ones are rotated together, each by its own delta: a prompt may have a thousand.
+    """
     if not moved:
         return
     size = pool.layout.block_size
-    half = -(-min(_STAGED, max(one.num_tokens for one in moved)) // size)
+    counts = [one.num_tokens for one in moved]
+    most = _JOINED_BYTES // SpanShape.of(pool.layout).token_bytes
+    together = min(_STAGED, most, sum(counts))
+    half = -(-min(_STAGED, max(together, *counts)) // size)
     staging = KVPool(
         replace(pool.layout, axes=None), pool.rope, num_blocks=2 * half, device=pool.device
     )
     from_blocks, to_blocks = np.arange(half), np.arange(half, 2 * half)
-    for one in moved:
-        for start, some in one.within(half * size):
-            k, v = _tensors(some, pool)
-            staging.scatter(k, v, from_blocks, 0)
-            num_tokens = k.shape[1]
-            move = (0, half * size, num_tokens, one.delta)
-            # The delta is one of positions, and `_rotatable` has looked at the items.
-            staging.apply(np.array([move], dtype=_MOVE), hops=one.hops, items=())
-            k, v = staging.gather(to_blocks, 0, num_tokens)
-            pool.scatter(k, v, table, start)
+    for some in _batches(moved, half * size, together):
+        k, v = _tensors([rows for one in some for rows in one.rows], pool)
+        staging.scatter(k, v, from_blocks, 0)
+        places = [0, *accumulate(one.num_tokens for one in some)]
+        moves = [
+            (at, half * size + at, one.num_tokens, one.delta)
+            for at, one in zip(places, some, strict=False)
+        ]
+        # The delta is one of positions, and `_rotatable` has looked at the items.
+        staging.apply(np.array(moves, dtype=_MOVE), hops=some[0].hops, items=())
+        k, v = staging.gather(to_blocks, 0, places[-1])
+        for one, (low, high) in zip(some, pairwise(places), strict=True):
+            pool.scatter(k[:, low:high], None if v is None else v[:, low:high], table, one.start)
+
+
+def _batches(moved: Iterable[_Joined], most: int, together: int) -> Iterator[list[_Joined]]:
+    """What is rotated in one call: a part of so many tokens at most, or several short ones.
+
+    Args:
+        moved: What is to be rotated.
+        most: Tokens of a part.
+        together: Tokens of several ones.
+    """
+    batch: list[_Joined] = []
+    count = 0
+    for one in sorted(moved, key=lambda one: one.hops):
+        for start, rows in one.within(most):
+            part = replace(one, start=start, rows=rows)
+            if batch and (batch[0].hops != one.hops or count + part.num_tokens > together):
+                yield batch
+                batch, count = [], 0
+            batch.append(part)
+            count += part.num_tokens
+    if batch:
+        yield batch
 
 
 def _tensors(rows: Sequence[SpanRows], pool: KVPool) -> tuple[torch.Tensor, torch.Tensor | None]:

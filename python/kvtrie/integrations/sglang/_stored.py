@@ -17,11 +17,11 @@ computed. Nothing here waits for the store on the scheduler's path, but for the 
 tokens out of pages that are about to be overwritten.
 
 What it costs on that path: for a prompt that is looked up, a copy of its tokens and the step in
-which it waits; for one that is loaded, the copies into its pages, and a rotation for each moved run
-of a delta of its own, which has at least ``min_run`` tokens; in each round in which it then waits
-for room, the spans of at most 1,024 runs laid over its plan; for a request that ends, a set of its
-pages and a copy of the tokens in its last page if that is not full. On a GPU the copies into its
-pages wait for the step that is under way.
+which it waits; for one that is loaded, the copies into its pages, one for each moved run, whose
+keys are rotated up to 2,048 tokens at a time; in each round in which it then waits for room, the
+spans of at most 1,024 runs laid over its plan; for a request that ends, a set of its pages and a
+copy of the tokens in its last page if that is not full. On a GPU the copies into its pages wait for
+the step that is under way.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ import numpy as np
 import torch
 
 from kvtrie._core import EXACT_ONLY, SHARED, TokenSequence
-from kvtrie.integrations._filled_plan import APPROXIMATE, inside
+from kvtrie.integrations._filled_plan import APPROXIMATE, common, inside
 from kvtrie.integrations._sections import read_sections
 from kvtrie.integrations._store_settings import HOST
 from kvtrie.integrations._turns import (
@@ -312,7 +312,7 @@ class PoolStore:
         if taken is not None:
             table = own.numpy(force=True)
             with self._on_stream():
-                written = taken.write(self._pool, table, known, known + count, first=known)
+                written = taken.write(self._pool, table, [(known, known + count)], first=known)
         if written != count:
             msg = f"{written} of {count} tokens from {known} on are loaded"
             raise RuntimeError(msg)
@@ -339,22 +339,15 @@ class PoolStore:
             return 0
         found = self._sought.get(request)
         taken = None if found is None else found.taken
-        table = own.numpy(force=True)
-        for start, end in ranges:
-            written = 0
-            if taken is not None:
-                with self._on_stream():
-                    written = taken.write(self._pool, table, start, end, first=known)
-            if written != end - start:
-                msg = f"{written} of the tokens [{start}, {end}) are loaded"
-                raise RuntimeError(msg)
-        count = sum(end - start for start, end in ranges)
-        moved = sum(
-            end - start
-            for row in plan.segments.tolist()
-            if row[4] == APPROXIMATE
-            for start, end in inside(ranges, (row[0], row[1]))
-        )
+        count, written = sum(end - start for start, end in ranges), 0
+        if taken is not None:
+            with self._on_stream():
+                written = taken.write(self._pool, own.numpy(force=True), ranges, first=known)
+        if written != count:
+            msg = f"{written} of {count} tokens of {len(ranges)} ranges are loaded"
+            raise RuntimeError(msg)
+        approximate = [(row[0], row[1]) for row in plan.segments.tolist() if row[4] == APPROXIMATE]
+        moved = sum(end - start for start, end, _ in common(ranges, approximate))
         for name, label, number in (
             ("store_tokens_exact", "placed_exact", count - moved),
             ("store_tokens_moved", "placed_approximate", moved),

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvtrie.integrations._filled_plan import APPROXIMATE, FilledPlan
+from kvtrie.integrations._filled_plan import APPROXIMATE, FilledPlan, common
 from kvtrie.integrations.vllm import _ranges
 from kvtrie.integrations.vllm._metadata import Load
 
@@ -83,7 +83,7 @@ class Loads:
         stored: list[Range] = []
         ticket = 0
         if isinstance(plan, FilledPlan):
-            stored = [(low, high) for low, high, _ in _ranges.common(ranges, plan.stored)]
+            stored = [(low, high) for low, high, _ in common(ranges, plan.stored)]
             ticket = plan.ticket
         first = start // self._block_size * self._block_size
         loaded = tuple(stored), request.request_id, first, ticket
@@ -97,14 +97,14 @@ class Loads:
         )
         segments = rows[low:high].tolist()
         bounds = [(segment[0], segment[1]) for segment in segments]
-        copied = list(_ranges.common(ranges, bounds))
+        copied = list(common(ranges, bounds))
         for first, last, number in copied:
             is_moved = segments[number][4] == APPROXIMATE
             self._counts.add("tokens_moved" if is_moved else "tokens_exact", last - first)
             live.account.copy(first, last, is_approximate=is_moved)
             if is_moved:
                 live.moved.append((first, last, segments[number][5]))
-        for first, last, at in _ranges.common(stored, [one[:2] for one in copied]):
+        for first, last, at in common(stored, [one[:2] for one in copied]):
             is_moved = segments[copied[at][2]][4] == APPROXIMATE
             name = "store_tokens_moved" if is_moved else "store_tokens_exact"
             self._counts.add(name, last - first)

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvtrie._core import EXACT_ONLY, TokenSequence
-from kvtrie.integrations._filled_plan import APPROXIMATE, FilledPlan, judges
+from kvtrie.integrations._filled_plan import APPROXIMATE, FilledPlan, common, judges
 from kvtrie.integrations.vllm import _gate, _lineage, _ranges, _shadow, _template
 from kvtrie.integrations.vllm._carried import NOTHING
 from kvtrie.integrations.vllm._events import MOVED, Events
@@ -281,7 +281,7 @@ class Planner(Half):
         After an eviction of the exact prefix it may begin earlier than at the last admission.
         """
         moved = [(one[0], one[1]) for one in plan.segments.tolist() if one[4] == APPROXIMATE]
-        first = next((start for start, _, _ in _ranges.common(ranges, moved)), None)
+        first = next((start for start, _, _ in common(ranges, moved)), None)
         if first is None:
             return
         block = first // self._block_size

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from kvtrie.integrations._filled_plan import APPROXIMATE, COMPUTE
+from kvtrie.integrations._filled_plan import APPROXIMATE, COMPUTE, common
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
@@ -68,22 +68,6 @@ def _first_approximate(
 ) -> int | None:
     approximate = [(start, end) for start, end, is_approximate in reusable if is_approximate]
     return next((start for start, _, _ in common(ranges, approximate)), None)
-
-
-def common(ones: Sequence[Range], others: Sequence[Range]) -> Iterator[tuple[int, int, int]]:
-    """What two series of ranges have in common, each ascending and apart.
-
-    Yields:
-        Start, end, and the number of the range among the others.
-    """
-    at = 0
-    for start, end in ones:
-        while at < len(others) and others[at][1] <= start:
-            at += 1
-        number = at
-        while number < len(others) and others[number][0] < end:
-            yield max(start, others[number][0]), min(end, others[number][1]), number
-            number += 1
 
 
 def moves(

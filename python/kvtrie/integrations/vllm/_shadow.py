@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvtrie.integrations._filled_plan import APPROXIMATE
+from kvtrie.integrations._filled_plan import APPROXIMATE, common
 from kvtrie.integrations.vllm import _ranges
 from kvtrie.record import Would
 
@@ -33,7 +33,7 @@ def would(
     first, after = _ranges.usable(plan, num_local, resumes=True, may_begin=may_begin)
     ranges = [first, *after]
     approximate = [(one[0], one[1]) for one in plan.segments.tolist() if one[4] == APPROXIMATE]
-    moved = sum(end - start for start, end, _ in _ranges.common(ranges, approximate))
+    moved = sum(end - start for start, end, _ in common(ranges, approximate))
     reused = num_local + sum(end - start for start, end in ranges)
     return Would(
         exact=reused - moved,

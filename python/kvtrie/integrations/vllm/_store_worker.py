@@ -149,13 +149,13 @@ class StoreWorker:
         """
         taken = self._taken.get(load.ticket)
         table = np.array(load.blocks, np.int64)
-        for start, end in load.stored:
-            written = 0
-            if taken is not None and self._pool is not None:
-                written = taken.write(self._pool, table, start, end, first=load.first)
-            if written != end - start:
-                msg = f"{written} of the tokens [{start}, {end}) are loaded"
-                raise RuntimeError(msg)
+        wanted = sum(end - start for start, end in load.stored)
+        written = 0
+        if taken is not None and self._pool is not None:
+            written = taken.write(self._pool, table, load.stored, first=load.first)
+        if written != wanted:
+            msg = f"{written} of {wanted} tokens of {len(load.stored)} ranges are loaded"
+            raise RuntimeError(msg)
 
     def end(self, step: StoreStep) -> None:
         """After the copies of the step."""
