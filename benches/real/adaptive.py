@@ -81,10 +81,7 @@ def completed(found: Figures, before: Figures) -> Figures:
     """The figures with those of sizes that were measured before, not now."""
     if any(found[name] != before.get(name) for name in ("model", "dtype")):
         return found
-    both = {name: before[name] | found[name] for name in ("sizes", "products", "drawn")}
-    return found | {
-        name: {size: some[size] for size in ROUNDS if size in some} for name, some in both.items()
-    }
+    return found | summary.by_sizes(found, before, ("sizes", "products", "drawn"))
 
 
 def drawn(rows: Sequence[Row], size: str) -> Figures:
@@ -207,9 +204,7 @@ def main() -> int:
     found[options.dtype] = completed(document(rows), found.get(options.dtype, {}))
     text = render(found)
     print(text)
-    FIGURES.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    page = summary.PAGE.read_text(encoding="utf-8")
-    summary.PAGE.write_text(summary.put(page, text, BEGIN, END), encoding="utf-8")
+    summary.write(found, text, FIGURES, BEGIN, END)
     return 0
 
 

@@ -17,7 +17,6 @@ SmolLM2; they are printed next to the figures, and nothing fails by them.
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import sys
 import time
@@ -222,9 +221,7 @@ def main() -> int:
     found = document(rows)
     text = render(found)
     print(text)
-    FIGURES.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    page = summary.PAGE.read_text(encoding="utf-8")
-    summary.PAGE.write_text(summary.put(page, text, BEGIN, END), encoding="utf-8")
+    summary.write(found, text, FIGURES, BEGIN, END)
     return 0
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import json
 import multiprocessing
 import sys
 import time
@@ -271,9 +270,7 @@ def write(rows: Path) -> int:
         return 1
     if found["device"] == "cpu":
         return 0
-    FIGURES.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    page = summary.PAGE.read_text(encoding="utf-8")
-    summary.PAGE.write_text(summary.put(page, text, BEGIN, END), encoding="utf-8")
+    summary.write(found, text, FIGURES, BEGIN, END)
     return 0
 
 

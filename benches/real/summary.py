@@ -536,17 +536,30 @@ def completed(found: Figures, before: Figures) -> Figures:
     """The figures with those of sizes and of edits in a row that were measured before, not now."""
     if any(found[name] != before[name] for name in ("set", "model", "dtype")):
         return found
-    both = {name: before[name] | found[name] for name in ("sizes", "seeds")}
-    by_size = {
-        name: {size: some[size] for size in conversations.SIZES if size in some}
-        for name, some in both.items()
-    }
+    by_size = by_sizes(found, before, ("sizes", "seeds"))
     others = {
         "chains": found["chains"] or before["chains"],
         "first_token": before["first_token"] | found["first_token"],
         "undetected": undetected(by_size["sizes"]),
     }
     return found | by_size | others
+
+
+def by_sizes(found: Figures, before: Figures, names: Sequence[str]) -> Figures:
+    """Figures that are kept by size, with those of sizes that were measured before, not now."""
+    both = {name: before[name] | found[name] for name in names}
+    return {
+        name: {size: some[size] for size in conversations.SIZES if size in some}
+        for name, some in both.items()
+    }
+
+
+def write(
+    found: Figures, text: str, figures: Path = FIGURES, first: str = BEGIN, last: str = END
+) -> None:
+    """Write figures to their file, and what they say into its part of the page."""
+    figures.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    PAGE.write_text(put(PAGE.read_text(encoding="utf-8"), text, first, last), encoding="utf-8")
 
 
 def main(path: Path, *, quick: bool, wording: str, dtype: str = DTYPE) -> int:
@@ -570,8 +583,7 @@ def main(path: Path, *, quick: bool, wording: str, dtype: str = DTYPE) -> int:
     text = render(found)
     print(text)
     if not quick and wording == "reporting":
-        FIGURES.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        PAGE.write_text(put(PAGE.read_text(encoding="utf-8"), text), encoding="utf-8")
+        write(found, text)
     for name in blind:
         size, _, kind = name.partition(" ")
         row = found["sizes"][size]["kinds"][kind]["exact"]
