@@ -11,24 +11,15 @@ from real import cases, conversations, gemma3, measure, policies, recorded, summ
 from real.cases import GEMMA3, HERE, Renderer
 from real.plans import BLOCK, MIN_RUN, REUSE, SESSION, Shelf
 from real.reader import Reader
-from real.recorded import Passage
 from real.views import Choice
 from tests.byte_tokenizer import byte_tokenizer
+from tests.fidelity.tiny import PASSAGES, SIZE
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
 import kvtrie
 from kvtrie import LayoutError
 
 WINDOW = 64
-SIZE = conversations.Size("tiny", 5, 1, 7)
-PASSAGES = [
-    Passage(
-        f"Text {number} has a few words. It says what it says. It is short. Number {number} ends.",
-        f"It is text {number}.",
-        f"The user shows text {number}.",
-    )
-    for number in range(40)
-]
 
 
 def config(**changes: Any) -> Gemma3TextConfig:

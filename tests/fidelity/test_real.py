@@ -27,10 +27,10 @@ from real.__main__ import Suite
 from real.cases import Renderer
 from real.plans import BLOCK, REUSE, SESSION, Shelf
 from real.reader import Reader
-from real.recorded import Passage
 from real.rows import Rows
 from real.views import Choice, View
 from tests.byte_tokenizer import byte_tokenizer
+from tests.fidelity.tiny import PASSAGES, SIZE
 from tests.pretended import THERE, pretended_gpu
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -44,15 +44,6 @@ from kvtrie.repair.choice import smoothed
 
 ROOT = Path(__file__).resolve().parents[2]
 TEMPLATE = (ROOT / "tools" / "smollm2_chat_template.jinja").read_text(encoding="utf-8")
-SIZE = conversations.Size("tiny", 5, 1, 7)
-PASSAGES = [
-    Passage(
-        f"Text {number} has a few words. It says what it says. It is short. Number {number} ends.",
-        f"It is text {number}.",
-        f"The user shows text {number}.",
-    )
-    for number in range(40)
-]
 
 
 def tiny_model(num_layers: int = 4) -> Any:

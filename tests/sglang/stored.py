@@ -388,7 +388,7 @@ def approximate(job: Job) -> dict[str, Any]:
 
 def edited(job: Job) -> dict[str, Any]:  # noqa: PLR0915 - one engine for all
     """A message leaves a history: the rest of it from the pool, then from the store."""
-    from kvtrie import gates  # noqa: PLC0415
+    from kvtrie import gates  # noqa: PLC0415 - in the process of the engine alone
 
     rng = Random(job.seed)
     client = Stored(job)
@@ -488,8 +488,8 @@ def half(job: Job) -> dict[str, Any]:
 
 def last_message(job: Job) -> dict[str, Any]:
     """The last message of a prompt is computed, whatever the store has of it."""
-    from kvtrie.integrations.sglang._reasoning import Reasoning  # noqa: PLC0415
-    from kvtrie.tags import Tagger  # noqa: PLC0415
+    from kvtrie.integrations.sglang._reasoning import Reasoning  # noqa: PLC0415 - likewise
+    from kvtrie.tags import Tagger  # noqa: PLC0415 - likewise
 
     rng = Random(job.seed)
     client = Stored(job)

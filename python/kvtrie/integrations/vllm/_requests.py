@@ -35,7 +35,7 @@ Paint = tuple[int, int, int]
 Stretch = tuple[int, "ComputedSource | Imported"]
 
 MOST_STRETCHES: Final = 256
-"""Stretches of blocks with other hops that are told apart in one request."""
+"""Stretches of blocks of one request that have their own hops; with more, all have the most."""
 
 
 @dataclass(slots=True, eq=False)
