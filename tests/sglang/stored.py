@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from tests.sglang.edited import Client, apart
 from tests.sglang.engine import VOCAB, Job, words
 
+import kvtrie
 from kvtrie.integrations._store_settings import StoreSettings
 from kvtrie.store import BackendError, HostBackend
 
@@ -400,6 +401,15 @@ def edited(job: Job) -> dict[str, Any]:  # noqa: PLR0915 - one engine for all
     found: dict[str, Any] = {}
     states = {}
 
+    def labels(salt: str) -> list[tuple[int, ...]]:
+        """The prompt's tokens in the index: start, end, class and hops."""
+        index = client.cache._index
+        seq = kvtrie.TokenSequence(prompt, client.cache._namespaces.of(None, salt))
+        policy = kvtrie.ReusePolicy(approximate=True, scope="namespace", max_hops=255)
+        with index.plan(seq, policy, pin=False) as plan:
+            names = ("start", "end", "class", "hops")
+            return [tuple(int(one[name]) for name in names) for one in plan.segments]
+
     def case(name: str, *, session: str = "talk", salt: str | None = None, **more: Any) -> None:
         client.tell(original, salt=name, session="talk")
         client.flush()
@@ -410,7 +420,7 @@ def edited(job: Job) -> dict[str, Any]:  # noqa: PLR0915 - one engine for all
 
     client.tell(original, salt="pool", session="talk")
     found["pool"], states["pool"] = client.tell(prompt, salt="pool", session="talk")
-    found["labels"] = client.cache._index.stats().approximate
+    found["pool labels"] = labels("pool")
     client.flush()
     case("store")
     case("exact", reuse="exact")
@@ -450,6 +460,7 @@ def edited(job: Job) -> dict[str, Any]:  # noqa: PLR0915 - one engine for all
     client.tell(original, salt="next", session="talk")
     client.flush()
     client.tell(prompt, salt="next", session="talk")
+    found["store labels"] = labels("next")
     found["match"], _ = client.tell(prompt, salt="next", session="talk", reuse="exact")
     client.flush()
     for steps in range(12):
