@@ -33,7 +33,6 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "benches")]
 
 import transformers
-from tests.vllm_scheduler import core as core_module
 from tests.vllm_scheduler.core import Core
 from tests.vllm_scheduler.worker import BLOCK
 from tests.vllm_scheduler.worker import Worker as ComputingWorker
@@ -233,7 +232,11 @@ class WorkingSet:
 
 
 def replay(talks: list[Conversation], core: Core, scale: float, watch: WorkingSet | None) -> Tally:
-    tally, worker = Tally(), core.worker
+    worker = core.worker
+    if not isinstance(worker, Worker):
+        msg = f"the engine's worker is a {type(worker).__qualname__}, which no script leads"
+        raise TypeError(msg)
+    tally = Tally()
     worker.replies, worker.computed = {}, defaultdict(int)
     clock, number = 0.0, 0
     waiting = [(one.start, at, one) for at, one in enumerate(talks)]
@@ -280,7 +283,6 @@ def replay(talks: list[Conversation], core: Core, scale: float, watch: WorkingSe
 
 def measure(seed: int, options: argparse.Namespace) -> None:
     """All configurations on one workload; one line of JSON each."""
-    vars(core_module)["Worker"] = Worker
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "llama"
         transformers.LlamaConfig(
@@ -301,6 +303,7 @@ def measure(seed: int, options: argparse.Namespace) -> None:
                 connector=connector,
                 blocks=blocks,
                 shadow=False,
+                worker=Worker,
                 max_model_len=int(MAX_LENGTH / options.scale),
                 max_num_batched_tokens=options.budget,
                 max_num_seqs=AT_ONCE,
