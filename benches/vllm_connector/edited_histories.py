@@ -3,7 +3,8 @@
     make bench-vllm
 
 Each workload's history is computed, then its next prompt is sent: by vLLM alone, with the
-connector, and with the connector and its scheduler, each in a process of its own.
+connector, and with the connector and its scheduler, each in a process of its own. History and
+prompt name the same session, as a conversation's requests do.
 """
 
 from __future__ import annotations
@@ -63,10 +64,11 @@ def measure(configuration: str, rounds: int, scale: float) -> None:
             computed, seconds = [], []
             for number in range(rounds):
                 history, prompt, num_new = conversation(name, number, scale)
+                session = {"kv_transfer_params": {"session": f"{name}-{number}"}}
                 engine.reset()
-                engine.ask(history, max_tokens=1)
+                engine.ask(history, max_tokens=1, extra_args=session)
                 began = time.perf_counter()
-                computed.append(engine.computed_for(prompt))
+                computed.append(engine.computed_for(prompt, extra_args=session))
                 seconds.append(time.perf_counter() - began)
             row = {
                 "workload": name,
