@@ -184,10 +184,12 @@ def fill(core: Core, num_blocks: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize("mode", ["exact", "vLLM"])
-def test_a_tool_loop_outlives_other_requests(core: Callable[..., Core], mode: str) -> None:
+def test_a_tool_loop_outlives_other_requests(
+    core: Callable[..., Core], monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
     vllm = core(connector=EXACT, blocks=128, **SMALL)
     if mode == "vLLM":
-        vllm.connector.planner._retention.look = lambda: None
+        monkeypatch.setattr(vllm.connector.planner._retention, "look", lambda: None)
     end(vllm, LOOPING)
     fill(vllm, 400, 1)
     following = [*LOOPING, *message(TOOL, 40, 8), ASSISTANT]
@@ -206,6 +208,53 @@ def test_a_tool_loop_that_never_goes_on_leaves(core: Callable[..., Core]) -> Non
     passes[table] = 1
     fill(vllm, 64 * 4, 2)
     assert vllm.computed_for(LOOPING) == len(LOOPING)
+
+
+def hit_head(vllm: Core) -> list[int]:
+    """The blocks of `HEAD`, with which two conversations have begun."""
+    end(vllm, CLOSED)
+    return end(vllm, [*HEAD, *message(USER, 40, 9), ASSISTANT, *ANSWER])[: len(HEAD) // BLOCK]
+
+
+@pytest.mark.parametrize("mode", ["vLLM", "exact"])
+def test_a_system_prompt_that_others_hit_outlives_other_requests(
+    core: Callable[..., Core], monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    vllm = core(connector=EXACT, blocks=128, **SMALL)
+    if mode == "vLLM":
+        monkeypatch.setattr(vllm.connector.planner._retention, "look", lambda: None)
+    hit_head(vllm)
+    fill(vllm, 400, 1)
+    following = [*HEAD, *message(USER, 40, 8), ASSISTANT]
+    found = len(following) - vllm.computed_for(following)
+    assert found == (len(HEAD) if mode == "exact" else 0)
+    vllm.check_idle()
+
+
+def test_a_system_prompt_outlives_a_tool_loop_that_stopped(
+    core: Callable[..., Core], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_retention, "PASSES", 2)
+    monkeypatch.setattr(_retention, "HEADS", 6)
+    vllm = core(connector=EXACT, blocks=128, **SMALL)
+    head = hit_head(vllm)
+    loop = end(vllm, LOOPING)
+    passes = vllm.connector.planner._retention._passes
+    assert set(passes[head]) == {6}
+    assert set(passes[loop[len(head) : -1]]) == {2}
+    fill(vllm, 128 * 4, 1)
+    following = [*LOOPING, *message(TOOL, 40, 8), ASSISTANT]
+    assert vllm.computed_for(following) == len(following) - len(HEAD)
+
+
+def test_the_last_request_leaves_the_system_prompt_that_others_hit(exact: Core) -> None:
+    head = hit_head(exact)
+    tokens = [*HEAD, *message(USER, 40, 10), ASSISTANT, *words(60, 12), END]
+    table = end(exact, tokens, {"last": True})
+    assert table[: len(head)] == head
+    left = table[len(head) : (len(tokens) - 1) // BLOCK]
+    assert set(order(exact)[: len(left)]) == set(left)
+    assert set(exact.connector.planner._retention._passes[head]) == {_retention.HEADS}
 
 
 def test_there_is_always_room_for_what_has_no_passes(core: Callable[..., Core]) -> None:

@@ -69,12 +69,12 @@ def test_windows_of_dead_reasoning_are_evicted_first(
 @pytest.mark.parametrize("mode", ["exact", "vLLM"])
 @RETENTION
 def test_a_tool_loop_keeps_its_window_too(
-    core: Callable[..., Core], retention: int, mode: str
+    core: Callable[..., Core], monkeypatch: pytest.MonkeyPatch, retention: int, mode: str
 ) -> None:
     """Its full attention was kept, and of no use: the window's blocks had left."""
     vllm = core(connector=EXACT, **options(retention, blocks=160, **SMALL))
     if mode == "vLLM":
-        vllm.connector.planner._retention.look = lambda: None
+        monkeypatch.setattr(vllm.connector.planner._retention, "look", lambda: None)
     end(vllm, LOOPING)
     fill(vllm, 800, 1)
     following = [*LOOPING, *message(TOOL, 40, 8), 4]

@@ -25,7 +25,7 @@ from kvtrie.integrations.vllm._groups import OtherGroups
 from kvtrie.integrations.vllm._half import Half
 from kvtrie.integrations.vllm._metadata import StepMetadata
 from kvtrie.integrations.vllm._requests import LiveRequest, Pending
-from kvtrie.integrations.vllm._retention import Retention
+from kvtrie.integrations.vllm._retention import HEADS, Retention
 from kvtrie.integrations.vllm._settings import is_last, request_policy, session_of
 from kvtrie.integrations.vllm._sources import used_by
 from kvtrie.integrations.vllm._support import is_whole
@@ -255,11 +255,10 @@ class ExactPlanner(Half):
             # At the end, and where other requests leave.
             spare=2 * self._others.num_per_hit,
         )
-        needed = {
-            *self._others.continuing(request, count),
-            *self._others.continuing(request, min(num_shared, count)),
-        }
-        self._retention.keep_with(needed, live.session)
+        continuing = self._others.continuing
+        self._retention.keep_with(continuing(request, count), live.session)
+        head = continuing(request, min(num_shared, count))
+        self._retention.keep_with(head, passes=HEADS)
 
     def _num_shared(self, live: LiveRequest) -> int:
         """The whole blocks before the first user's message that were hit: others begin so too."""

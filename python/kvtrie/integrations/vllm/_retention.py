@@ -9,7 +9,8 @@ evicts, in this order,
 2. blocks without passes, the longest free first, as in vLLM: ended turns, and what found no room;
 3. conversations inside a tool loop, which come back within seconds: the blocks of one get passes as
    far as there is room, its first ones first, and keep them until its turn ends;
-4. what other requests have begun with too, by a hit on it: system prompt and tools.
+4. what other requests have begun with too, by a hit on it: system prompt and tools, which get twice
+   as many passes, anew with each request that begins so.
 
 Room for the third is `LOOPS` of the pool, for the third and the fourth together `KEPT`. The rest is
 vLLM's. So some agents find everything and the others nothing, rather than none anything. Where
@@ -21,7 +22,8 @@ of them have what it needs. So what they have at the deepest such place goes wit
 are kept, and what they have elsewhere does not.
 
 Nothing is pinned. All these blocks are in the queue and free, and no request waits for room that it
-had without this. A conversation that never comes back is gone after `PASSES` laps of the rest.
+had without this. A conversation that never comes back is gone after `PASSES` laps of the rest, a
+system prompt that nobody has any more after `HEADS`.
 
 The cost: a step that has used up the blocks looked at so far looks from the head on until it has
 found twice as many without passes as a step can take. A block without a pass is looked at about
@@ -44,7 +46,9 @@ if TYPE_CHECKING:
     from kvtrie.integrations.vllm._stats import Counts
 
 PASSES: Final = 32
-"""Laps that a block stays longer, at most."""
+"""Laps that a block of a conversation inside a tool loop stays longer, at most."""
+HEADS: Final = 2 * PASSES
+"""Laps that a block of a system prompt stays longer, at most."""
 LOOPS: Final = 0.6
 """Part of the pool for conversations inside tool loops."""
 KEPT: Final = 0.7
@@ -112,16 +116,19 @@ class Retention:
         room = max(0, int((free - len(passes) * (KEPT - LOOPS)) / per_place)) if loops else 0
         kept = ids[: max(shared, room)]
         passes[kept] = PASSES
+        passes[ids[:shared]] = HEADS
         if loops and session is not None:
             self._kept[session] = kept
             if len(self._kept) > MAX_SESSIONS:
                 self._kept.popitem(last=False)
         return len(kept)
 
-    def keep_with(self, block_ids: Collection[int], session: str | None = None) -> None:
+    def keep_with(
+        self, block_ids: Collection[int], session: str | None = None, *, passes: int = PASSES
+    ) -> None:
         """Give passes to what is of use with the blocks that `keep` has just kept."""
         ids = np.array(sorted(block_ids), np.int32)
-        self._passes[ids] = PASSES
+        self._passes[ids] = passes
         if session is not None and session in self._kept:
             self._kept[session] = np.concatenate([self._kept[session], ids])
 
