@@ -97,7 +97,14 @@ def test_what_should_be_changed_is_no_error() -> None:
             "chat_format: there is no preset 'qwen4'; did you mean 'qwen3'?",
         ),
         (extra(chat_format={"user": 1}), "no argument says where the assistant speaks"),
-        (extra(chat_format={"users": 1}), "users"),
+        (
+            extra(chat_format={"users": 1}),
+            "chat_format: unknown key 'users'; did you mean 'user'?",
+        ),
+        (
+            extra(default="aproximate"),
+            """default must be "approximate" or "exact", not 'aproximate'; did you mean""",
+        ),
         (extra(events={"endpoint": "tcp://*:5558"}), "events needs vLLM's own"),
         (extra(snapshots={}), "unknown key 'snapshots'; did you mean 'snapshot'?"),
         (extra(snapshot={"end": 1}), "snapshot: unknown key 'end'"),

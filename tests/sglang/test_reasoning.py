@@ -141,11 +141,11 @@ def test_what_is_used_again_is_not_dead() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"reasoning": "lose"}, "reasoning must be one of evict_first, keep, drop, not 'lose'"),
+        ({"reasoning": "keeps"}, """"keep" or "drop", not 'keeps'; did you mean 'keep'?"""),
         ({"reason": "keep"}, "unknown key 'reason'; did you mean 'reasoning'?"),
         ("keep", "must be an object, not 'keep'"),
         ({"reasoning": "keep", "x": 1}, "unknown key 'x'"),
-        ({"reuse": "all"}, "reuse must be one of approximate, exact, not 'all'"),
+        ({"reuse": "all"}, """reuse must be "approximate" or "exact", not 'all'"""),
         ({"session": ""}, "session must be a text of 1 to 256 bytes"),
     ],
 )

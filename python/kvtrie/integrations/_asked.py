@@ -95,6 +95,18 @@ def check_keys(given: Mapping[str, Any], known: Sequence[str], where: str) -> No
             raise SettingsError(msg)
 
 
+def check_one_of(value: object, known: Sequence[str], where: str) -> None:
+    """Refuse a value that is none of the known ones.
+
+    Raises:
+        SettingsError: It is none.
+    """
+    if not isinstance(value, str) or value not in known:
+        wanted = " or ".join(f'"{one}"' for one in known)
+        msg = f"{where} must be {wanted}, not {shown(value)}{hint(value, known)}"
+        raise SettingsError(msg)
+
+
 def policy_of(
     given: Mapping[str, Any], where: str, known: Sequence[str] = POLICY_FIELDS
 ) -> ReusePolicy:

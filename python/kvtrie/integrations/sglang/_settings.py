@@ -87,9 +87,7 @@ class SGLangSettings:
         if not isinstance(policy, Mapping | None):
             msg = f"{VARIABLE}: policy must be a mapping of fields of kvtrie.ReusePolicy"
             raise SettingsError(msg)
-        if given.get("default", "exact") not in _REUSE:
-            msg = f'{VARIABLE}: default must be "approximate" or "exact", not {given["default"]!r}'
-            raise SettingsError(msg)
+        _asked.check_one_of(given.get("default", "exact"), _REUSE, f"{VARIABLE}: default")
         for name in ("gaps", "shadow"):
             if not isinstance(given.get(name, False), bool):
                 msg = f"{VARIABLE}: {name} must be true or false, not {given[name]!r}"
@@ -167,9 +165,7 @@ class Wish:
             raise SettingsError(msg)
         _asked.check_keys(given, ("reasoning", "reuse", "session"), where)
         for name, known in (("reasoning", _REASONING), ("reuse", _REUSE)):
-            if name in given and given[name] not in known:
-                said = shown(given[name])
-                msg = f"{where}: {name} must be one of {', '.join(known)}, not {said}"
-                raise SettingsError(msg)
+            if name in given:
+                _asked.check_one_of(given[name], known, f"{where}: {name}")
         _asked.session_id(given.get("session"), f"{where}: session")
         return cls(**given)

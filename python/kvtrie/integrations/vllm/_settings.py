@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from inspect import signature
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from kvtrie._core import EXACT_ONLY
@@ -13,6 +14,7 @@ from kvtrie.integrations._asked import (
     MAX_HINTED,
     SettingsError,
     check_keys,
+    check_one_of,
     check_snapshot,
     hint,
     policy_of,
@@ -137,8 +139,7 @@ class Settings:
         gate, form, arguments = given["gate"], given["chat_format"], given["template_arguments"]
         if gate is not None and (not isinstance(gate, str) or not gate):
             _refuse("gate", gate, 'a path, or "unchecked"')
-        if given["default"] not in ("approximate", "exact"):
-            _refuse("default", given["default"], '"approximate" or "exact"')
+        check_one_of(given["default"], ("approximate", "exact"), f"{WHERE}: default")
         if not isinstance(given["policy"], Mapping | None):
             _refuse("policy", given["policy"], "a mapping of fields of kvtrie.ReusePolicy")
         _check_format(form)
@@ -244,10 +245,8 @@ def is_last(request: Request) -> bool:
 def _check_mode(given: Mapping[str, Any]) -> None:
     """Refuse a mode that other settings contradict."""
     mode = given.get("mode")
-    if mode not in (None, "exact", "approximate"):
-        near = hint(mode, ("exact", "approximate"))
-        msg = f'{WHERE}: mode must be "exact" or "approximate", not {mode!r}{near}'
-        raise SettingsError(msg)
+    if mode is not None:
+        check_one_of(mode, ("exact", "approximate"), f"{WHERE}: mode")
     if mode == "approximate" and given.get("gate") is None:
         msg = f'{WHERE}: "mode": "approximate" needs "gate", the model\'s gate file'
         raise SettingsError(msg)
@@ -273,6 +272,7 @@ def _check_mode(given: Mapping[str, Any]) -> None:
 def _check_format(form: object) -> None:
     """Check what needs no tokenizer."""
     if isinstance(form, Mapping):
+        check_keys(form, tuple(signature(Tagger.from_ids).parameters), f"{WHERE}: chat_format")
         try:
             Tagger.from_ids(**form)
         except (TypeError, ValueError) as error:

