@@ -37,11 +37,14 @@ from kvtrie.store import (
     ObjectBackend,
     SpanShape,
     StoreRefused,
+    TenantLimits,
 )
 from kvtrie.store.runs import LONGEST
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from kvtrie.store import SpanStore
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -99,7 +102,47 @@ def test_a_restarted_store_counts_what_is_there(kind: str, tmp_path: Path) -> No
         assert again.num_bytes == store.num_bytes == 2 * limit
         assert again.put(run_of(again, list(range(7, 47))), rows(40))
         assert again.num_bytes <= limit
-        assert len(list(backend.sizes())) == 1 + 2
+        assert len(list(backend.values())) == 1 + 2
+
+
+@pytest.mark.parametrize("kind", ["host", *OBJECTS])
+def test_a_store_that_restarts_more_often_than_runs_live_deletes_them(
+    kind: str, tmp_path: Path
+) -> None:
+    """What was found at the start counted as written then, so that nothing was ever deleted."""
+    with opened(kind, tmp_path) as backend:
+        limits = TenantLimits(lifetime=100)
+        ahead = [0.0]
+
+        def restarted() -> SpanStore:
+            return make_store(backend, limits=limits, clock=lambda: time.time() + ahead[0])
+
+        store = restarted()
+        for at in range(0, 120, 40):
+            assert store.put(run_of(store, list(range(at, at + 40))), rows(40))
+        ahead[0] = 90
+        store = restarted()
+        assert (store.sweep(), store.num_runs) == (0, 3)
+        ahead[0] = 180
+        store = restarted()
+        assert (store.sweep(), store.num_runs) == (3, 0)
+        assert [one.name for one in backend.values()] == ["kvtrie/store"]
+
+
+def test_of_runs_that_are_there_at_the_start_the_oldest_leaves_first() -> None:
+    now = [1_000.0]
+    backend = HostBackend(1 << 20, clock=lambda: now[0])
+    store = make_store(backend)
+    runs = [run_of(store, list(range(at, at + 40))) for at in range(4)]
+    # A list is by name, as that of an object store: the last one there is the oldest.
+    order = sorted(range(3), key=lambda at: runs[at].name, reverse=True)
+    for at in order:
+        now[0] += 1
+        assert store.put(runs[at], rows(40))
+    backend._values = dict(sorted(backend._values.items()))
+    again = make_store(backend, max_bytes=3 * SHAPE.num_bytes(40), clock=lambda: now[0])
+    assert again.put(runs[3], rows(40))
+    assert again.exists(runs) == [at != order[0] for at in range(4)]
 
 
 @pytest.mark.parametrize("prefix", ["", "model-a", "model-a/", "/model-a/b/"])
@@ -114,7 +157,7 @@ def test_what_else_is_under_the_prefix_stays(kind: str, prefix: str, tmp_path: P
             assert store.num_bytes == (limit if at else 0)
             assert store.put(run_of(store, list(range(at, at + 40))), rows(40))
             assert store.num_bytes == limit
-        assert ("letter.txt", 5_000) in backend.sizes()
+        assert ("letter.txt", 5_000) in {one[:2] for one in backend.values()}
     if kind == "folder":
         assert (tmp_path / "objects" / prefix.strip("/") / "letter.txt").exists()
 
@@ -335,7 +378,7 @@ def test_another_bucket_or_key_of_s3_is_refused_at_the_start_and_named() -> None
             with pytest.raises(BackendError, match="403 Forbidden"):
                 backend.exists(["a"])
             with pytest.raises(BackendError, match=r"403 Forbidden: InvalidAccessKeyId$"):
-                list(backend.sizes())
+                list(backend.values())
         assert make_store(backend).num_runs == 0
 
 

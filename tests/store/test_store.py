@@ -31,6 +31,7 @@ from kvtrie.store import (
     SpanRows,
     SpanRun,
     SpanStore,
+    StoredValue,
     StoreKey,
     StoreRefused,
     TenantLimits,
@@ -51,7 +52,7 @@ SEEDS = 10_000
 
 def flipped(backend: HostBackend, name: str, bit: int) -> None:
     """Change one bit of a stored value."""
-    (size,) = [size for one, size in backend.sizes() if one == name]
+    (size,) = [one.num_bytes for one in backend.values() if one.name == name]
     found = backend.read(name, [(0, size)])
     assert found is not None
     value = bytearray(found[0])
@@ -67,7 +68,7 @@ def test_one_flipped_bit_in_each_of_10000_ranges_and_none_is_used(encryption: An
     store = make_store(backend, key=StoreKey(SECRET, encryption=encryption))
     run, kept = run_of(store, list(range(80))), rows(80)
     assert store.put(run, kept)
-    (size,) = [size for name, size in backend.sizes() if name == run.name]
+    (size,) = [one.num_bytes for one in backend.values() if one.name == run.name]
     draw = np.random.default_rng(7)
     used = 0
     for _ in range(SEEDS):
@@ -574,6 +575,56 @@ def test_a_tenant_has_its_own_bytes_and_lifetime() -> None:
     assert sum(store.exists(mine)) == 2
 
 
+def test_a_sweep_ends_at_the_first_run_that_cannot_be_deleted() -> None:
+    """With a server that is gone, the writer waited for each run's time-out."""
+    asked: list[str] = []
+
+    class Gone(HostBackend):
+        is_gone = True
+
+        def delete(self, name: str) -> None:
+            asked.append(name)
+            if self.is_gone:
+                raise BackendError(name, reason="unreachable")
+            super().delete(name)
+
+    now = [1_000.0]
+    backend = Gone(1 << 20)
+    store = make_store(backend, limits=TenantLimits(lifetime=10), clock=lambda: now[0])
+    for at in range(0, 160, 32):
+        assert store.put(run_of(store, list(range(at, at + 32))), rows(32))
+    now[0] += 11
+    assert store.sweep() == 0
+    assert len(asked) == 1
+    assert "expired" not in store.counts()
+    backend.is_gone = False
+    assert [store.sweep(2), store.sweep(2), store.sweep(2)] == [2, 2, 1]
+    assert store.counts()["expired"] == 5
+
+
+def test_where_a_backend_knows_no_times_a_lifetime_begins_at_the_start() -> None:
+    class Timeless(HostBackend):
+        def values(self) -> list[StoredValue]:
+            return [one._replace(written=None) for one in super().values()]
+
+    now = [1_000.0]
+
+    def opened() -> SpanStore:
+        return make_store(backend, limits=TenantLimits(lifetime=100), clock=lambda: now[0])
+
+    backend = Timeless(1 << 20, clock=lambda: now[0])
+    store = opened()
+    run = run_of(store, list(range(32)))
+    assert store.put(run, rows(32))
+    now[0] += 90
+    store = opened()
+    now[0] += 90
+    assert store.sweep() == 0
+    # It is not used, whatever is known of its time.
+    assert read(store, run, (0, 32)) is None
+    assert store.counts()["expired"] == 1
+
+
 def test_pieces_are_those_of_the_text_whatever_was_deleted_before() -> None:
     store = make_store()
     parts = {"system": 40, "question": 300, "reasoning": 90, "answer": 610, "short": 5}
@@ -694,7 +745,7 @@ class StoreMachine(RuleBasedStateMachine):
     @invariant()
     def within_the_budget(self) -> None:
         assert self.store.num_bytes <= self.limit
-        kept = sum(size for name, size in self.backend.sizes() if name != "kvtrie/store")
+        kept = sum(one.num_bytes for one in self.backend.values() if one.name != "kvtrie/store")
         assert kept == self.store.num_bytes
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.store.kit import SECONDS, SHAPE, make_store, read, rows, run_of, same
 
 import kvtrie
-from kvtrie.store import Estimate, HostBackend, SpanRows, SpanWriter
+from kvtrie.store import Estimate, HostBackend, SpanRows, SpanWriter, TenantLimits, writing
 from kvtrie.store.threads import Crew, Shares
 
 
@@ -150,6 +150,58 @@ def test_work_that_a_crew_takes_while_it_closes_is_done() -> None:
         thread.join(SECONDS)
         assert crew.wait(SECONDS)
         assert done == taken
+
+
+def test_a_writer_that_has_nothing_to_write_deletes_what_has_outlived_its_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Runs were deleted after each 256th that was written: never, by an engine that is idle."""
+
+    class Watched(HostBackend):
+        def delete(self, name: str) -> None:
+            super().delete(name)
+            deleted.release()
+
+    deleted = threading.Semaphore(0)
+    now = [1_000.0]
+    monkeypatch.setattr(writing, "SWEEP_SECONDS", 0.01)
+    monkeypatch.setattr(writing, "_SWEPT_AT_ONCE", 2)
+    limits = TenantLimits(lifetime=10)
+    store = make_store(Watched(1 << 20), limits=limits, clock=lambda: now[0])
+    runs = [run_of(store, list(range(at, at + 20))) for at in range(0, 100, 20)]
+    for run in runs:
+        assert store.put(run, rows(20))
+    writer = SpanWriter(store)
+    now[0] += 11
+    for _ in runs:
+        assert deleted.acquire(timeout=SECONDS)
+    assert writer.close(SECONDS)
+    assert (store.num_runs, store.counts()["expired"]) == (0, 5)
+
+
+def test_between_two_parts_of_a_chore_work_goes_first() -> None:
+    before = set(threading.enumerate())
+    done: list[str] = []
+    goes, began, over = (threading.Event() for _ in range(3))
+
+    def chore() -> bool:
+        began.set()
+        assert goes.wait(SECONDS)
+        done.append("chore")
+        if len(done) == 6:
+            over.set()
+        return not over.is_set()
+
+    crew = Crew("crew", threads=1, max_waiting=9, failed=print, chore=chore, chore_every=0.01)
+    (mine,) = set(threading.enumerate()) - before
+    assert began.wait(SECONDS)
+    assert all(crew.offer(lambda: done.append("work")) for _ in range(2))
+    goes.set()
+    assert over.wait(SECONDS)
+    assert crew.close(SECONDS)
+    mine.join(SECONDS)
+    assert not mine.is_alive()
+    assert done[:6] == ["chore", "work", "chore", "work", "chore", "chore"]
 
 
 @pytest.mark.parametrize(

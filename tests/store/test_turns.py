@@ -15,7 +15,7 @@ import kvtrie
 from kvtrie._core import EXACT_ONLY
 from kvtrie.integrations import _turns
 from kvtrie.integrations._turns import StorePrompt, TurnToWrite, TurnWriter
-from kvtrie.store import HostBackend, SpanShape, SpanStore, StoreKey, rows_of
+from kvtrie.store import HostBackend, SpanShape, SpanStore, StoreKey, TenantLimits, rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -247,3 +247,35 @@ def test_parts_of_a_long_run_are_one_run(held: Held, monkeypatch: pytest.MonkeyP
     held.offer((3,))
     overwrite(held, *range(112, 128))
     assert held.written((3,)) == [True, True]
+
+
+def test_a_writer_of_turns_that_has_none_deletes_what_has_outlived_its_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Runs were deleted after each 64th turn: never, by an engine that is idle."""
+    deleted = threading.Event()
+
+    class Watched(HostBackend):
+        def delete(self, name: str) -> None:
+            super().delete(name)
+            deleted.set()
+
+    now = [1_000.0]
+    store = SpanStore(
+        Watched(1 << 20),
+        StoreKey(b"a secret of 16 bytes or more"),
+        SPACE,
+        SpanShape.of(LAYOUT),
+        max_bytes=1 << 20,
+        limits=TenantLimits(lifetime=10),
+        clock=lambda: now[0],
+    )
+    (run,) = store.runs(kvtrie.TokenSequence(TOKENS, SPACE), [])
+    assert store.put(run, store.shape.empty(len(TOKENS)))
+    monkeypatch.setattr(_turns, "SWEEP_SECONDS", 0.01)
+    log = logging.getLogger("kvtrie.store")
+    writer = TurnWriter(store, lambda prompt: kvtrie.TokenSequence(prompt.tokens, SPACE), 8, log)
+    now[0] += 11
+    assert deleted.wait(30)
+    writer.close()
+    assert store.num_runs == 0

@@ -19,6 +19,7 @@ from kvtrie._core import Span
 from kvtrie.store.contexts import with_marks
 from kvtrie.store.loading import rows_of
 from kvtrie.store.threads import Crew
+from kvtrie.store.writing import SWEEP_SECONDS, sweep_some
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -36,8 +37,6 @@ MOST_RUNS: Final = 1024
 """Runs of one prompt that are looked up, and of one turn that are written: its first ones."""
 # Runs of a turn that are written before others have theirs.
 _PUTS_AT_ONCE: Final = 32
-# Turns between two visits to runs that have outlived their time.
-_SWEEP_EVERY: Final = 64
 # Tokens that are copied at once; a step may have to wait for the copy.
 _READ_TOKENS: Final = 256
 _GENERATED: Final = ("answer", "reasoning", "tool_call")
@@ -172,13 +171,15 @@ class TurnWriter:
         # Blocks that are being copied.
         self._reading: frozenset[int] = frozenset()
         self._jobs: list[_Writing] = []
-        self._num_done = self._num_written = 0
+        self._num_done = 0
         self._crew = Crew(
             "kvtrie-turns",
             threads=1,
             max_waiting=max_waiting,
             failed=self._failed,
             is_shared=True,
+            chore=lambda: sweep_some(store),
+            chore_every=SWEEP_SECONDS,
         )
 
     def offer(self, turn: TurnToWrite, pool: KVPool | None, overwritten: Sequence[int]) -> None:
@@ -317,9 +318,6 @@ class TurnWriter:
                     marks=marks if run.start in marked else None,
                 )
                 del rows
-        self._num_written += 1
-        if self._num_written % _SWEEP_EVERY == 0:
-            self._store.sweep()
 
     def _rows_of(
         self, job: _Writing, some: Sequence[SpanRun]
@@ -405,7 +403,7 @@ class TurnWriter:
 
     def _failed(self, error: Exception) -> None:
         self._store.count("put_failed")
-        self._log.error("kvtrie: a turn was not stored", exc_info=error)
+        self._log.error("kvtrie: a turn was not stored, or old runs not deleted", exc_info=error)
 
 
 def _rows(pool: KVPool, turn: TurnToWrite, start: int, end: int) -> SpanRows:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvtrie.store.backends.host import HostBackend
     from kvtrie.store.backends.mooncake import MooncakeBackend
     from kvtrie.store.backends.objects import ObjectBackend
-    from kvtrie.store.backends.protocol import Backend
+    from kvtrie.store.backends.protocol import Backend, StoredValue
     from kvtrie.store.budget import TenantLimits
     from kvtrie.store.contexts import PrefixMarks, PromptContexts, SpanContext
     from kvtrie.store.errors import BackendError, StoreRefused
@@ -60,6 +60,7 @@ __all__ = [
     "SpanWriter",
     "StoreKey",
     "StoreRefused",
+    "StoredValue",
     "TakenSpans",
     "TenantLimits",
     "borders_of",
@@ -91,6 +92,7 @@ _OWN = {
     "SpanWriter": "writing",
     "StoreKey": "keys",
     "StoreRefused": "errors",
+    "StoredValue": "backends",
     "TakenSpans": "loading",
     "TenantLimits": "budget",
     "borders_of": "runs",

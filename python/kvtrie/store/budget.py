@@ -21,7 +21,8 @@ class TenantLimits:
 
     Args:
         max_bytes: Bytes of all its runs that this process knows of; None for the store's bound.
-        lifetime: Seconds after which a run is not used and is deleted; None for no end.
+        lifetime: Seconds after which a run is not used; None for no end. A process that writes
+            deletes such runs within a minute, if it knows of them (`SpanStore.sweep`).
 
     Raises:
         ValueError: A limit is below 1.

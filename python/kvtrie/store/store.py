@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections import Counter
+from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtrie.store.budget import Budget, TenantLimits
@@ -390,8 +391,22 @@ class SpanStore:
         """Delete a run, if it is stored."""
         self._delete(run.name)
 
-    def sweep(self) -> int:
-        """Delete the runs that have outlived their tenant's lifetime, and return how many."""
+    def sweep(self, most: int | None = None) -> int:
+        """Delete the runs that have outlived their tenant's lifetime, and return how many.
+
+        Writers call it in their thread once a minute, while they have nothing to write too; who
+        has a store without a writer calls it himself. It deletes what this process knows of: what
+        it has written, and what it found when it was opened; what another process has written
+        again since under such a name is deleted too. It ends at the first run that the backend does
+        not delete.
+
+        Args:
+            most: Runs that are deleted at most; None for all.
+        """
+        if self._limits.lifetime is None and all(
+            one.lifetime is None for one in self._tenants.values()
+        ):
+            return 0
         now = self._clock()
         ends = {
             tenant: int(now - one.lifetime) if one.lifetime else 0
@@ -399,9 +414,10 @@ class SpanStore:
         }
         default = int(now - self._limits.lifetime) if self._limits.lifetime else 0
         with self._lock:
-            old = list(self._budget.older_than(ends, default))
-        deleted = sum(self._delete(name) for name in old)
-        self.count("expired", deleted)
+            old = list(islice(self._budget.older_than(ends, default), most))
+        deleted = sum(1 for _ in takewhile(self._delete, old))
+        if deleted:
+            self.count("expired", deleted)
         return deleted
 
     # --- counts --------------------------------------------------------------------------------
@@ -442,19 +458,20 @@ class SpanStore:
                 found = self._backend.read(_DESCRIPTOR, [(0, _DESCRIPTOR_BYTES)])
             if found is None or bytes(found[0]) != mine:
                 raise _refusal(b"" if found is None else bytes(found[0]), mine)
-            for name, size in self._backend.sizes():
-                # Whatever else is there is not the store's to count or to delete.
-                if is_run_name(name):
-                    # Another process's: how exact it is, is read when it is asked for.
-                    self._budget.add(
-                        name,
-                        num_bytes=max(1, size),
-                        written=int(self._clock()),
-                        exactness=None,
-                    )
+            now = self._clock()
+            # Whatever else is there is not the store's to count or to delete.
+            runs = [
+                (now if one.written is None else min(one.written, now), one.name, one.num_bytes)
+                for one in self._backend.values()
+                if is_run_name(one.name)
+            ]
         except BackendError as error:
             msg = f"SpanStore: the backend does not work: {error}"
             raise StoreRefused(msg, reason="unreachable") from error
+        # When they were used is not known: those that were written last stay longest.
+        for written, name, size in sorted(runs):
+            # Another process's: how exact it is, is read when it is asked for.
+            self._budget.add(name, num_bytes=max(1, size), written=int(written), exactness=None)
 
     def _describe(self) -> bytes:
         space = self._namespace

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections import OrderedDict, deque
 from typing import TYPE_CHECKING
 
@@ -56,6 +58,10 @@ class Crew:
         max_waiting: Work that may wait. More is refused.
         failed: Called with what a piece of work raises.
         is_shared: Whether owners share the queue as `Shares` has it.
+        chore: Done now and then, by one thread at a time, whether work waits or not; not after the
+            crew was closed. It returns whether there is more of it: then it goes on after the next
+            piece of work, or at once if none waits.
+        chore_every: Seconds from the end of a chore to the next.
 
     Raises:
         ValueError: A number is below 1.
@@ -69,6 +75,8 @@ class Crew:
         max_waiting: int,
         failed: Callable[[Exception], None],
         is_shared: bool = False,
+        chore: Callable[[], bool] | None = None,
+        chore_every: float = 60.0,
     ) -> None:
         for what, value in (("threads", threads), ("max_waiting", max_waiting)):
             if value < 1:
@@ -83,6 +91,10 @@ class Crew:
         self._num_waiting = 0
         self._unfinished = 0
         self._is_closed = False
+        self._chore, self._chore_every = chore, chore_every
+        self._chore_due = math.inf if chore is None else time.monotonic() + chore_every
+        # Between two pieces of a chore, work goes first.
+        self._after_chore = False
         for number in range(threads):
             threading.Thread(target=self._run, name=f"{name}-{number}", daemon=True).start()
 
@@ -134,7 +146,16 @@ class Crew:
             self._changed.notify_all()
         return self.wait(timeout)
 
+    def _is_chore_due(self) -> bool:
+        is_turn = not (self._after_chore and self._waiting)
+        return not self._is_closed and is_turn and time.monotonic() >= self._chore_due
+
     def _next(self) -> Callable[[], None]:
+        if self._is_chore_due():
+            self._chore_due, self._after_chore = math.inf, True
+            self._unfinished += 1
+            return self._do_chore
+        self._after_chore = False
         owner, works = self._waiting.popitem(last=False)
         work = works.popleft()
         self._num_waiting -= 1
@@ -144,11 +165,21 @@ class Crew:
             self._waiting[owner] = works
         return work
 
+    def _do_chore(self) -> None:
+        has_more = False
+        try:
+            has_more = self._chore is not None and self._chore()
+        finally:
+            with self._changed:
+                self._chore_due = time.monotonic() + (0.0 if has_more else self._chore_every)
+
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._is_closed)
-                if not self._waiting:
+                while not (self._waiting or self._is_closed or self._is_chore_due()):
+                    left = self._chore_due - time.monotonic()
+                    self._changed.wait(None if left == math.inf else max(0.0, left))
+                if self._is_closed and not self._waiting:
                     return
                 work = self._next()
             try:

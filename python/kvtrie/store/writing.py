@@ -18,12 +18,19 @@ if TYPE_CHECKING:
     from kvtrie.store.store import SpanStore
 
 _LOG: Final = logging.getLogger("kvtrie.store")
-# Runs that are written between two visits to those that have outlived their time.
-_SWEEP_EVERY: Final = 256
+SWEEP_SECONDS: Final = 60.0
+"""Between two visits of a writer to the runs that have outlived their time."""
+# Runs that are deleted before what waits to be written has its turn.
+_SWEPT_AT_ONCE: Final = 64
+
+
+def sweep_some(store: SpanStore) -> bool:
+    """Delete some of the runs that have outlived their time; whether there may be more."""
+    return store.sweep(_SWEPT_AT_ONCE) == _SWEPT_AT_ONCE
 
 
 class SpanWriter:
-    """Stores runs in a thread of its own.
+    """Stores runs in a thread of its own, and deletes there those that have outlived their time.
 
     Args:
         store: Where.
@@ -44,8 +51,14 @@ class SpanWriter:
         self._max_bytes = max_bytes
         self._bytes = 0
         self._lock = threading.Lock()
-        self._written = 0
-        self._crew = Crew("SpanWriter", threads=1, max_waiting=max_waiting, failed=self._failed)
+        self._crew = Crew(
+            "SpanWriter",
+            threads=1,
+            max_waiting=max_waiting,
+            failed=self._failed,
+            chore=lambda: sweep_some(store),
+            chore_every=SWEEP_SECONDS,
+        )
 
     def offer(
         self,
@@ -117,9 +130,6 @@ class SpanWriter:
                 if done is not None:
                     done()
             self._store.put(run, rows, **labels)
-            self._written += 1
-            if self._written % _SWEEP_EVERY == 0:
-                self._store.sweep()
         finally:
             self._leave(size)
 
@@ -129,4 +139,4 @@ class SpanWriter:
 
     def _failed(self, error: Exception) -> None:
         self._store.count("put_failed")
-        _LOG.error("a run was not stored", exc_info=error)
+        _LOG.error("a run was not stored, or old ones not deleted", exc_info=error)

@@ -11,15 +11,16 @@ if TYPE_CHECKING:
     from kvtrie.store.backends.host import HostBackend
     from kvtrie.store.backends.mooncake import MooncakeBackend
     from kvtrie.store.backends.objects import ObjectBackend
-    from kvtrie.store.backends.protocol import Backend
+    from kvtrie.store.backends.protocol import Backend, StoredValue
 
-__all__ = ["Backend", "HostBackend", "MooncakeBackend", "ObjectBackend"]
+__all__ = ["Backend", "HostBackend", "MooncakeBackend", "ObjectBackend", "StoredValue"]
 
 _OWN = {
     "Backend": "protocol",
     "HostBackend": "host",
     "MooncakeBackend": "mooncake",
     "ObjectBackend": "objects",
+    "StoredValue": "protocol",
 }
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import TYPE_CHECKING
 
-from kvtrie.store.backends.protocol import Backend
+from kvtrie.store.backends.protocol import Backend, StoredValue
 from kvtrie.store.errors import BackendError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 
 class HostBackend(Backend):
@@ -17,6 +18,7 @@ class HostBackend(Backend):
 
     Args:
         max_bytes: Bytes of all values together.
+        clock: Seconds since 1970.
 
     Raises:
         ValueError: ``max_bytes`` is below 1.
@@ -28,12 +30,14 @@ class HostBackend(Backend):
         [b'el', b'o']
     """
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, *, clock: Callable[[], float] = time.time) -> None:
         if max_bytes < 1:
             msg = f"HostBackend: max_bytes is {max_bytes}; it must be at least 1"
             raise ValueError(msg)
         self._max_bytes = max_bytes
+        self._clock = clock
         self._values: dict[str, bytearray] = {}
+        self._written: dict[str, float] = {}
         self._bytes = 0
         self._lock = threading.Lock()
 
@@ -50,6 +54,7 @@ class HostBackend(Backend):
                 msg = f"HostBackend: {total} bytes would be kept; the limit is {self._max_bytes}"
                 raise BackendError(msg, reason="full")
             self._values[name] = value
+            self._written[name] = self._clock()
             self._bytes = total
 
     def read(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview] | None:
@@ -68,11 +73,15 @@ class HostBackend(Backend):
         """Delete a value, if there is one."""
         with self._lock:
             self._bytes -= len(self._values.pop(name, b""))
+            self._written.pop(name, None)
 
-    def sizes(self) -> list[tuple[str, int]]:
-        """The values that are there with their bytes."""
+    def values(self) -> list[StoredValue]:
+        """The values that are there."""
         with self._lock:
-            return [(name, len(value)) for name, value in self._values.items()]
+            return [
+                StoredValue(name, len(value), self._written[name])
+                for name, value in self._values.items()
+            ]
 
     def close(self) -> None:
         """Do nothing: the values stay."""

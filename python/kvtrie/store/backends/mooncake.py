@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from kvtrie.store.backends.protocol import Backend
+from kvtrie.store.backends.protocol import Backend, StoredValue
 from kvtrie.store.errors import BackendError
 
 if TYPE_CHECKING:
@@ -29,7 +29,8 @@ _PATIENCE: Final = 2.0
 class MooncakeBackend(Backend):
     """A client of a Mooncake master. It needs `mooncake-transfer-engine`, CUDA or not.
 
-    Mooncake evicts by itself when it is full, so the store's budget does not count here.
+    Mooncake evicts by itself when it is full, so the store's budget does not count here. It lists
+    nothing, so a process deletes only what it has written itself when its lifetime ends.
 
     Args:
         master: Address and port of ``mooncake_master``.
@@ -165,7 +166,7 @@ class MooncakeBackend(Backend):
             msg = f"MooncakeBackend: {name} cannot be deleted (code {code})"
             raise BackendError(msg, reason="unreachable")
 
-    def sizes(self) -> list[tuple[str, int]]:
+    def values(self) -> list[StoredValue]:
         """Nothing: Mooncake bounds itself."""
         return []
 

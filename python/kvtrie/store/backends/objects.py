@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
 from kvtrie._obstore import first_line
-from kvtrie.store.backends.protocol import Backend
+from kvtrie.store.backends.protocol import Backend, StoredValue
 from kvtrie.store.errors import BackendError
 
 if TYPE_CHECKING:
@@ -169,12 +169,13 @@ class ObjectBackend(Backend):
         except self._errors as error:
             raise self._failure(name, "deleted", error) from error
 
-    def sizes(self) -> Iterator[tuple[str, int]]:
-        """The objects under the prefix with their bytes."""
+    def values(self) -> Iterator[StoredValue]:
+        """The objects under the prefix; when they were written, by the clock of the store."""
         try:
             for some in self._obstore.list(self._store, self._prefix or None):
                 for one in some:
-                    yield one["path"].removeprefix(self._prefix), one["size"]
+                    name = one["path"].removeprefix(self._prefix)
+                    yield StoredValue(name, one["size"], one["last_modified"].timestamp())
         except self._errors as error:
             what = "the objects"
             raise self._failure(what, "listed", error) from error

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
+
+class StoredValue(NamedTuple):
+    """A value that a backend has.
+
+    Attributes:
+        name: Its name.
+        num_bytes: Its size.
+        written: When it was written last, in seconds since 1970; None if the backend does not know.
+    """
+
+    name: str
+    num_bytes: int
+    written: float | None
 
 
 class Backend(Protocol):
@@ -48,8 +62,11 @@ class Backend(Protocol):
             BackendError: ``"unreachable"``.
         """
 
-    def sizes(self) -> Iterable[tuple[str, int]]:
-        """The values that are there with their bytes; nothing, if the backend bounds itself.
+    def values(self) -> Iterable[StoredValue]:
+        """The values that are there; nothing, if the backend bounds itself.
+
+        One of an unknown time counts as written when the store is opened, so its lifetime begins
+        again with each start.
 
         Raises:
             BackendError: ``"unreachable"``.
