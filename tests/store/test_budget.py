@@ -17,13 +17,16 @@ if TYPE_CHECKING:
     import pytest
 
 NAMES = [f"{tenant}/{run}" for tenant in "abc" for run in range(3)]
-CALLS = st.tuples(st.sampled_from(["add", "touch", "remove", "leave"]), st.sampled_from(NAMES))
+CALLS = st.tuples(
+    st.sampled_from(["add", "read", "offer", "remove", "leave"]), st.sampled_from(NAMES)
+)
 
 
 @given(st.lists(CALLS, max_size=80))
 def test_the_run_that_was_used_longest_ago_leaves(calls: list[tuple[str, str]]) -> None:
     budget = Budget()
     used: list[str] = []
+    were_read: set[str] = set()
     for number, (call, name) in enumerate(calls):
         tenant = name.partition("/")[0]
         is_known = name in used
@@ -33,14 +36,25 @@ def test_the_run_that_was_used_longest_ago_leaves(calls: list[tuple[str, str]]) 
             if found is not None:
                 budget.remove(found)
                 used.remove(found)
+                were_read.discard(found)
+            continue
+        was_read = name in were_read
+        were_read.discard(name)
+        if call == "offer" and was_read:
+            # By the turn that ends.
+            budget.offered(name)
             continue
         if is_known:
             used.remove(name)
         if call == "add":
             budget.add(name, num_bytes=number, written=number, exactness=None)
             used.append(name)
-        elif call == "touch":
-            budget.touch(name)
+        elif call == "read":
+            budget.read(name)
+            used += [name] * is_known
+            were_read |= {name} & set(used)
+        elif call == "offer":
+            budget.offered(name)
             used += [name] * is_known
         else:
             budget.remove(name)

@@ -395,7 +395,7 @@ def test_a_run_that_is_read_often_makes_no_list_long() -> None:
     for tenant in range(100):
         budget.add(f"{tenant}/a", num_bytes=1, written=0, exactness=(0, 0))
     for _ in range(10_000):
-        budget.touch("7/a")
+        budget.read("7/a")
     assert len(budget._tenant_order["7"]) == 1
     assert len(budget._order) == 100
     budget.remove("7/a")
@@ -536,6 +536,62 @@ def test_the_budget_is_kept_and_what_was_used_last_stays(kind: str, tmp_path: Pa
         assert store.counts()["evicted"] == 3
         assert not store.put(run_of(store, list(range(255))), rows(255))
         assert store.counts()["put_too_large"] == 1
+
+
+@pytest.mark.parametrize("call", ["put", "is_known", "put by another process"])
+def test_a_run_that_is_offered_again_counts_as_used(call: str) -> None:
+    """A run of a conversation whose pool has it is never read, and left the store first."""
+    backend = HostBackend(1 << 20)
+    size = SHAPE.num_bytes(32)
+    store = make_store(backend, max_bytes=3 * size)
+    hot, cold, last, new = (run_of(store, list(range(at, at + 32))) for at in range(4))
+    for run in (hot, cold, last):
+        assert store.put(run, rows(32))
+    if call == "put by another process":
+        store = make_store(backend, max_bytes=3 * size)
+    if call == "is_known":
+        assert store.is_known(hot)
+        assert not store.is_known(new)
+    else:
+        assert not store.put(hot, rows(32))
+    assert store.put(new, rows(32))
+    there = store.exists([hot, cold, last, new])
+    assert there[0]
+    assert there[3]
+    assert sum(there) == 3
+
+
+@pytest.mark.parametrize("call", ["put", "is_known"])
+def test_a_turn_that_has_read_a_run_and_offers_it_again_counts_once(call: str) -> None:
+    """A use at the end of each turn too keeps conversations that are over longer than others."""
+    store = make_store(max_bytes=2 * SHAPE.num_bytes(32))
+    first, second, third, fourth = (run_of(store, list(range(at, at + 32))) for at in range(4))
+
+    def offer(run: SpanRun) -> None:
+        assert store.is_known(run) if call == "is_known" else not store.put(run, rows(32))
+
+    for run in (second, first):
+        assert store.put(run, rows(32))
+    for run in (first, second):
+        assert read(store, run, (0, 32)) is not None
+    offer(first)
+    assert store.put(third, rows(32))
+    assert store.exists([first, second, third]) == [False, True, True]
+    # The next turn reads nothing.
+    offer(second)
+    offer(second)
+    assert store.put(fourth, rows(32))
+    assert store.exists([second, third, fourth]) == [True, False, True]
+
+
+def test_a_run_that_is_less_exact_than_what_is_asked_for_is_not_used_by_it() -> None:
+    store = make_store(max_bytes=2 * SHAPE.num_bytes(32))
+    first, second, third = (run_of(store, list(range(at, at + 32))) for at in range(3))
+    assert store.put(first, rows(32), exact_until=8, hops=0)
+    assert store.put(second, rows(32))
+    assert not store.is_known(first)
+    assert store.put(third, rows(32))
+    assert store.exists([first, second, third]) == [False, True, True]
 
 
 def test_tenants_share_one_order_of_last_use() -> None:

@@ -1,8 +1,10 @@
 """Which stored runs leave when there is no room: those least recently used.
 
 A prompt asks for all that its conversation has stored, again at each turn, and never again once
-the conversation is over. So when a run was used says more than how often, or what it costs to
-recompute. ``benches/python/tiers.py`` measures it.
+the conversation is over. So when a run was used says more than how often. A run is used when it is
+stored or read. One that is offered again at the end of a turn was used by its prompt: unless it was
+read since the last offer, the pool has supplied it, and it is used then. A turn counts once, and by
+its prompt where the store knows it: what ends says little of what is asked for next.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ class _Stored:
     num_bytes: int
     written: int
     exactness: tuple[int, int] | None
+    was_read: bool = False
 
 
 class Budget:
@@ -99,15 +102,27 @@ class Budget:
         self._runs[name] = _Stored(tenant, num_bytes, written, exactness)
         self.num_bytes += num_bytes
         self._of_tenant[tenant] += num_bytes
-        self.touch(name)
+        self._touch(name, tenant)
 
-    def touch(self, name: str) -> None:
-        """Count a use."""
+    def read(self, name: str) -> None:
+        """Count a use by a prompt that the store supplies."""
         run = self._runs.get(name)
         if run is not None:
-            for order in (self._order, self._tenant_order[run.tenant]):
-                order[name] = None
-                order.move_to_end(name)
+            run.was_read = True
+            self._touch(name, run.tenant)
+
+    def offered(self, name: str) -> None:
+        """Count a use by a turn that has ended, unless it was read for it."""
+        run = self._runs.get(name)
+        if run is not None:
+            if not run.was_read:
+                self._touch(name, run.tenant)
+            run.was_read = False
+
+    def _touch(self, name: str, tenant: str) -> None:
+        for order in (self._order, self._tenant_order[tenant]):
+            order[name] = None
+            order.move_to_end(name)
 
     def remove(self, name: str) -> None:
         """Forget a run, if it is known."""

@@ -250,7 +250,7 @@ class SpanStore:
         if not all(good):
             self._doubt(run)
         with self._lock:
-            self._budget.touch(run.name)
+            self._budget.read(run.name)
         return header, good
 
     def get_context(self, run: SpanRun, header: SpanHeader) -> PrefixMarks | None:
@@ -302,6 +302,8 @@ class SpanStore:
     ) -> bool:
         """Store a run, unless what is stored is as exact.
 
+        If so, it counts as used, unless it was read since it was offered last.
+
         Args:
             run: Which run.
             slots: Its rows, of the position and prefix that it says.
@@ -334,9 +336,9 @@ class SpanStore:
             raise ValueError(msg)
         exactness = num_tokens - exact, hops or 0
         with self._writing:
-            known = self._budget.exactness(run.name)
-            if known is not None and known <= exactness:
+            if self._is_as_exact(run, exactness):
                 return self._left("known")
+            known = self._budget.exactness(run.name)
             if known is None and self._is_there(run, exactness):
                 return self._left("known")
             written = int(self._clock())
@@ -381,11 +383,10 @@ class SpanStore:
     ) -> bool:
         """Whether `put` with these labels would leave a run as it is, by what this process knows.
 
-        The backend is not asked.
+        If so, it is offered, and counts as used as by `put`. The backend is not asked.
         """
         exact = run.num_tokens if exact_until is None else exact_until
-        known = self._budget.exactness(run.name)
-        return known is not None and known <= (run.num_tokens - exact, hops or 0)
+        return self._is_as_exact(run, (run.num_tokens - exact, hops or 0))
 
     def delete(self, run: SpanRun) -> None:
         """Delete a run, if it is stored."""
@@ -491,6 +492,15 @@ class SpanStore:
 
     def _limits_of(self, run: SpanRun) -> TenantLimits:
         return self._tenants.get(run.tenant, self._limits)
+
+    def _is_as_exact(self, run: SpanRun, exactness: tuple[int, int]) -> bool:
+        """Whether this process knows a run to be as exact or more; then it was offered."""
+        with self._lock:
+            known = self._budget.exactness(run.name)
+            if known is None or known > exactness:
+                return False
+            self._budget.offered(run.name)
+        return True
 
     def _is_there(self, run: SpanRun, exactness: tuple[int, int]) -> bool:
         """Whether another process has stored the run, as exact or more."""
