@@ -236,7 +236,7 @@ bench-replicas: setup ## events of one engine over a nats-server to three replic
 BENCH_STORE_FLAGS ?=
 
 .PHONY: bench-store
-bench-store: setup ## what a store of runs finds of W11's prompts at four sizes, next to its ceilings and to chained hashes; printed only (three minutes)
+bench-store: setup ## what a store of runs finds of W11's prompts at four sizes, next to its ceilings and to chained hashes; printed only (six minutes)
 	OMP_NUM_THREADS=1 $(PY) benches/python/tiers.py $(BENCH_STORE_FLAGS)
 
 SIMULATE_FLAGS ?=

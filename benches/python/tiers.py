@@ -1,28 +1,32 @@
 """What a store of runs finds of prompts after agent runs, next to a tier under chained hashes.
 
-    python benches/python/tiers.py [--conversations 24] [--turns 3] [--seed 1]
+    python benches/python/tiers.py [--conversations 24] [--apart 20]
 
 Agents of W11 have three turns of 13 requests each: 12 that call a tool, and one that answers. When
 the user speaks again, the template has dropped the reasoning of the turn before. Conversations
-begin at random within 20 s times their number; pauses are random, 4 s for a tool and 40 s for a
-user on average. Within a turn the engine's pool has what was computed before. Between turns it has
-lost all, and a tier is asked. Shares are of the prompts of users that speak again.
+begin at random within `--apart` s times their number; pauses are random, 4 s for a tool and 40 s
+for a user on average. Within a turn the engine's pool has what was computed before. Between turns
+it has lost all, and a tier is asked. Shares are of the prompts of users that speak again.
 
 * `store`: `kvtrie.store.SpanStore` on host memory, under the default policy, with real bytes. A
   prompt is loaded by `SpanLoader` and placed in a pool, rotated; V, which does not rotate, and K of
   exact tokens are compared with what was computed. At the close of a turn its runs are stored, but
-  not reasoning. So many blocks are bytes of their KV, and headers and seals count.
+  not reasoning, with the marks that the connectors give them. So many blocks are bytes of their KV,
+  and headers, seals and marks count. The KV is of one layer, 1 KiB per token.
+* `SmolLM2`: the same store and the same bytes, where the budget counts what each value would have
+  in the layout of SmolLM2-135M in bfloat16: 30 layers, 22.5 KiB per token.
 * `last use`: the ceiling of a store that does not know the future. It keeps single tokens by
   content, all that the next prompt has again, and nothing besides KV. What was written or found
   last stays.
+* `times used`: as `last use`, but what was found most often stays, and of that what was used last.
 * `any order`: the ceiling of all stores. As `last use`, but it knows when each conversation goes
   on, and which end: what is needed last leaves. While a turn runs, its tokens take no room.
 * `chained hashes`: a tier of blocks of 16 tokens, each named by all tokens up to its end. It stores
   every full block of every request, reasoning too; the block least recently used leaves, and the
   end of a prompt before its beginning. Its bytes are those of KV alone.
 
-MiB are the most that was kept at a time, and all that was written; a run or block that has left is
-written again.
+`of last use` is the share of that ceiling which a store finds. MiB are the most that was kept at a
+time, and all that was written, of 1 KiB per token; a run or block that has left is written again.
 """
 
 from __future__ import annotations
@@ -47,11 +51,17 @@ from workloads.writer import Writer
 import kvtrie
 from kvtrie.pool.kv_pool import KVPool
 from kvtrie.store import HostBackend, SpanLoader, SpanShape, SpanStore, StoreKey, rows_of
+from kvtrie.store.contexts import with_marks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from typing import Any, Literal
 
     from workloads.history import Conversation, Span
+
+    from kvtrie.store import SpanRows, SpanRun
+
+    Order = Literal["last use", "times used", "any order"]
 
 BLOCK_SIZE = 16
 # What a model of few layers takes per token: a header of a run is as large as one token.
@@ -62,6 +72,8 @@ ROPE = kvtrie.RopeSpec(
     layers=(kvtrie.rope.Rotary(tuple(10_000 ** (-at / 64) for at in range(64))),), head_dim=128
 )
 SHAPE = SpanShape.of(LAYOUT)
+# Three KV heads of 64 channels, two bytes each.
+SMOLLM2 = SpanShape(num_layers=30, num_kv_heads=3, k_bytes=384, v_bytes=384, kv_dtype="bfloat16")
 NAMESPACE = kvtrie.Namespace(model="tiers", kv_dtype=LAYOUT.kv_dtype, salt="tenant")
 POLICY = kvtrie.ReusePolicy()
 BUDGETS = (8_000, 16_000, 32_000, None)
@@ -92,6 +104,14 @@ class Traffic:
         """Prompt tokens of users that speak again."""
         return sum(one.prompt for one in self.requests if one.is_first and one.turn)
 
+    @property
+    def num_live(self) -> float:
+        """Conversations that have begun and not ended, on average over the requests."""
+        at: dict[int, list[int]] = {}
+        for number, one in enumerate(self.requests):
+            at.setdefault(one.conversation, []).append(number)
+        return sum(one[-1] - one[0] + 1 for one in at.values()) / len(self.requests)
+
 
 @dataclass
 class Found:
@@ -103,14 +123,16 @@ class Found:
     counts: dict[str, int] = field(default_factory=dict)
 
 
-def traffic(conversations: int, turns: int, seed: int, scale: float) -> Traffic:
+def traffic(
+    conversations: int, turns: int, seed: int, scale: float, apart: float = APART
+) -> Traffic:
     shape = AgentRun().scaled(scale)
     build = close_runs("qwen3", turns=turns)
     talks = [build(Writer(seed, number), shape) for number in range(conversations)]
     rng = random.Random(seed)
     timed = []
     for number, talk in enumerate(talks):
-        now = rng.uniform(0, APART * conversations)
+        now = rng.uniform(0, apart * conversations)
         for turn, one in enumerate(talk):
             # A reply begins with its reasoning.
             prompts = [span.start for span in one.spans if span.kind == "reasoning"]
@@ -124,11 +146,40 @@ def traffic(conversations: int, turns: int, seed: int, scale: float) -> Traffic:
 # --- the store -------------------------------------------------------------------------------
 
 
-def store_of_runs(asked: Traffic, budget: int | None) -> Found:
-    max_bytes = 1 << 40 if budget is None else budget * BLOCK_SIZE * SHAPE.token_bytes
-    # What the store says of itself is not of its budget.
-    backend = HostBackend(max_bytes + 1024)
-    store = SpanStore(backend, StoreKey(bytes(32)), NAMESPACE, SHAPE, max_bytes=max_bytes)
+class CountedStore(SpanStore):
+    """A store of small rows, whose budget counts the bytes of another geometry.
+
+    Args:
+        counted: That geometry.
+        max_bytes: Bytes in it.
+    """
+
+    def __init__(self, counted: SpanShape, max_bytes: int) -> None:
+        # Small rows take no more, and what the store says of itself is not of its budget.
+        backend = HostBackend(max_bytes + 1024)
+        super().__init__(backend, StoreKey(bytes(32)), NAMESPACE, SHAPE, max_bytes=max_bytes)
+        self.counted = counted
+        self._size = 0
+        self.stored_bytes = 0
+
+    def put(self, run: SpanRun, slots: SpanRows, **labels: Any) -> bool:  # noqa: ANN401 - those of `SpanStore.put`
+        is_stored = super().put(run, slots, **labels)
+        if is_stored:
+            self.stored_bytes += self._size
+            exactness = self._budget.exactness(run.name)
+            self._budget.add(run.name, num_bytes=self._size, written=0, exactness=exactness)
+        return is_stored
+
+    def _make_room(self, run: SpanRun, size: int) -> bool:
+        # Header and marks are the same in both.
+        own = SHAPE.num_bytes(run.num_tokens)
+        self._size = size - own + self.counted.num_bytes(run.num_tokens)
+        return super()._make_room(run, self._size)
+
+
+def store_of_runs(asked: Traffic, budget: int | None, counted: SpanShape = SHAPE) -> Found:
+    max_bytes = 1 << 40 if budget is None else budget * BLOCK_SIZE * counted.token_bytes
+    store = CountedStore(counted, max_bytes)
     loader = SpanLoader(store)
     longest = max(len(one.cached) for talk in asked.turns for one in talk)
     num_blocks = longest // BLOCK_SIZE + 1
@@ -149,7 +200,7 @@ def store_of_runs(asked: Traffic, budget: int | None) -> Found:
             found.most_bytes = max(found.most_bytes, store.num_bytes)
     loader.close()
     found.counts = store.counts()
-    found.stored_bytes = found.counts.get("stored_bytes", 0)
+    found.stored_bytes = store.stored_bytes
     return found
 
 
@@ -158,7 +209,7 @@ class Engine:
 
     def __init__(
         self,
-        store: SpanStore,
+        store: CountedStore,
         loader: SpanLoader,
         pool: KVPool,
         table: np.ndarray,
@@ -206,20 +257,34 @@ class Engine:
         seq = kvtrie.TokenSequence(ids, NAMESPACE)
         tags = [kvtrie.Span(s.start, min(s.end, len(ids)), s.kind) for s in turn.spans]
         session = self._store.session_of(NAMESPACE, self._session)
-        first = min((start for start, _, _ in self._hops), default=len(ids))
-        for run in self._store.runs(seq, borders(turn.spans, len(ids)), tags):
-            if "reasoning" in run.kinds:
-                continue
-            exact = min(max(first - run.start, 0), run.num_tokens)
-            hops = max((h for s, e, h in self._hops if s < run.end and run.start < e), default=0)
+        runs = self._store.runs(seq, borders(turn.spans, len(ids)), tags)
+        marks = self._store.marks(seq, [at for run in runs for at in (run.start, run.end)])
+        # As the connectors do it: which runs have marks is a matter of what is written.
+        wanted = []
+        for run in runs:
+            exact, hops = self._label(run)
+            is_known = self._store.is_known(run, exact_until=exact, hops=hops)
+            if "reasoning" not in run.kinds and not is_known:
+                wanted.append((run, exact, hops))
+        sizes = [self._store.counted.num_bytes(run.num_tokens) for run, _, _ in wanted]
+        has_marks = with_marks(sizes, 0 if marks is None else len(marks.tobytes()))
+        for (run, exact, hops), is_marked in zip(wanted, has_marks, strict=True):
             self._store.put(
                 run,
                 rows_of(self._pool, self._table, run.start, run.end),
                 exact_until=exact,
-                hops=hops if exact < run.num_tokens else None,
+                hops=hops,
                 policy=POLICY,
                 session=session,
+                marks=marks if is_marked else None,
             )
+
+    def _label(self, run: SpanRun) -> tuple[int, int | None]:
+        """How many tokens of a run are exact, and the hops of the others."""
+        first = min((start for start, _, _ in self._hops), default=run.end)
+        exact = min(max(first - run.start, 0), run.num_tokens)
+        hops = [h for start, end, h in self._hops if start < run.end and run.start < end]
+        return exact, max(hops, default=0) if exact < run.num_tokens else None
 
 
 def borders(spans: Sequence[Span], length: int) -> list[int]:
@@ -267,22 +332,26 @@ def groups(asked: Traffic) -> dict[Group, int]:
     return found
 
 
-def by_content(asked: Traffic, budget: int | None, *, knows: bool) -> Found:
+def by_content(asked: Traffic, budget: int | None, order: Order) -> Found:
     """A store of single tokens, from the close of one turn to the next."""
+    knows = order == "any order"
     room = sys.maxsize if budget is None else budget * BLOCK_SIZE
     sizes = groups(asked)
     starts = {(r.conversation, r.turn): at for at, r in enumerate(asked.requests) if r.is_first}
     closed: dict[int, int] = {}
     used: dict[Group, int] = {}
+    times: dict[Group, int] = {}
     kept: dict[Group, int] = {}
     found = Found()
 
-    def leaves(group: Group) -> int:
+    def leaves(group: Group) -> tuple[int, int]:
         """The group with the most leaves first."""
         number = group.conversation
-        if not knows:
-            return -used[group]
-        return starts.get((number, closed[number] + 1), sys.maxsize)
+        if order == "last use":
+            return -used[group], 0
+        if order == "times used":
+            return -times.get(group, 0), -used[group]
+        return starts.get((number, closed[number] + 1), sys.maxsize), 0
 
     for at, request in enumerate(asked.requests):
         mine = [group for group in sizes if group.conversation == request.conversation]
@@ -291,6 +360,7 @@ def by_content(asked: Traffic, budget: int | None, *, knows: bool) -> Found:
                 if group.last >= request.turn and kept.get(group):
                     found.tokens += kept[group]
                     used[group] = at
+                    times[group] = times.get(group, 0) + 1
             if knows:
                 # Until the turn ends the engine has them.
                 for group in mine:
@@ -349,11 +419,17 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--scale", type=float, default=1.0)
+    parser.add_argument("--apart", type=float, default=APART, help="seconds")
     parser.add_argument("--budgets", nargs="+", type=_budget, default=BUDGETS, help="blocks")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    asked = traffic(options.conversations, options.turns, options.seed, options.scale)
-    print(f"{len(asked.requests)} requests; prompts of {asked.asked:,} tokens after agent runs\n")
+    asked = traffic(
+        options.conversations, options.turns, options.seed, options.scale, options.apart
+    )
+    print(
+        f"{len(asked.requests)} requests; prompts of {asked.asked:,} tokens after agent runs; "
+        f"{asked.num_live:.1f} conversations at a time\n"
+    )
     print(HEAD)
     for budget in options.budgets:
         print(row(budget, asked.asked, measured(asked, budget)), flush=True)
@@ -363,29 +439,34 @@ def measured(asked: Traffic, budget: int | None) -> dict[str, Found]:
     """What each tier of so many blocks finds."""
     return {
         "store": store_of_runs(asked, budget),
-        "any order": by_content(asked, budget, knows=True),
-        "last use": by_content(asked, budget, knows=False),
+        "SmolLM2": store_of_runs(asked, budget, SMOLLM2),
+        "any order": by_content(asked, budget, "any order"),
+        "last use": by_content(asked, budget, "last use"),
+        "times used": by_content(asked, budget, "times used"),
         "chained hashes": chained(asked, budget),
     }
 
 
+STORES = ("store", "SmolLM2")
 HEAD = """\
-| blocks | store | of last use | last use | any order | chained hashes | MiB, store | MiB, chained |
-| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"""
+| blocks | store | of last use | SmolLM2 | of last use | last use | times used | any order \
+| chained hashes | MiB, store | MiB, chained |
+| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"""
 
 
 def row(budget: int | None, asked: int, found: dict[str, Found]) -> str:
     """A row in Markdown."""
     share = {name: f"{one.tokens / asked:.1%}" for name, one in found.items()}
-    part = found["store"].tokens / max(1, found["last use"].tokens)
+    most = max(1, found["last use"].tokens)
+    stores = [(share[name], f"{found[name].tokens / most:.1%}") for name in STORES]
     sizes = [
         f"{found[name].most_bytes / 2**20:,.0f}, {found[name].stored_bytes / 2**20:,.0f}"
         for name in ("store", "chained hashes")
     ]
     cells = [
         "unlimited" if budget is None else f"{budget:,}",
-        *(share["store"], f"{part:.1%}"),
-        *(share["last use"], share["any order"], share["chained hashes"]),
+        *(cell for one in stores for cell in one),
+        *(share[name] for name in ("last use", "times used", "any order", "chained hashes")),
         *sizes,
     ]
     return f"| {' | '.join(cells)} |"
