@@ -314,6 +314,70 @@ class Slow(HostBackend):
         return super().exists(names)
 
 
+@pytest.mark.parametrize("encryption", ["none", "aes-256-gcm"])
+def test_nothing_of_a_damaged_run_is_placed(encryption: Any) -> None:
+    """One bit of a run's header or units is flipped; the run next to it is placed."""
+    if encryption != "none":
+        pytest.importorskip("cryptography", reason="cryptography is not installed")
+    layout = kvtrie.KVLayout(
+        num_layers=2, num_kv_heads=1, head_dim=4, dtype="float32", block_size=16
+    )
+    rope = RopeSpec(layers=(Rotary((1.0, 0.1)),) * 2, head_dim=4)
+    backend = HostBackend(1 << 26)
+    shape = SpanShape.of(layout)
+    store = make_store(
+        backend, key=StoreKey(SECRET, encryption=encryption), space=SPACE, shape=shape
+    )
+    loader = SpanLoader(store)
+    blocks = np.arange(40)
+    draw = np.random.default_rng(3)
+    sentinel = 7.0
+    num_placed = 0
+    for number in range(400):
+        lengths = draw.integers(16, 257, 2).tolist()
+        ids = draw.integers(0, 1 << 20, sum(lengths)).tolist()
+        first = kvtrie.TokenSequence(ids, SPACE)
+        runs = store.runs(first, [lengths[0]])
+        pool = kvtrie.KVPool(layout, rope, num_blocks=40)
+        drawn = torch.randn(2, 2, len(ids), 1, 4)
+        pool.scatter(drawn[0], drawn[1], blocks, 0)
+        kept = [rows_of(pool, blocks, run.start, run.end) for run in runs]
+        for run, of_run in zip(runs, kept, strict=True):
+            assert store.put(run, of_run)
+        # Where it was computed, or elsewhere.
+        before = [] if number % 2 else draw.integers(0, 1 << 20, 24).tolist()
+        prompt = kvtrie.TokenSequence([*before, *ids, 5], SPACE)
+        named = store.runs(prompt, [len(before), len(before) + lengths[0], len(prompt) - 1])
+        wanted = [run for run in named if run.name in {one.name for one in runs}]
+        which = int(draw.integers(2))
+        size = shape.num_bytes(lengths[which])
+        bit = int(draw.integers(0, 1024 * 8 if draw.random() < 0.2 else size * 8))
+        backend._values[runs[which].name][bit // 8] ^= 1 << bit % 8
+        for k, v in zip(pool.k, pool.v, strict=True):
+            assert v is not None
+            k.fill_(sentinel)
+            v.fill_(sentinel)
+        index = kvtrie.RadixIndex(num_blocks=40, block_size=16)
+        with index.plan(prompt, NAMESPACE, keep_last=1) as plan:
+            load = loader.start(plan, prompt, named, NAMESPACE)
+            assert load.wait(SECONDS)
+            placed = load.place(pool, blocks)
+        good = wanted[1 - which]
+        assert [(one.start, one.end) for one in placed.spans] == [(good.start, good.end)]
+        num_placed += good.num_tokens
+        of_good = rows_of(pool, blocks, good.start, good.end)
+        assert np.array_equal(of_good.v, kept[1 - which].v)
+        k, v = pool.gather(blocks, 0, 40 * 16)
+        assert v is not None
+        for side in (k, v):
+            side[:, good.start : good.end] = sentinel
+            assert bool((side == sentinel).all())
+        for run in runs:
+            store.delete(run)
+    assert store.counts()["placed_exact"] + store.counts()["placed_approximate"] == num_placed
+    assert loader.close(SECONDS)
+
+
 def test_a_slow_store_makes_nobody_wait(model: PreTrainedModel) -> None:
     backend = Slow(1 << 26)
     store = filled(model, ("question", "answer"), backend)

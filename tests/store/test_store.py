@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -48,16 +49,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SEEDS = 10_000
+RUNS = 256
 
 
 def flipped(backend: HostBackend, name: str, bit: int) -> None:
     """Change one bit of a stored value."""
-    (size,) = [one.num_bytes for one in backend.values() if one.name == name]
-    found = backend.read(name, [(0, size)])
-    assert found is not None
-    value = bytearray(found[0])
-    value[bit // 8] ^= 1 << bit % 8
-    backend.put(name, value)
+    backend._values[name][bit // 8] ^= 1 << bit % 8
 
 
 @pytest.mark.parametrize("encryption", ["none", "aes-256-gcm"])
@@ -66,30 +63,48 @@ def test_one_flipped_bit_in_each_of_10000_ranges_and_none_is_used(encryption: An
         pytest.importorskip("cryptography", reason="cryptography is not installed")
     backend = HostBackend(1 << 24)
     store = make_store(backend, key=StoreKey(SECRET, encryption=encryption))
-    run, kept = run_of(store, list(range(80))), rows(80)
-    assert store.put(run, kept)
-    (size,) = [one.num_bytes for one in backend.values() if one.name == run.name]
     draw = np.random.default_rng(7)
-    used = 0
-    for _ in range(SEEDS):
-        start = int(draw.integers(0, 79))
-        end = int(draw.integers(start + 1, 81))
-        first, last = SHAPE.blocks_at(start, end)
-        low, high = SHAPE.bytes_at(first, last, 80)
-        # A bit of the range's own units, or of the header.
-        at = int(draw.integers(0, 1024 * 8)) if draw.random() < 0.1 else 0
-        at = at or int(draw.integers(low * 8, high * 8))
-        flipped(backend, run.name, at)
-        used += read(store, run, (start, end)) is not None
-        flipped(backend, run.name, at)
+    kept = []
+    for number in range(RUNS):
+        # Each length once, and half of them with the marks of their prompt.
+        seq = kvtrie.TokenSequence(range(1_000 * number, 1_000 * number + 1 + number), SPACE)
+        (run,) = store.runs(seq, [])
+        marks = store.marks(seq, []) if number % 2 else None
+        assert store.put(run, rows(len(seq), number), marks=marks)
+        kept.append((run, rows(len(seq), number)))
+    used, counted = 0, Counter[str]()
+    for number in range(SEEDS):
+        run, _ = kept[number % RUNS]
+        length = run.num_tokens
+        start = int(draw.integers(0, length))
+        end = int(draw.integers(start + 1, length + 1))
+        low, high = SHAPE.bytes_at(*SHAPE.blocks_at(start, end), length)
+        size, where = len(backend._values[run.name]), draw.random()
+        part = "units"
+        if where < 0.2:
+            low, high, part = 0, 1024, "header"
+        elif where < 0.4 and size > SHAPE.num_bytes(length):
+            low, high, part = SHAPE.num_bytes(length), size, "marks"
+        bit = int(draw.integers(low * 8, high * 8))
+        counted[part] += 1
+        flipped(backend, run.name, bit)
+        if part == "marks":
+            found = store.get_ranges(run, [], [])
+            assert found is not None
+            used += store.get_context(run, found[0]) is not None
+        else:
+            used += read(store, run, (start, end)) is not None
+        flipped(backend, run.name, bit)
     assert used == 0
-    assert sum(store.counts()[why] for why in ("corrupt", "forged", "malformed", "version")) == (
-        SEEDS
-    )
-    whole = read(store, run, (0, 80))
-    assert whole is not None
-    assert same(whole, kept)
-    assert size == SHAPE.num_bytes(80)
+    counts = store.counts()
+    header = ("forged", "malformed", "version")
+    assert counts["corrupt"] == counted["units"] > 0.5 * SEEDS
+    assert sum(counts.get(why, 0) for why in header) == counted["header"] > 0.15 * SEEDS
+    assert counts["context_corrupt"] == counted["marks"] > 0.05 * SEEDS
+    for run, rows_of_run in kept:
+        whole = read(store, run, (0, run.num_tokens))
+        assert whole is not None
+        assert same(whole, rows_of_run)
 
 
 def test_a_bit_elsewhere_in_the_value_costs_no_other_range() -> None:
