@@ -438,6 +438,40 @@ def test_a_store_of_another_is_refused_by_name_at_the_start(
     assert refused.value.reason == reason
 
 
+def test_a_store_without_its_descriptor_is_not_refused_and_finds_nothing_of_another() -> None:
+    """As where Mooncake has evicted it."""
+    backend = HostBackend(1 << 20)
+    first = make_store(backend)
+    ids = list(range(40))
+    assert first.put(run_of(first, ids), rows(40))
+    others: list[dict[str, Any]] = [
+        {"space": SPACE.replace(model="n@1")},
+        {"shape": replace(SHAPE, num_layers=3)},
+        {"key": StoreKey(b"another secret, as long")},
+    ]
+    for changes in others:
+        backend.delete("kvtrie/store")
+        other = make_store(backend, **changes)
+        (run,) = other.runs(kvtrie.TokenSequence(ids, changes.get("space", SPACE)), [])
+        assert other.exists([run]) == [False]
+        assert other.get_ranges(run, [], []) is None
+    assert read(first, run_of(first, ids), (0, 40)) is not None
+
+
+def test_the_descriptor_is_clear_text_and_nothing_else_is_under_encryption() -> None:
+    pytest.importorskip("cryptography", reason="cryptography is not installed")
+    backend = HostBackend(1 << 20)
+    store = make_store(backend, key=StoreKey(SECRET, encryption="aes-256-gcm"))
+    seq = kvtrie.TokenSequence(range(40), SPACE)
+    (run,) = store.runs(seq, [], [kvtrie.Span(0, 40, "answer")])
+    assert store.put(run, rows(40), marks=store.marks(seq, []))
+    value = bytes(backend._values[run.name])
+    assert b"answer" not in value
+    assert b"num_tokens" not in value
+    assert rows(40).k[0, :16].tobytes() not in value
+    assert b'"m@1"' in backend._values["kvtrie/store"]
+
+
 @pytest.mark.parametrize(
     ("reason", "old", "new"),
     [

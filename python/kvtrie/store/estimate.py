@@ -34,7 +34,8 @@ class Estimate:
     """Measures loads and prefill, and compares what both are expected to take.
 
     A load takes a time of its own and a time per byte, both fitted to the loads that were measured;
-    older ones count less.
+    older ones count less. `SpanLoader` measures reading and verifying alone: waiting for a thread,
+    and the copy into the pool with its rotation, take time besides.
 
     Args:
         prefill_tokens_per_s: Of the engine, until it is measured.

@@ -267,7 +267,8 @@ class StoreRequests:
         _LOG.warning(
             "kvtrie: store: the cache was reset: this process finds nothing that was stored "
             "before, and others find nothing that it stores. Others go on to use what is stored: "
-            'after a change of weights, reset them too, or give all another "model" of the store'
+            "after a change of weights, reset them too, or give all another folder, bucket or "
+            "master for the store"
         )
         for ticket in (*self._waiting, *self._loaded):
             self._drop(ticket)
