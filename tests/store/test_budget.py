@@ -50,7 +50,7 @@ def test_the_run_that_was_used_longest_ago_leaves(calls: list[tuple[str, str]]) 
             budget.add(name, num_bytes=number, written=number, exactness=None)
             used.append(name)
         elif call == "read":
-            budget.read(name)
+            budget.read(name, (0, 0))
             used += [name] * is_known
             were_read |= {name} & set(used)
         elif call == "offer":

@@ -410,7 +410,7 @@ def test_a_run_that_is_read_often_makes_no_list_long() -> None:
     for tenant in range(100):
         budget.add(f"{tenant}/a", num_bytes=1, written=0, exactness=(0, 0))
     for _ in range(10_000):
-        budget.read("7/a")
+        budget.read("7/a", (0, 0))
     assert len(budget._tenant_order["7"]) == 1
     assert len(budget._order) == 100
     budget.remove("7/a")
@@ -631,6 +631,37 @@ def test_a_turn_that_has_read_a_run_and_offers_it_again_counts_once(call: str) -
     offer(second)
     assert store.put(fourth, rows(32))
     assert store.exists([second, third, fourth]) == [True, False, True]
+
+
+def test_after_a_restart_each_run_is_asked_for_once() -> None:
+    """Each offer of a run that was found at the start read its header again."""
+
+    class Asked(HostBackend):
+        num_calls = 0
+
+        def exists(self, names: Any) -> Any:
+            self.num_calls += 1
+            return super().exists(names)
+
+        def read(self, name: str, ranges: Any) -> Any:
+            self.num_calls += 1
+            return super().read(name, ranges)
+
+    backend = Asked(1 << 20)
+    exact, moved = (run_of(make_store(backend), list(range(at, at + 32))) for at in range(2))
+    store = make_store(backend)
+    assert store.put(exact, rows(32))
+    assert store.put(moved, rows(32), exact_until=8, hops=2)
+    again = make_store(backend)
+    assert not again.put(exact, rows(32))
+    assert read(again, moved, (0, 32)) is not None
+    backend.num_calls = 0
+    assert not again.put(exact, rows(32))
+    assert again.is_known(exact)
+    assert again.is_known(moved, exact_until=8, hops=2)
+    assert not again.is_known(moved, exact_until=8, hops=1)
+    assert backend.num_calls == 0
+    assert again.put(moved, rows(32))
 
 
 def test_a_run_that_is_less_exact_than_what_is_asked_for_is_not_used_by_it() -> None:

@@ -104,11 +104,13 @@ class Budget:
         self._of_tenant[tenant] += num_bytes
         self._touch(name, tenant)
 
-    def read(self, name: str) -> None:
-        """Count a use by a prompt that the store supplies."""
+    def read(self, name: str, exactness: tuple[int, int]) -> None:
+        """Count a use by a prompt that the store supplies, and keep what its header says."""
         run = self._runs.get(name)
         if run is not None:
             run.was_read = True
+            if run.exactness is None:
+                run.exactness = exactness
             self._touch(name, run.tenant)
 
     def offered(self, name: str) -> None:

@@ -250,7 +250,7 @@ class SpanStore:
         if not all(good):
             self._doubt(run)
         with self._lock:
-            self._budget.read(run.name)
+            self._budget.read(run.name, _exactness(header))
         return header, good
 
     def get_context(self, run: SpanRun, header: SpanHeader) -> PrefixMarks | None:
@@ -510,7 +510,7 @@ class SpanStore:
         if found is None:
             return False
         header, _ = found
-        return (header.num_tokens - header.exact_until, header.hops) <= exactness
+        return _exactness(header) <= exactness
 
     def _make_room(self, run: SpanRun, size: int) -> bool:
         """Evict until a run fits; false if it never does."""
@@ -563,6 +563,11 @@ class SpanStore:
     def _left(self, why: str) -> bool:
         self.count(why)
         return False
+
+
+def _exactness(header: SpanHeader) -> tuple[int, int]:
+    """Approximate tokens and hops; less is more exact."""
+    return header.num_tokens - header.exact_until, header.hops
 
 
 def _refusal(found: bytes, mine: bytes) -> StoreRefused:
