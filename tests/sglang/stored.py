@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -21,6 +22,7 @@ from tests.sglang.engine import VOCAB, Job, words
 import kvtrie
 from kvtrie.integrations._store_settings import StoreSettings
 from kvtrie.store import BackendError, HostBackend
+from kvtrie.store.keys import is_run_name
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +59,7 @@ class Faulty:
         self.raises: dict[str, Exception] = {}
         self.delay = 0.0
         self.slow: tuple[str, ...] = ("exists", "read", "put", "delete")
-        self.flips = False
+        self.flips = self.swaps = False
 
     def __getattr__(self, name: str) -> Any:
         call = getattr(self._backend, name)
@@ -67,6 +69,8 @@ class Faulty:
                 time.sleep(self.delay)
             if name in self.raises:
                 raise self.raises[name]
+            if name == "read" and self.swaps:
+                given = (self._other(given[0]), *given[1:])
             found = call(*given)
             if name == "read" and self.flips and found is not None and len(found) > 1:
                 wrong = bytearray(found[-1])
@@ -75,6 +79,14 @@ class Faulty:
             return found
 
         return inner
+
+    def _other(self, name: str) -> str:
+        """Another run, whose length is the same where there is one."""
+        sizes = {one: size for one, size in self._backend.sizes() if is_run_name(one)}
+        found: str = min(
+            sizes.keys() - {name}, key=lambda one: (sizes[one] != sizes.get(name), one)
+        )
+        return found
 
 
 class Stored(Client):
@@ -220,6 +232,42 @@ def faults(job: Job) -> dict[str, Any]:
     client.tell(words(Random(1), 50), 4)
     backend.raises = {}
     again("well")
+    return found | client.report()
+
+
+def replies(job: Job) -> dict[str, Any]:
+    """The replies to what `swapped_and_full` sends, without a store."""
+    rng, client = Random(job.seed), Client(job)
+    return {"replies": [client.send(words(rng, 203), 12)[0]["reply"] for _ in range(3)]}
+
+
+def swapped_and_full(job: Job) -> dict[str, Any]:
+    """The store returns another of its runs; then it is on a full disk, which is named or not."""
+    rng, client = Random(job.seed), Stored(job)
+    backend, found = faulty(client), dict[str, Any]()
+
+    def tell(name: str, ids: list[int]) -> None:
+        found[name], _ = client.tell(ids, 12)
+        client.flush()
+
+    one, two, three = (words(rng, 203) for _ in range(3))
+    tell("first", one)
+    backend.swaps = True
+    tell("swapped", one)
+    backend.swaps = False
+    tell("whole", one)
+    full = os.strerror(errno.ENOSPC)
+    for ids, name, error in (
+        # What `ObjectBackend` makes of it, and a backend that lets it through.
+        (two, "named", BackendError(full, reason="full")),
+        (three, "raw", OSError(errno.ENOSPC, full)),
+    ):
+        backend.raises = {"put": error}
+        tell(f"full, {name}", ids)
+        tell(f"full, {name}, again", ids)
+        backend.raises = {}
+        tell(f"room, {name}", ids)
+        tell(f"room, {name}, again", ids)
     return found | client.report()
 
 
@@ -617,7 +665,7 @@ if __name__ == "__main__":
         for one in (
             *(same, once, faults, calls, slow, preempts, aborts),
             *(weights, reset, overwritten, mixed, reasoning, approximate),
-            *(edited, half, last_message),
+            *(edited, half, last_message, replies, swapped_and_full),
         )
     }
     done = jobs[sys.argv[1]](Job(**json.loads(sys.argv[2])))

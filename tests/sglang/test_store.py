@@ -296,6 +296,37 @@ def test_a_store_that_fails_is_recomputed(model: str, page_size: int) -> None:
     balanced(found)
 
 
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_another_run_is_not_believed_and_on_a_full_disk_nothing_is_stored(
+    model: str, page_size: int
+) -> None:
+    job = Job(model, page_size=page_size)
+    found = stored("swapped_and_full", replace(job, settings=settings()))
+    plain = stored("replies", replace(job, backend=None))["replies"]
+    expected = {
+        "first": (0, plain[0]),
+        "swapped": (0, plain[0]),
+        "whole": (192, plain[0]),
+        "full, named": (0, plain[1]),
+        "full, named, again": (0, plain[1]),
+        "room, named": (0, plain[1]),
+        "room, named, again": (192, plain[1]),
+        "full, raw": (0, plain[2]),
+        "full, raw, again": (0, plain[2]),
+        "room, raw": (0, plain[2]),
+        "room, raw, again": (192, plain[2]),
+    }
+    assert {name: (found[name]["cached"], found[name]["reply"]) for name in expected} == expected
+    events = found["events"]
+    assert events["forged"] > 0
+    # Each run is tried twice; of a turn that fails, the first run alone.
+    assert events["put_full"] >= 2 * 12
+    assert events["put_failed"] == 2
+    assert not events.keys() & {"corrupt", "load_failed", "read_unreachable", "put_unreachable"}
+    assert found["counts"] == {}
+    balanced(found)
+
+
 def test_calls_of_the_store_that_raise_lose_no_slot(model: str) -> None:
     found = stored("calls", Job(model, page_size=16, settings=settings()))
     first = found["first"]["reply"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 import pickle
 import signal
 import subprocess
@@ -45,6 +47,7 @@ from kvtrie.integrations.vllm._metadata import (
 from kvtrie.integrations.vllm._vllm import KVConnectorBase_V1
 from kvtrie.integrations.vllm.connector import check_early
 from kvtrie.store import BackendError, HostBackend, PlacedSpan, TakenSpans, loading
+from kvtrie.store.keys import is_run_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -54,6 +57,8 @@ if TYPE_CHECKING:
     from tests.vllm.kept import Kept
 
     from kvtrie.integrations.vllm._store_worker import StoreWorker
+
+    Plain = Callable[[Sequence[int]], list[int]]
 
 USER, ASSISTANT, SYSTEM, THINK, STOP, END = range(3, 9)
 FORMAT = {
@@ -304,12 +309,17 @@ def test_what_follows_moved_kv_is_stored_as_approximate(engine: Callable[..., En
 # --- what goes wrong ------------------------------------------------------------------------
 
 
+FULL = os.strerror(errno.ENOSPC)
+
+
 class Faulty(HostBackend):
     """A store that fails as a test says."""
 
     def __init__(self, max_bytes: int) -> None:
         super().__init__(max_bytes)
-        self.flips = self.is_dead = False
+        self.flips = self.swaps = self.is_dead = False
+        # What is raised in place of storing a run.
+        self.refuses: Exception | None = None
         self.goes = threading.Event()
         self.goes.set()
         self.asked = threading.Event()
@@ -320,6 +330,13 @@ class Faulty(HostBackend):
 
     def read(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview] | None:
         self._wait()
+        if self.swaps:
+            # The bytes of another run, whose length is the same where there is one.
+            sizes = {one: size for one, size in self.sizes() if is_run_name(one)}
+            asked = name
+            name = min(
+                sizes.keys() - {asked}, key=lambda one: (sizes[one] != sizes.get(asked), one)
+            )
         found = super().read(name, ranges)
         if not self.flips or found is None or len(found) < 2:
             return found
@@ -329,6 +346,8 @@ class Faulty(HostBackend):
 
     def put(self, name: str, value: bytearray) -> None:
         self._wait()
+        if self.refuses is not None:
+            raise self.refuses
         super().put(name, value)
 
     def _wait(self) -> None:
@@ -337,6 +356,31 @@ class Faulty(HostBackend):
         if self.is_dead:
             msg = "the store is gone"
             raise BackendError(msg, reason="unreachable")
+
+
+@pytest.fixture(scope="module")
+def plain(engines: Kept, llama: Path) -> Plain:
+    """Returns the answer of vLLM without a connector to a prompt; each is computed once."""
+    found: dict[tuple[int, ...], list[int]] = {}
+
+    def answer(prompt: Sequence[int]) -> list[int]:
+        if tuple(prompt) not in found:
+            found[tuple(prompt)] = engines.get(llama, **OPTIONS).ask(prompt).tokens
+        return found[tuple(prompt)]
+
+    return answer
+
+
+def at_rest(engine: Engine) -> None:
+    """No request, load or turn is left, no block is lost, and no error was counted."""
+    engine.drain()
+    engine.check_idle()
+    worker = store_of(engine)
+    assert not worker._loads
+    assert not worker._taken
+    assert worker._turns.is_idle
+    assert len(engine.connector.planner.stored) == 0
+    assert engine.counts["errors"] == engine.counts["copies_failed"] == 0
 
 
 @pytest.fixture
@@ -360,6 +404,76 @@ def test_a_corrupt_run_is_computed(
     assert e.counts["store_tokens_exact"] == e.counts["errors"] == 0
     faulty.flips = False
     assert e.ask(TURN).tokens == first
+
+
+@pytest.mark.parametrize("settings", [EXACT, MOVES], ids=["exact", "moves"])
+def test_a_store_that_returns_another_run_is_not_believed(
+    engine: Callable[..., Engine], faulty: Faulty, plain: Plain, settings: dict[str, Any]
+) -> None:
+    """Its bytes are those of a run of the same store, tenant, key and length."""
+    expected = plain(EDITED)
+    settings = {**settings, "store": {**STORE, "run_tokens": 16}}
+    e = engine(connector=settings, gaps="gate" in settings, **OPTIONS)
+    tell(e, TURN)
+    forget_all(e)
+    faulty.swaps = True
+    e.counts.clear()
+    computed = e.num_computed
+    assert tell(e, EDITED) == expected
+    assert e.num_computed - computed == len(EDITED) + len(expected) - 1
+    counts = store_of(e).store.counts()
+    assert counts["forged"] > 0
+    assert e.counts["store/forged"] == counts["forged"]
+    assert not counts.keys() & {"read", "corrupt", "load_failed", "put_failed"}
+    assert e.counts["store_tokens_exact"] == e.counts["store_tokens_moved"] == 0
+    at_rest(e)
+    # The store was not harmed.
+    faulty.swaps = False
+    forget_all(e)
+    assert tell(e, EDITED, mode="exact") == expected
+    assert e.counts["store_tokens_exact"] > 0
+    at_rest(e)
+
+
+@pytest.mark.parametrize(
+    ("error", "counted"),
+    [
+        # What `ObjectBackend` makes of it, and a backend that lets it through.
+        (BackendError(FULL, reason="full"), "put_full"),
+        (OSError(errno.ENOSPC, FULL), "put_failed"),
+    ],
+    ids=["named", "raw"],
+)
+@pytest.mark.parametrize("settings", [EXACT, MOVES], ids=["exact", "moves"])
+def test_on_a_full_disk_nothing_is_stored_and_the_engine_goes_on(
+    engine: Callable[..., Engine],
+    faulty: Faulty,
+    plain: Plain,
+    settings: dict[str, Any],
+    error: Exception,
+    counted: str,
+) -> None:
+    turn, edited = plain(TURN), plain(EDITED)
+    e = engine(connector=settings, gaps="gate" in settings, **OPTIONS)
+    faulty.refuses = error
+    assert tell(e, TURN) == turn
+    forget_all(e)
+    assert tell(e, EDITED) == edited
+    counts = store_of(e).store.counts()
+    assert counts[counted] > 0
+    assert "stored" not in counts
+    assert not [name for name, _ in faulty.sizes() if is_run_name(name)]
+    assert e.counts["store_tokens_exact"] == e.counts["store_tokens_moved"] == 0
+    at_rest(e)
+    # There is room again.
+    faulty.refuses = None
+    forget_all(e)
+    tell(e, TURN)
+    forget_all(e)
+    assert tell(e, TURN) == turn
+    assert e.counts["store_tokens_exact"] >= len(SYSTEM_PROMPT) + len(QUESTION)
+    assert store_of(e).store.counts()[counted] == e.counts[f"store/{counted}"] == counts[counted]
+    at_rest(e)
 
 
 def test_a_slow_store_is_not_waited_for(engine: Callable[..., Engine], faulty: Faulty) -> None:
