@@ -1018,20 +1018,29 @@ def said_by(child: subprocess.Popen[str]) -> tuple[Any, Any]:
     return said, counts
 
 
+@pytest.mark.parametrize("encrypt", [False, True], ids=["plain", "encrypted"])
 def test_an_engine_finds_what_a_process_has_stored_that_was_killed(
-    engines: Kept, llama: Path, tmp_path: Path
+    engines: Kept, llama: Path, tmp_path: Path, *, encrypt: bool
 ) -> None:
-    given = folder(tmp_path)
+    given = {**folder(tmp_path), "encrypt": encrypt}
     with process(llama, given, "write") as child:
         first, _ = said_by(child)
         assert child.wait(60) == -signal.SIGKILL
+    (described,) = (tmp_path / "kv").rglob("kvtrie/store")
+    said = json.loads(described.read_bytes())
+    assert said["encryption"] == ("aes-256-gcm" if encrypt else "none")
     engines.close()
     e = engines.get(llama, connector={**MOVES, "store": given}, gaps=True, **OPTIONS)
     e.counts.clear()
     assert e.ask(TURN).tokens == first
     # What follows the reasoning, which is computed again, is exact too.
     assert e.counts["store_tokens_exact"] == len(TURN) - len(REASONING) - 1
-    assert e.counts["errors"] == 0
+    settle(e)
+    at_rest(e)
+    # No reader without the setting takes ciphertext for KV, nor KV for ciphertext.
+    other = {**given, "encrypt": not encrypt}
+    said = refused(engines, llama, connector={**MOVES, "store": other}, gaps=True, **OPTIONS)
+    assert "SpanStore: the store has encryption" in said
 
 
 @needs_mooncake
