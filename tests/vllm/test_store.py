@@ -47,7 +47,7 @@ from kvtrie.integrations.vllm._metadata import (
 from kvtrie.integrations.vllm._vllm import KVConnectorBase_V1
 from kvtrie.integrations.vllm.connector import check_early
 from kvtrie.store import BackendError, HostBackend, PlacedSpan, TakenSpans, loading
-from kvtrie.store.keys import is_run_name
+from kvtrie.store.keys import VERSION, is_run_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -896,6 +896,40 @@ def test_a_store_of_another_one_is_refused(
         llama = chat.model(tmp_path / "llama")
     said = refused(engines, llama, connector={**EXACT, "store": given}, **OPTIONS)
     assert f"SpanStore: the store {why}" in said
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "why"),
+    [
+        ("version", VERSION + 1, f"has version {VERSION + 1}, not {VERSION}"),
+        ("geometry", None, "has geometry ["),
+    ],
+)
+def test_a_store_of_the_same_model_is_refused_by_what_it_says_of_itself(
+    engines: Kept, llama: Path, tmp_path: Path, field: str, value: Any, why: str
+) -> None:
+    """KV of the same name may be of other shapes, such as under another tensor parallelism."""
+    given = folder(tmp_path)
+    e = engines.get(llama, connector={**EXACT, "store": given}, **OPTIONS)
+    tell(e, TURN)
+    engines.close()
+    (described,) = (tmp_path / "kv").rglob("kvtrie/store")
+    written = described.read_bytes()
+    said = json.loads(written)
+    if field == "geometry":
+        layers, heads, *rest = said[field]
+        value = [layers, 2 * heads, *rest]
+    described.write_bytes(json.dumps({**said, field: value}).encode().ljust(len(written)))
+    files = {path: path.read_bytes() for path in (tmp_path / "kv").rglob("*") if path.is_file()}
+    message = refused(engines, llama, connector={**EXACT, "store": given}, **OPTIONS)
+    assert f"store: SpanStore: the store {why}" in message
+    # Nothing of it was changed.
+    now = {path: path.read_bytes() for path in (tmp_path / "kv").rglob("*") if path.is_file()}
+    assert now == files
+    described.write_bytes(written)
+    e = engines.get(llama, connector={**EXACT, "store": given}, **OPTIONS)
+    tell(e, TURN)
+    assert e.counts["store_tokens_exact"] > 0
 
 
 @pytest.mark.parametrize("is_told", [False, True])
