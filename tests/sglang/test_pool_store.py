@@ -65,6 +65,16 @@ def pooled() -> Iterator[PoolStore]:
     one.close()
 
 
+@pytest.mark.parametrize(("device", "is_pinned"), [("cpu", False), ("cuda", True)])
+def test_rows_for_a_pool_on_cuda_arrive_in_pinned_memory(
+    pooled: PoolStore, device: str, is_pinned: bool
+) -> None:
+    pool: Any = SimpleNamespace(device=torch.device(device))
+    one = PoolStore(pooled.store, pooled._settings, SPACE, pool, pool, page_size=1)
+    assert one._loader._pinned is is_pinned
+    one.close()
+
+
 def test_nothing_is_read_after_a_flush_that_failed(
     pooled: PoolStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -932,6 +932,18 @@ def test_a_store_of_the_same_model_is_refused_by_what_it_says_of_itself(
     assert e.counts["store_tokens_exact"] > 0
 
 
+@pytest.mark.parametrize(("device", "is_pinned"), [("cpu", False), ("cuda", True)])
+def test_rows_for_a_pool_on_cuda_arrive_in_pinned_memory(
+    engine: Callable[..., Engine], device: str, *, is_pinned: bool
+) -> None:
+    e = engine(connector=EXACT, **OPTIONS)
+    pool: Any = SimpleNamespace(device=torch.device(device), layout=e.kv_pool.layout)
+    half = e.worker
+    worker = _store_worker.make(half._settings, half._vllm_config, pool, half._counts)
+    assert worker._loader._pinned is is_pinned
+    worker.close()
+
+
 @pytest.mark.parametrize("is_told", [False, True])
 def test_a_store_needs_a_vllm_that_says_when_it_unmaps_kv(
     engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, *, is_told: bool

@@ -15,8 +15,10 @@ from kvtrie.integrations._asked import SettingsError, check_keys
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import torch
+
     from kvtrie._core import Namespace
-    from kvtrie.store import Backend, SpanShape, SpanStore, StoreKey
+    from kvtrie.store import Backend, Estimate, SpanLoader, SpanShape, SpanStore, StoreKey
 
 HOST: Final = "host"
 _MOONCAKE: Final = "mooncake://"
@@ -24,6 +26,8 @@ _LEAST: Final = 16
 _MOST: Final = 64
 # The descriptor of a store is no run, and needs room too.
 _SPARE: Final = 1 << 16
+# Requests that may wait for the store at a time, and loads for a thread; tenants share them.
+MAX_WAITING: Final = 64
 # A run of 256 tokens of a model of 70B takes 84 MB.
 _BUFFER: Final = 128 << 20
 
@@ -194,6 +198,27 @@ class StoreSettings:
         except (BackendError, StoreRefused) as error:
             msg = f"{where}: store: {error}"
             raise StoreRefused(msg, reason=error.reason) from error
+
+    def loader(self, store: SpanStore, estimate: Estimate, device: torch.device) -> SpanLoader:
+        """Make what loads runs for an engine, whose tenants share it.
+
+        Args:
+            store: From where.
+            estimate: Decides between loading and recomputing.
+            device: That of the engine's pool. For CUDA rows arrive in pinned memory, from which
+                they are copied without a stage in between.
+        """
+        from kvtrie.store import SpanLoader  # noqa: PLC0415 - needs torch
+
+        return SpanLoader(
+            store,
+            estimate=estimate,
+            threads=self.threads,
+            max_waiting=MAX_WAITING,
+            pinned=device.type == "cuda",
+            max_bytes=self.load_bytes,
+            is_shared=True,
+        )
 
 
 def _check_backend(backend: object, where: str, refuse: Callable[[str, str], NoReturn]) -> None:

@@ -40,7 +40,7 @@ import torch
 from kvtrie._core import EXACT_ONLY, SHARED, TokenSequence
 from kvtrie.integrations._filled_plan import APPROXIMATE, common, inside
 from kvtrie.integrations._sections import read_sections
-from kvtrie.integrations._store_settings import HOST
+from kvtrie.integrations._store_settings import HOST, MAX_WAITING
 from kvtrie.integrations._turns import (
     MOST_RUNS,
     StorePrompt,
@@ -49,7 +49,7 @@ from kvtrie.integrations._turns import (
     borders_of,
     sought_runs,
 )
-from kvtrie.store import Estimate, SpanLoader, SpanRows
+from kvtrie.store import Estimate, SpanRows
 from kvtrie.store.loading import rows_from
 from kvtrie.store.runs import Gone, gone_of, pieces
 from kvtrie.store.threads import Shares
@@ -70,8 +70,6 @@ if TYPE_CHECKING:
     from kvtrie.tags import Stream, Tagger
 
 _LOG: Final = logging.getLogger("sglang.kvtrie")
-# Requests that may wait for the store at a time; tenants share them.
-_MAX_WAITING: Final = 64
 # Seconds that a scheduler with nothing else to do waits for a load: else it would run without
 # pause, and keep the threads from running.
 _PAUSE: Final = 0.002
@@ -176,7 +174,7 @@ class PoolStore:
         self._stream = stream
         self._tagger = tagger
         self._estimate = Estimate(prefill_tokens_per_s=settings.prefill_tokens_per_s)
-        self._places = Shares(_MAX_WAITING)
+        self._places = Shares(MAX_WAITING)
         self._sought: weakref.WeakKeyDictionary[Req, _Lookup] = weakref.WeakKeyDictionary()
         # Of requests that are gone without a word.
         self._lost: deque[_Lookup] = deque()
@@ -186,14 +184,7 @@ class PoolStore:
         self._paused: Callable[[], object] | None = None
         self._told: Counter[tuple[str, str | None]] = Counter()
         self._telling = threading.Lock()
-        self._loader = SpanLoader(
-            store,
-            estimate=self._estimate,
-            threads=settings.threads,
-            max_waiting=_MAX_WAITING,
-            max_bytes=settings.load_bytes,
-            is_shared=True,
-        )
+        self._loader = settings.loader(store, self._estimate, pool.device)
         self._turns = TurnWriter(
             store,
             self._sequence,

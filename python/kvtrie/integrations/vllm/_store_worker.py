@@ -23,14 +23,10 @@ from kvtrie.integrations._turns import TurnWriter, sought_runs
 from kvtrie.integrations.vllm import _gate
 from kvtrie.integrations.vllm._metadata import FoundSpans, StoreReport
 from kvtrie.integrations.vllm._settings import WHERE
-from kvtrie.store import (
-    Estimate,
-    SpanLoader,
-    SpanShape,
-    SpanStore,
-)
+from kvtrie.store import Estimate, SpanShape
 
 if TYPE_CHECKING:
+    import torch
     from vllm.config import VllmConfig
 
     from kvtrie.integrations._served import EngineModel
@@ -40,11 +36,10 @@ if TYPE_CHECKING:
     from kvtrie.integrations.vllm._settings import Settings
     from kvtrie.integrations.vllm._stats import Counts
     from kvtrie.pool.kv_pool import KVPool
-    from kvtrie.store import SpanLoad, TakenSpans
+    from kvtrie.store import SpanLoad, SpanStore, TakenSpans
 
 _LOG: Final = logging.getLogger("vllm.kvtrie")
-# Loads that wait for a thread, and seconds that a step without tokens waits for one to end.
-_MAX_WAITING: Final = 64
+# Seconds that a step without tokens waits for a load to end.
 _PAUSE: Final = 0.005
 _COUNTED: Final = "store"
 
@@ -65,7 +60,7 @@ def make(settings: Settings, vllm_config: VllmConfig, pool: KVPool, counts: Coun
     space = Namespace(model=model, kv_dtype=served.kv_dtype, salt=SHARED)
     store = given.open(space, SpanShape.of(pool.layout), WHERE)
     _LOG.info("kvtrie: store %s: %d runs of this model", given.backend, store.num_runs)
-    return StoreWorker(store, given, space, counts)
+    return StoreWorker(store, given, space, counts, pool.device)
 
 
 def _identity(given: StoreSettings, served: EngineModel, vllm_config: VllmConfig) -> str:
@@ -94,10 +89,16 @@ class StoreWorker:
         settings: How.
         space: The store's namespace.
         counts: Where everything is counted.
+        device: That of the pools that `map` is given.
     """
 
     def __init__(
-        self, store: SpanStore, settings: StoreSettings, space: Namespace, counts: Counts
+        self,
+        store: SpanStore,
+        settings: StoreSettings,
+        space: Namespace,
+        counts: Counts,
+        device: torch.device,
     ) -> None:
         self.store = store
         self._space = space
@@ -109,14 +110,7 @@ class StoreWorker:
         # By ticket.
         self._loads: dict[int, SpanLoad] = {}
         self._taken: dict[int, TakenSpans] = {}
-        self._loader = SpanLoader(
-            store,
-            estimate=self._estimate,
-            threads=settings.threads,
-            max_waiting=_MAX_WAITING,
-            max_bytes=settings.load_bytes,
-            is_shared=True,
-        )
+        self._loader = settings.loader(store, self._estimate, device)
         self._turns = TurnWriter(store, self._sequence, max(1, settings.turns), _LOG)
 
     def map(self, pool: KVPool, for_reading: KVPool) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from kvtrie.integrations._filled_plan import limits_contexts, missing
-from kvtrie.integrations._store_settings import HOST
+from kvtrie.integrations._store_settings import HOST, MAX_WAITING
 from kvtrie.integrations._turns import MOST_RUNS, StorePrompt, TurnToWrite, borders_of
 from kvtrie.integrations.vllm._metadata import (
     Seek,
@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from kvtrie.integrations.vllm._stats import Counts
 
 _LOG: Final = logging.getLogger("vllm.kvtrie")
-# Requests that may wait for the store at a time; tenants share them.
-_MAX_WAITING: Final = 64
 # Fewer tokens in a step say little of how fast a prompt is computed.
 _LEAST_PREFILL: Final = 64
 # Runs whose hashes are kept, in some 40 MB; beyond that every prompt is looked up.
@@ -100,7 +98,7 @@ class StoreRequests:
         # By ticket: those that wait for the store, and those that wait for vLLM with what it has.
         self._waiting: dict[int, _Sought] = {}
         self._loaded: dict[int, _Sought] = {}
-        self._places = Shares(_MAX_WAITING)
+        self._places = Shares(MAX_WAITING)
         # Hashes of all runs that were written, where nobody else writes; None: they are not known.
         self._known_runs: set[int] | None = set() if settings.backend == HOST else None
         self._last_ticket = 0
