@@ -419,7 +419,7 @@ bench-vllm-real: $(VLLM_ENV)/.kvtrie ## the same with SmolLM2-135M on real text:
 STORE_VLLM_FLAGS ?=
 
 .PHONY: bench-vllm-store
-bench-vllm-store: $(VLLM_ENV)/.kvtrie ## what the vLLM connector's store saves of an agent's run that the pool has lost, in two engines (a quarter of an hour; STORE_VLLM_FLAGS)
+bench-vllm-store: $(VLLM_ENV)/.kvtrie ## what the vLLM connector's store saves of an agent's run that the pool has lost, in two engines (half an hour; STORE_VLLM_FLAGS)
 	@$(PY) -m tools.real_models smollm2
 	@PYTHONPATH=benches $(PY) -c "from real import texts; texts.fetch()"
 	OMP_NUM_THREADS=1 $(VLLM_ENV)/bin/python benches/vllm_connector/store.py $(STORE_VLLM_FLAGS)

@@ -6,12 +6,15 @@ An agent's run (W11 agent.close), whose reasoning the template drops when the us
 history is computed, and stored in the background. Then comes the next prompt, of one tenant each:
 
 * `pool`: the pool has the history;
-* `store`: the pool has lost everything;
-* `second`: another engine process, started afterwards, has the store alone;
+* `store`: other prompts, which are stored too, have overwritten the whole pool;
+* `second`: another engine process, started afterwards, has the store alone; not of host memory;
 * `recomputed`: nobody has it.
 
 The reply begins with a fact that the history states, without its value. Tokens computed, seconds to
-the first token, and tokens that came from the store, of the first fact; then replies of 16 greedy
+the first token, and tokens that came from the store, of the first fact, and how far the log
+probabilities of the first token are from those that the pool's plan gives: the largest difference
+among the tokens that are in the top 20 of both. It is rounding alone where both plans move the same
+tokens, which ``reused`` of each row says; by one token they often differ. Then replies of 16 greedy
 tokens to more facts, which find the prompt in place, next to those from the pool. Markers of the
 format are special tokens of the tokenizer, which no text has.
 """
@@ -52,6 +55,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 REPLY = 16
 QUESTIONS = 8
 BLOCK = 32
+TOP = 20
 SESSION: dict[str, Any] = {"extra_args": {"kv_transfer_params": {"session": "chat-7"}}}
 _SPECIAL = {
     "bos": "<|im_start|>",
@@ -130,6 +134,8 @@ def start(options: argparse.Namespace, made: dict[str, Any], policy: dict[str, A
         "backend": options.at,
         "key_file": options.key_file,
         "max_bytes": 4 << 30,
+        # Those that overwrite the pool are one tenant, and leave the others' runs alone.
+        "tenant_bytes": 1 << 30,
         "wait": 60.0,
     }
     settings = {
@@ -165,20 +171,36 @@ def settle(engine: Engine) -> float:
     return time.perf_counter() - began
 
 
+def overwrite(engine: Engine, corpus: np.ndarray, positions: int) -> None:
+    """Serve other prompts until no block of the pool has what it has."""
+    had = {block.block_hash for block in engine.pool.blocks if block.block_hash is not None}
+    draw = np.random.default_rng(0)
+    for _ in range(4 * engine.pool.num_gpu_blocks * BLOCK // positions):
+        engine.ask(draw.choice(corpus, positions - 1).tolist(), max_tokens=1, salt="others")
+        settle(engine)
+        if had.isdisjoint(block.block_hash for block in engine.pool.blocks):
+            return
+    msg = "the pool is not overwritten"
+    raise RuntimeError(msg)
+
+
 def asked(engine: Engine, prompts: list[list[int]], salt: str) -> dict[str, Any]:
     prompt, *others = prompts
     before, computed = dict(engine.counts), engine.num_computed
     began = time.perf_counter()
-    name = engine.add(prompt, max_tokens=REPLY, salt=salt, **SESSION)
+    name = engine.add(prompt, max_tokens=REPLY, salt=salt, logprobs=TOP, **SESSION)
     while not engine.answers[name].tokens:
         engine.step()
     seconds = time.perf_counter() - began
     computed = engine.num_computed - computed
     engine.drain()
-    stored = {
-        kind: engine.counts[f"store_tokens_{kind}"] - before.get(f"store_tokens_{kind}", 0)
-        for kind in ("exact", "moved")
-    }
+    stored, reused = (
+        {
+            kind: engine.counts[f"{counted}_{kind}"] - before.get(f"{counted}_{kind}", 0)
+            for kind in ("exact", "moved")
+        }
+        for counted in ("store_tokens", "tokens")
+    )
     return {
         "computed": computed,
         "seconds": seconds,
@@ -187,6 +209,9 @@ def asked(engine: Engine, prompts: list[list[int]], salt: str) -> dict[str, Any]
             *(engine.ask(one, max_tokens=REPLY, salt=salt, **SESSION).tokens for one in others),
         ],
         "from the store": stored,
+        # By kvtrie; the beginning of the prompt that vLLM's own cache has is in neither.
+        "reused": reused,
+        "first token": {str(token): one for token, one in engine.answers[name].logprobs[0].items()},
         "errors": engine.counts["errors"],
         "load": os.getloadavg()[0],
     }
@@ -209,14 +234,13 @@ def measure(options: argparse.Namespace) -> None:
     if options.second:
         say("second", asked(engine, prompts, "second"))
         return
-    for salt in ("pool", "store", "second"):
+    for salt in ("pool", "store") if options.backend == "host" else ("pool", "store", "second"):
         engine.ask(made["history"], max_tokens=1, salt=salt, **SESSION)
         seconds = settle(engine)
         if salt == "pool":
             say("pool", asked(engine, prompts, salt))
-        engine.drain()
-        settle(engine)
-        assert engine.llm.reset_prefix_cache()
+    settle(engine)
+    overwrite(engine, corpus, options.positions)
     say("store", {**asked(engine, prompts, "store"), "seconds to store a turn": seconds})
     say("recomputed", asked(engine, prompts, "nobody"))
     if options.backend == "mooncake":
@@ -232,8 +256,8 @@ def place(backend: str) -> Iterator[tuple[str, str]]:
     with tempfile.TemporaryDirectory() as folder:
         key = Path(folder) / "key"
         key.write_bytes(os.urandom(32))
-        if backend == "folder":
-            yield str(Path(folder) / "kv"), str(key)
+        if backend != "mooncake":
+            yield "host" if backend == "host" else str(Path(folder) / "kv"), str(key)
             return
         from tests.store.kit import MooncakeMaster  # noqa: PLC0415 - needs pytest
 
@@ -243,7 +267,7 @@ def place(backend: str) -> Iterator[tuple[str, str]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--backend", choices=("folder", "mooncake"), default="folder")
+    parser.add_argument("--backend", choices=("folder", "host", "mooncake"), default="folder")
     parser.add_argument("--positions", type=int, default=4096)
     parser.add_argument("--policies", nargs="*", choices=POLICIES, default=list(POLICIES))
     parser.add_argument("--model", type=Path, default=MODEL)
@@ -270,15 +294,21 @@ def main() -> None:
 
 
 def table(found: list[tuple[str, dict[str, Any]]]) -> str:
-    replies = {(row["policy"], name): row["replies"] for name, row in found}
+    pools = {row["policy"]: row for name, row in found if name == "pool"}
     names = (
         *("policy", "from", "prompt", "new", "computed", "of it besides new, % of the prompt"),
-        *("from the store, exact and moved", "first token (s)", "replies as from the pool"),
+        *("from the store, exact and moved", "first token (s)"),
+        f"log probabilities from the pool's (tokens in the top {TOP} of both)",
+        "replies as from the pool",
     )
     lines = ["| " + " | ".join(names) + " |", "| --- " * len(names) + "|"]
     for name, row in found:
         more = row["computed"] - row["new"]
-        pairs = zip(row["replies"], replies[row["policy"], "pool"], strict=True)
+        pool = pools[row["policy"]]
+        pairs = zip(row["replies"], pool["replies"], strict=True)
+        likely, others = row["first token"], pool["first token"]
+        both = likely.keys() & others.keys()
+        apart = max((abs(likely[one] - others[one]) for one in both), default=float("nan"))
         same = sum(ours == theirs for ours, theirs in pairs)
         stored = row["from the store"]
         cells = [
@@ -286,6 +316,7 @@ def table(found: list[tuple[str, dict[str, Any]]]) -> str:
             f"{100 * more / row['prompt']:.1f}",
             f"{stored['exact']:,}, {stored['moved']:,}",
             f"{row['seconds']:.2f}",
+            f"{apart:.1e} ({len(both)})",
             f"{same} of {len(row['replies'])}",
         ]
         lines.append("| " + " | ".join(cells) + " |")
