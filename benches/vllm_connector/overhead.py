@@ -78,7 +78,6 @@ KVTRIE = ("silent", "looks", "kvtrie")
 STORE = {"backend": "host", "max_bytes": 1 << 28}
 # A round with a real model takes a quarter of a minute.
 WITH_MODEL = ("off", "control", "kvtrie")
-MODEL_AND_STORE = ("off", "control", "silent", "kvtrie")
 # Markers of messages and reasoning: a few of the words that prompts are made of.
 FORMAT = {"user": 3, "assistant": 4, "reasoning": [5, 6]}
 WARM_UP = 6
@@ -509,7 +508,11 @@ def main() -> None:
     options = parser.parse_args()
     num_rounds = options.pairs or (40 if options.model else 200)
     num_blocks = options.blocks or (200 if options.model else 2_048)
+    members: tuple[str, ...] = WITH_SILENT if options.reasons else MEMBERS
+    if options.store or options.model:
+        members = WITH_STORE if options.store else WITH_MODEL
     more = {name: getattr(options, name) for name in ("exact", "store", "wall", "dtype")}
+    more["members"] = " ".join(members)
     kept = Kept(options.rounds, settings(options, num_blocks, **more))
     rng = random.Random(options.seed)
     with tempfile.TemporaryDirectory() as folder:
@@ -526,16 +529,11 @@ def main() -> None:
             return
         mode = "exact mode" if options.exact else "approximate reuse, without a gate"
         print(f"{bench.described()}; {mode}.\n")
-        members: tuple[str, ...]
+        header("time" if options.wall else "processor time", members)
         if options.model:
-            members = MODEL_AND_STORE if options.store else WITH_MODEL
-            header("time" if options.wall else "processor time", members)
             for row in options.rows or ["prompt"]:
                 report_model(bench, REQUESTS[row][0], num_rounds, rng, kept, members)
         else:
-            members = WITH_SILENT if options.reasons else MEMBERS
-            members = WITH_STORE if options.store else members
-            header("time" if options.wall else "processor time", members)
             for row in () if options.decode else options.rows or REQUESTS:
                 work, is_full = REQUESTS[row]
                 report_requests(
