@@ -398,7 +398,7 @@ bench-vllm-recording: $(VLLM_ENV)/.kvtrie ## processor time of a request with a 
 COST_MODEL := target/models/smollm2-135m-instruct
 
 .PHONY: bench-vllm-cost
-bench-vllm-cost: $(VLLM_ENV)/.kvtrie ## exact mode and the log in parts of a request of 2,000 tokens to SmolLM2-135M (half an hour on a free core)
+bench-vllm-cost: $(VLLM_ENV)/.kvtrie ## exact mode and the log in parts of a request of 2,000 tokens to SmolLM2-135M (two hours on a free core)
 	@$(PY) -m tools.real_models smollm2
 	OMP_NUM_THREADS=1 $(VLLM_ENV)/bin/python benches/vllm_connector/overhead.py --exact --model $(COST_MODEL) --rounds target/overhead.jsonl
 	OMP_NUM_THREADS=1 $(VLLM_ENV)/bin/python benches/vllm_connector/recording.py --model $(COST_MODEL) --rounds target/recording.jsonl
@@ -407,11 +407,11 @@ bench-vllm-cost: $(VLLM_ENV)/.kvtrie ## exact mode and the log in parts of a req
 bench-vllm-steps: $(VLLM_ENV)/.kvtrie ## time to the first token with all gaps of a prompt in one step, next to one step for each
 	OMP_NUM_THREADS=1 $(VLLM_ENV)/bin/python benches/vllm_connector/one_step.py
 
-# REAL_VLLM_FLAGS="--gate model.gate.json": with the policy of a gate file as well.
-REAL_VLLM_FLAGS ?=
+# The gate is what `kvtrie calibrate` measured of this model (docs/calibrate.md).
+REAL_VLLM_FLAGS ?= --gate benches/vllm_connector/smollm2.gate.json --dtype bfloat16 --questions 2
 
 .PHONY: bench-vllm-real
-bench-vllm-real: $(VLLM_ENV)/.kvtrie ## the same with SmolLM2-135M on real text: tokens computed, first token, replies (half an hour on a free core; REAL_VLLM_FLAGS)
+bench-vllm-real: $(VLLM_ENV)/.kvtrie ## the same with SmolLM2-135M on real text: tokens computed, first token, replies, with a gate too (over an hour on a core with bfloat16; REAL_VLLM_FLAGS)
 	@$(PY) -m tools.real_models smollm2
 	@PYTHONPATH=benches $(PY) -c "from real import texts; texts.fetch()"
 	OMP_NUM_THREADS=1 $(VLLM_ENV)/bin/python benches/vllm_connector/real_model.py $(REAL_VLLM_FLAGS)

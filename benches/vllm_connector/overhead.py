@@ -492,7 +492,7 @@ def settings(options: argparse.Namespace, num_blocks: int, **more: object) -> di
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pairs", type=int, help="rounds of each row: 200, with a model 40")
+    parser.add_argument("--pairs", type=int, default=200, help="rounds of each row")
     parser.add_argument("--blocks", type=int, help="of the pool: 2,048, with a model 200")
     parser.add_argument("--calls", action="store_true", help="kvtrie's own calls, no pairs")
     parser.add_argument("--decode", action="store_true", help="decode steps alone")
@@ -506,7 +506,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=Path, help="a file that keeps the rounds")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    num_rounds = options.pairs or (40 if options.model else 200)
+    num_rounds = options.pairs
     num_blocks = options.blocks or (200 if options.model else 2_048)
     members: tuple[str, ...] = WITH_SILENT if options.reasons else MEMBERS
     if options.store or options.model:

@@ -102,8 +102,8 @@ def test_what_should_be_changed_is_no_error() -> None:
             "chat_format: unknown key 'users'; did you mean 'user'?",
         ),
         (
-            extra(default="aproximate"),
-            """default must be "approximate" or "exact", not 'aproximate'; did you mean""",
+            extra(default="exactly"),
+            """default must be "approximate" or "exact", not 'exactly'; did you mean""",
         ),
         (extra(events={"endpoint": "tcp://*:5558"}), "events needs vLLM's own"),
         (extra(snapshots={}), "unknown key 'snapshots'; did you mean 'snapshot'?"),

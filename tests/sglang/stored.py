@@ -82,7 +82,8 @@ class Faulty:
 
     def _other(self, name: str) -> str:
         """Another run, whose length is the same where there is one."""
-        sizes = {one: size for one, size in self._backend.sizes() if is_run_name(one)}
+        values = self._backend.values()
+        sizes = {one.name: one.num_bytes for one in values if is_run_name(one.name)}
         found: str = min(
             sizes.keys() - {name}, key=lambda one: (sizes[one] != sizes.get(name), one)
         )

@@ -332,7 +332,7 @@ class Faulty(HostBackend):
         self._wait()
         if self.swaps:
             # The bytes of another run, whose length is the same where there is one.
-            sizes = {one: size for one, size in self.sizes() if is_run_name(one)}
+            sizes = {one.name: one.num_bytes for one in self.values() if is_run_name(one.name)}
             asked = name
             name = min(
                 sizes.keys() - {asked}, key=lambda one: (sizes[one] != sizes.get(asked), one)
@@ -462,7 +462,7 @@ def test_on_a_full_disk_nothing_is_stored_and_the_engine_goes_on(
     counts = store_of(e).store.counts()
     assert counts[counted] > 0
     assert "stored" not in counts
-    assert not [name for name, _ in faulty.sizes() if is_run_name(name)]
+    assert not [one for one in faulty.values() if is_run_name(one.name)]
     assert e.counts["store_tokens_exact"] == e.counts["store_tokens_moved"] == 0
     at_rest(e)
     # There is room again.

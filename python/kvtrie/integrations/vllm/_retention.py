@@ -10,7 +10,7 @@ evicts, in this order,
 3. conversations inside a tool loop, which come back within seconds: the blocks of one get passes as
    far as there is room, its first ones first, and keep them until its turn ends;
 4. what other requests have begun with too, by a hit on it: system prompt and tools, which get twice
-   as many passes, anew with each request that begins so.
+   as many passes, again with each request that begins so.
 
 Room for the third is `LOOPS` of the pool, for the third and the fourth together `KEPT`. The rest is
 vLLM's. So some agents find everything and the others nothing, rather than none anything. Where
