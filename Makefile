@@ -576,7 +576,7 @@ store-libraries: ## the Debian libraries that Mooncake Store is linked with (as 
 .PHONY: store-up
 store-up: ## a mooncake_master for stores on 127.0.0.1:50051 until it is interrupted
 	@command -v mooncake_master >/dev/null 2>&1 || { \
-	    echo "kvtrie: mooncake_master is missing (pip install mooncake-transfer-engine-non-cuda==0.3.13.post1)." >&2; exit 1; }
+	    echo "kvtrie: mooncake_master is missing (pip install 'kvtrie[mooncake]')." >&2; exit 1; }
 	mooncake_master -rpc_address=127.0.0.1 -rpc_port=50051 -metrics_host=127.0.0.1
 
 .PHONY: soak-transfers
