@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import logging
 import os
@@ -46,7 +47,14 @@ from kvtrie.integrations.vllm._metadata import (
 )
 from kvtrie.integrations.vllm._vllm import KVConnectorBase_V1
 from kvtrie.integrations.vllm.connector import check_early
-from kvtrie.store import BackendError, HostBackend, PlacedSpan, TakenSpans, loading
+from kvtrie.store import (
+    BackendError,
+    HostBackend,
+    MooncakeBackend,
+    PlacedSpan,
+    TakenSpans,
+    loading,
+)
 from kvtrie.store.keys import VERSION, is_run_name
 
 if TYPE_CHECKING:
@@ -1034,14 +1042,28 @@ if does == "ask":
     say(e.ask(t.EDITED).tokens)
 else:
     say(t.tell(e, t.TURN))
-if does == "stay":
+if does in ("stay", "die"):
     sys.stdin.readline()
+    if does == "die":
+        t.stop_at_second_read(lambda: (say("reading"), sys.stdin.readline()))
     t.forget_all(e)
     e.counts.clear()
     say([e.ask(t.TURN, mode="exact", salt="nobody").tokens, e.ask(t.TURN).tokens])
 # As kill -9 does: nothing is closed.
 os.kill(os.getpid(), signal.SIGKILL)
 """
+
+
+def stop_at_second_read(wait: Callable[[], object]) -> None:
+    """Have what reads from Mooncake a second time wait before it does."""
+    read, times = MooncakeBackend.read, itertools.count(1)
+
+    def waiting(self: MooncakeBackend, *given: Any) -> Any:
+        if next(times) == 2:
+            wait()
+        return read(self, *given)
+
+    MooncakeBackend.read = waiting  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -1118,6 +1140,29 @@ def test_another_process_finds_what_one_has_stored_in_mooncake(
             assert again == alone
             assert "errors" not in counts
             assert "store_tokens_exact" not in counts
+
+
+@needs_mooncake
+def test_a_master_that_is_killed_while_an_engine_loads_costs_recomputation(
+    llama: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "key").write_bytes(b"a key of the store, 32 bytes long")
+    with MooncakeMaster() as master:
+        at = {"backend": f"mooncake://{master.address}", "key_file": str(tmp_path / "key")}
+        with process(llama, {**STORE, **at}, "die") as child:
+            said_by(child)
+            assert child.stdin is not None
+            child.stdin.write("\n")
+            child.stdin.flush()
+            said, _ = said_by(child)
+            assert said == "reading"
+            master.kill()
+            child.stdin.write("\n")
+            child.stdin.flush()
+            (alone, again), counts = said_by(child)
+        assert again == alone
+        assert "errors" not in counts
+        assert counts["store_tokens_exact"] < len(TURN) - len(REASONING) - 1
 
 
 def test_the_halves_send_each_other_what_pickle_takes() -> None:
