@@ -1058,10 +1058,12 @@ def stop_at_second_read(wait: Callable[[], object]) -> None:
     """Have what reads from Mooncake a second time wait before it does."""
     read, times = MooncakeBackend.read, itertools.count(1)
 
-    def waiting(self: MooncakeBackend, *given: Any) -> Any:
+    def waiting(
+        self: MooncakeBackend, name: str, ranges: Sequence[tuple[int, int]]
+    ) -> list[memoryview] | None:
         if next(times) == 2:
             wait()
-        return read(self, *given)
+        return read(self, name, ranges)
 
     MooncakeBackend.read = waiting  # type: ignore[method-assign]
 
