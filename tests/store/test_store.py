@@ -610,6 +610,23 @@ def test_a_run_that_is_offered_again_counts_as_used(call: str) -> None:
     assert sum(there) == 3
 
 
+def test_the_header_that_an_offer_reads_is_no_use_by_a_prompt() -> None:
+    """A run that was found at the start lost its next use, and left before others."""
+    backend = HostBackend(1 << 20)
+    size = SHAPE.num_bytes(32)
+    store = make_store(backend, max_bytes=3 * size)
+    hot, cold, last, new = (run_of(store, list(range(at, at + 32))) for at in range(4))
+    for run in (hot, cold, last):
+        assert store.put(run, rows(32))
+    store = make_store(backend, max_bytes=3 * size)
+    assert not store.put(hot, rows(32))
+    for run in (cold, last):
+        assert read(store, run, (0, 32)) is not None
+    assert store.is_known(hot)
+    assert store.put(new, rows(32))
+    assert store.exists([hot, cold, last, new]) == [True, False, True, True]
+
+
 @pytest.mark.parametrize("call", ["put", "is_known"])
 def test_a_turn_that_has_read_a_run_and_offers_it_again_counts_once(call: str) -> None:
     """A use at the end of each turn too keeps conversations that are over longer than others."""

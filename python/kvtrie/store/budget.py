@@ -105,7 +105,7 @@ class Budget:
         self._touch(name, tenant)
 
     def read(self, name: str, exactness: tuple[int, int]) -> None:
-        """Count a use by a prompt that the store supplies, and keep what its header says."""
+        """Count a use by a prompt that the store supplies, and keep how exact the run is."""
         run = self._runs.get(name)
         if run is not None:
             run.was_read = True

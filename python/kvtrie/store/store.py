@@ -340,6 +340,9 @@ class SpanStore:
                 return self._left("known")
             known = self._budget.exactness(run.name)
             if known is None and self._is_there(run, exactness):
+                # Its header was read for this offer, not for a prompt.
+                with self._lock:
+                    self._budget.offered(run.name)
                 return self._left("known")
             written = int(self._clock())
             context = b"" if marks is None else marks.tobytes()
