@@ -366,7 +366,7 @@ def test_what_sglang_decides_is_checked_and_not_what_was_given() -> None:
     assert made.server_args is given
 
 
-@pytest.mark.parametrize("version", ["0.5.22", "0.6.0", "0.5.2", "1.0"])
+@pytest.mark.parametrize("version", ["0.5.22", "0.6.0", "0.5.2", "1.0", "0.5.23.dev4", "0.5.23rc1"])
 def test_other_versions_are_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_version, "installed", lambda: version)
     why = f"SGLang {version} is not among the tested versions: install 0.5.23"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from importlib import metadata
 from typing import Final, NoReturn
 
 TESTED: Final = ("0.5.23",)
 """Tested versions. SGLang changes its cache's interface in the last number too."""
+
+_RELEASE: Final = re.compile(r"(\d+\.\d+\.\d+)(\.post\d+)?")
 
 BACKEND: Final = "kvtrie"
 """The name for ``--radix-cache-backend``."""
@@ -26,7 +29,8 @@ def installed() -> str:
 
 def is_tested() -> bool:
     # Builds of a release, as 0.5.23.post1 or 0.5.23+cpu, have its interface.
-    return ".".join(installed().split("+")[0].split(".")[:3]) in TESTED
+    release = _RELEASE.fullmatch(installed().split("+")[0])
+    return release is not None and release[1] in TESTED
 
 
 def check_version() -> None:
