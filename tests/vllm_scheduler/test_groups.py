@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.vllm_scheduler.test_exact import (
     ANSWER,
+    ASSISTANT,
     CLOSED,
+    END,
     EXACT,
     HEAD,
     LOOPING,
     QUESTION,
     SMALL,
     TOOL,
+    USER,
     end,
     fill,
     hashes_of,
@@ -24,6 +27,8 @@ from tests.vllm_scheduler.test_exact import (
     words,
 )
 from tests.vllm_scheduler.worker import BLOCK, WindowWorker, continuation
+
+from kvtrie.integrations.vllm._retention import HEADS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -93,6 +98,18 @@ def test_kept_blocks_are_bounded_in_all_groups(core: Callable[..., Core]) -> Non
     long = words(60 * BLOCK, 77)
     assert vllm.ask(long) == continuation(long, 8, windows=[WINDOW])
     vllm.check_idle()
+
+
+@RETENTION
+def test_a_system_prompt_that_others_hit_keeps_its_window_as_long(
+    core: Callable[..., Core], retention: int
+) -> None:
+    vllm = core(connector=EXACT, **options(retention))
+    passes = vllm.connector.planner._retention._passes
+    for seed in range(4):
+        end(vllm, [*HEAD, *message(USER, 40, seed), ASSISTANT, *words(60, seed), END])
+    num_full = len(HEAD) // BLOCK
+    assert num_full < (passes == HEADS).sum() <= num_full + -(-(WINDOW - 1) // BLOCK)
 
 
 def test_a_loop_that_goes_on_leaves_the_windows_before(core: Callable[..., Core]) -> None:
