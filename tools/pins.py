@@ -28,18 +28,8 @@ SOURCES = {
     "constraints/floors.txt": [
         *("pyproject.toml", "--extra", "cli", "--extra", "transformers", "--extra", "test"),
         *("--extra", "metrics", "--extra", "tracing", "--extra", "replicas"),
-        *(
-            "--extra",
-            "dynamo",
-            "--extra",
-            "proxy",
-            "--extra",
-            "llmd",
-            "--extra",
-            "store",
-            "--extra",
-            "mooncake",
-        ),
+        *("--extra", "dynamo", "--extra", "proxy", "--extra", "llmd"),
+        *("--extra", "store", "--extra", "mooncake"),
         *("--resolution", "lowest-direct", "--python-version", "3.11", "--only-binary", ":all:"),
     ],
 }
