@@ -587,17 +587,25 @@ def test_the_budget_is_kept_and_what_was_used_last_stays(kind: str, tmp_path: Pa
         assert store.counts()["put_too_large"] == 1
 
 
+ROOM_FOR_THREE = 3 * SHAPE.num_bytes(32)
+
+
+def full_of_three() -> tuple[HostBackend, SpanStore, list[SpanRun]]:
+    """A store in which three runs of 32 tokens take all room, and a fourth run."""
+    backend = HostBackend(1 << 20)
+    store = make_store(backend, max_bytes=ROOM_FOR_THREE)
+    runs = [run_of(store, list(range(at, at + 32))) for at in range(4)]
+    for run in runs[:3]:
+        assert store.put(run, rows(32))
+    return backend, store, runs
+
+
 @pytest.mark.parametrize("call", ["put", "is_known", "put by another process"])
 def test_a_run_that_is_offered_again_counts_as_used(call: str) -> None:
     """A run of a conversation whose pool has it is never read, and left the store first."""
-    backend = HostBackend(1 << 20)
-    size = SHAPE.num_bytes(32)
-    store = make_store(backend, max_bytes=3 * size)
-    hot, cold, last, new = (run_of(store, list(range(at, at + 32))) for at in range(4))
-    for run in (hot, cold, last):
-        assert store.put(run, rows(32))
+    backend, store, (hot, cold, last, new) = full_of_three()
     if call == "put by another process":
-        store = make_store(backend, max_bytes=3 * size)
+        store = make_store(backend, max_bytes=ROOM_FOR_THREE)
     if call == "is_known":
         assert store.is_known(hot)
         assert not store.is_known(new)
@@ -612,13 +620,8 @@ def test_a_run_that_is_offered_again_counts_as_used(call: str) -> None:
 
 def test_the_header_that_an_offer_reads_is_no_use_by_a_prompt() -> None:
     """A run that was found at the start lost its next use, and left before others."""
-    backend = HostBackend(1 << 20)
-    size = SHAPE.num_bytes(32)
-    store = make_store(backend, max_bytes=3 * size)
-    hot, cold, last, new = (run_of(store, list(range(at, at + 32))) for at in range(4))
-    for run in (hot, cold, last):
-        assert store.put(run, rows(32))
-    store = make_store(backend, max_bytes=3 * size)
+    backend, store, (hot, cold, last, new) = full_of_three()
+    store = make_store(backend, max_bytes=ROOM_FOR_THREE)
     assert not store.put(hot, rows(32))
     for run in (cold, last):
         assert read(store, run, (0, 32)) is not None

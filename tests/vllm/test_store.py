@@ -1065,6 +1065,7 @@ def stop_at_second_read(wait: Callable[[], object]) -> None:
             wait()
         return read(self, name, ranges)
 
+    # For the rest of this process, which runs nothing else.
     MooncakeBackend.read = waiting  # type: ignore[method-assign]
 
 

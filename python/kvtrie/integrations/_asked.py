@@ -96,10 +96,10 @@ def check_keys(given: Mapping[str, Any], known: Sequence[str], where: str) -> No
 
 
 def check_one_of(value: object, known: Sequence[str], where: str) -> None:
-    """Refuse a value that is none of the known ones.
+    """Refuse a value that is not known.
 
     Raises:
-        SettingsError: It is none.
+        SettingsError: It is not among ``known``.
     """
     if not isinstance(value, str) or value not in known:
         wanted = " or ".join(f'"{one}"' for one in known)
