@@ -206,7 +206,7 @@ class StoreSettings:
             store: From where.
             estimate: Decides between loading and recomputing.
             device: That of the engine's pool. For CUDA rows arrive in pinned memory, from which
-                they are copied without a stage in between.
+                whole runs are copied without a stage in between.
         """
         from kvtrie.store import SpanLoader  # noqa: PLC0415 - needs torch
 
