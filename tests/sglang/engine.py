@@ -12,9 +12,12 @@ import sys
 from array import array
 from dataclasses import asdict, dataclass, field
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tests.sglang.processes import forked
+from tests.sglang.processes import forked_together
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 VOCAB = 512
 
@@ -85,8 +88,17 @@ def run(job: Job, timeout: float = 600) -> Outcome:
 
 def scheduled(job: Job, module: str, *arguments: str, timeout: float = 600) -> Any:
     """What a module prints of a job, under the checks and settings that the job has."""
+    (found,) = scheduled_together(job, module, [arguments], timeout)
+    return found
+
+
+def scheduled_together(
+    job: Job, module: str, arguments: Sequence[Sequence[str]], timeout: float = 600
+) -> list[Any]:
+    """As `scheduled`, of several processes at once: one for each list of arguments."""
     more = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "2", "KVTRIE_SGLANG": job.settings}
-    return forked(module, *arguments, json.dumps(asdict(job)), timeout=timeout, **more)
+    given = [[*one, json.dumps(asdict(job))] for one in arguments]
+    return forked_together(module, given, timeout, **more)
 
 
 def described(event: Any) -> list[Any]:

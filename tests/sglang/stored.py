@@ -11,7 +11,6 @@ import os
 import sys
 import threading
 import time
-from importlib.util import find_spec
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -20,35 +19,11 @@ from tests.sglang.edited import Client, apart
 from tests.sglang.engine import VOCAB, Job, words
 
 import kvtrie
-from kvtrie.integrations._store_settings import StoreSettings
-from kvtrie.store import BackendError, HostBackend
+from kvtrie.store import BackendError
 from kvtrie.store.keys import is_run_name
 
 if TYPE_CHECKING:
     import torch
-
-
-class Files(HostBackend):
-    """Values in a folder, where obstore is not installed."""
-
-    def __init__(self, folder: str) -> None:
-        super().__init__(1 << 40)
-        self._folder = Path(folder)
-        for path in self._folder.glob("*"):
-            super().put(path.name.replace("+", "/"), bytearray(path.read_bytes()))
-
-    def put(self, name: str, value: bytearray) -> None:
-        super().put(name, value)
-        (self._folder / name.replace("/", "+")).write_bytes(value)
-
-
-if find_spec("obstore") is None:
-    open_backend = StoreSettings.open_backend
-    vars_of: Any = StoreSettings
-    vars_of.check_files = lambda self, where: self.key(where)
-    vars_of.open_backend = lambda self: (
-        open_backend(self) if self.backend == "host" else Files(self.backend)
-    )
 
 
 class Faulty:
@@ -530,18 +505,60 @@ def edited(job: Job) -> dict[str, Any]:  # noqa: PLR0915 - one engine for all
     return found | client.report()
 
 
+def _edited_history(job: Job) -> tuple[list[int], list[int]]:
+    """A history, and what is left of it after an edit."""
+    rng = Random(job.seed)
+    head, dropped, rest, tail = (words(rng, count) for count in (64, 80, 144, 41))
+    return [*head, *dropped, *rest], [*head, *rest, *tail]
+
+
+def _asked(client: Stored, prompt: list[int]) -> dict[str, Any]:
+    """What its conversation, and another one, get for a prompt from the store."""
+    found: dict[str, Any] = {}
+    for session in ("talk", "another"):
+        found[session], _ = client.tell(prompt, session=session, salt="one")
+        client.flush()
+    return found
+
+
 def half(job: Job) -> dict[str, Any]:
     """A history, or, where another process has stored it, what is left of it after an edit."""
-    rng = Random(job.seed)
     client = Stored(job)
-    head, dropped, rest, tail = (words(rng, count) for count in (64, 80, 144, 41))
+    history, prompt = _edited_history(job)
     found: dict[str, Any] = {}
     if client.cache._store.store.num_runs:
-        for session in ("talk", "another"):
-            found[session], _ = client.tell([*head, *rest, *tail], session=session, salt="one")
-            client.flush()
+        found = _asked(client, prompt)
     else:
-        client.tell([*head, *dropped, *rest], session="talk", salt="one")
+        client.tell(history, session="talk", salt="one")
+    client.cache._store.close()
+    return found | client.report()
+
+
+def _wait_for(path: Path) -> None:
+    end = time.monotonic() + 300
+    while not path.exists():
+        assert time.monotonic() < end, f"{path.name} was not said"
+        time.sleep(0.05)
+
+
+def lends(job: Job) -> dict[str, Any]:
+    """Stores a history in its own memory, and stays until `borrows` has asked for it."""
+    client = Stored(job)
+    client.tell(_edited_history(job)[0], session="talk", salt="one")
+    folder = Path(json.loads(job.settings)["store"]["key_file"]).parent
+    (folder / "stored").touch()
+    _wait_for(folder / "asked")
+    client.cache._store.close()
+    return client.report()
+
+
+def borrows(job: Job) -> dict[str, Any]:
+    """What is left of that history after an edit, as it is in another process's memory."""
+    client = Stored(job)
+    folder = Path(json.loads(job.settings)["store"]["key_file"]).parent
+    _wait_for(folder / "stored")
+    found = _asked(client, _edited_history(job)[1])
+    (folder / "asked").touch()
     client.cache._store.close()
     return found | client.report()
 
@@ -667,6 +684,7 @@ if __name__ == "__main__":
             *(same, once, faults, calls, slow, preempts, aborts),
             *(weights, reset, overwritten, mixed, reasoning, approximate),
             *(edited, half, last_message, replies, swapped_and_full),
+            *(lends, borrows),
         )
     }
     done = jobs[sys.argv[1]](Job(**json.loads(sys.argv[2])))

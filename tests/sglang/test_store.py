@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import ANY
 
 import pytest
-from tests.sglang.engine import Job, run, scheduled
+from tests.sglang.engine import Job, run, scheduled, scheduled_together
 from tests.sglang.processes import process
+from tests.store.kit import MooncakeMaster, needs_mooncake
 from tests.vllm import models
 
 from kvtrie.integrations.sglang import _support, _waiting
@@ -204,10 +205,29 @@ def test_another_process_moves_it_for_its_conversation_alone(model: str, tmp_pat
     job = Job(model, page_size=4, settings=given)
     assert "talk" not in stored("half", job)
     found = stored("half", job)
+    moved_for_talk_alone(found)
+
+
+def moved_for_talk_alone(found: dict[str, Any]) -> None:
     assert (found["talk"]["cached"], found["another"]["cached"]) == (208, 64)
     assert found["requests"]["store_tokens_moved"] == 144
     assert found["counts"] == {}
     balanced(found)
+
+
+@needs_mooncake
+def test_another_process_moves_it_out_of_the_memory_of_the_first_through_mooncake(
+    model: str, tmp_path: Path
+) -> None:
+    key = tmp_path / "key"
+    key.write_bytes(b"a secret of the test's own")
+    with MooncakeMaster() as master:
+        store = {**HOST, "backend": f"mooncake://{master.address}", "key_file": str(key)}
+        job = Job(model, page_size=4, settings=settings(store, **MOVES))
+        first, found = scheduled_together(job, "tests.sglang.stored", [["lends"], ["borrows"]])
+    assert first["events"]["stored"] > 0
+    balanced(first)
+    moved_for_talk_alone(found)
 
 
 @pytest.mark.parametrize(
