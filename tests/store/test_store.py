@@ -373,6 +373,29 @@ def test_bytes_that_cannot_be_deleted_go_on_to_count() -> None:
     assert "evicted" not in counts
 
 
+class Locked(HostBackend):
+    """Does not delete one value, as a folder in which a file is another user's."""
+
+    locked = ""
+
+    def delete(self, name: str) -> None:
+        if name == self.locked:
+            raise BackendError(name, reason="unreachable")
+        super().delete(name)
+
+
+def test_a_run_that_cannot_be_deleted_does_not_keep_others_out() -> None:
+    """It was the one to leave for each run that came, and none was stored again."""
+    backend = Locked(1 << 20)
+    store = make_store(backend, max_bytes=3 * SHAPE.num_bytes(40))
+    runs = [run_of(store, list(range(at, at + 40))) for at in range(0, 250, 50)]
+    backend.locked = runs[0].name
+    assert [store.put(run, rows(40)) for run in runs] == [True, True, True, False, True]
+    assert store.exists(runs) == [True, False, True, False, True]
+    assert store.num_bytes == 3 * SHAPE.num_bytes(40)
+    assert store.counts()["delete_unreachable"] == 1
+
+
 def test_a_header_that_has_no_room_evicts_nothing() -> None:
     store = make_store(max_bytes=SHAPE.num_bytes(40))
     kept = run_of(store, list(range(40)))
@@ -756,6 +779,22 @@ def test_a_sweep_ends_at_the_first_run_that_cannot_be_deleted() -> None:
     backend.is_gone = False
     assert [store.sweep(2), store.sweep(2), store.sweep(2)] == [2, 2, 1]
     assert store.counts()["expired"] == 5
+
+
+def test_a_sweep_goes_on_after_a_run_that_cannot_be_deleted_in_the_next() -> None:
+    """Each sweep began with it, and ended there."""
+    now = [1_000.0]
+    backend = Locked(1 << 20)
+    store = make_store(backend, limits=TenantLimits(lifetime=10), clock=lambda: now[0])
+    runs = [run_of(store, list(range(at, at + 32))) for at in range(0, 160, 32)]
+    for run in runs:
+        assert store.put(run, rows(32))
+    backend.locked = runs[1].name
+    now[0] += 11
+    assert [store.sweep(), store.sweep(), store.sweep()] == [1, 3, 0]
+    assert store.exists(runs) == [False, True, False, False, False]
+    backend.locked = ""
+    assert (store.sweep(), store.num_runs) == (1, 0)
 
 
 def test_where_a_backend_knows_no_times_a_lifetime_begins_at_the_start() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from inspect import signature
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 from tests.store.kit import SECONDS, SHAPE, make_store, read, rows, run_of, same
@@ -297,3 +298,20 @@ def test_nobody_waits_for_all_that_another_one_has_offered() -> None:
     assert crew.close(SECONDS)
     assert done[:4] == ["hostile", "other", "hostile", "other"]
     assert len(done) == 34
+
+
+def test_a_sweep_that_raises_is_no_run_that_was_not_stored(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Broken(HostBackend):
+        def delete(self, name: str) -> None:
+            raise RuntimeError(name)
+
+    now = [1_000.0]
+    limits = TenantLimits(lifetime=10)
+    store = make_store(Broken(1 << 20), limits=limits, clock=lambda: now[0])
+    assert store.put(run_of(store, list(range(20))), rows(20))
+    now[0] += 11
+    assert not writing.sweep_some(store)
+    assert store.counts() == {"stored": 1, "stored_bytes": ANY, "sweep_failed": 1}
+    assert "old runs were not deleted" in caplog.text

@@ -403,7 +403,7 @@ class TurnWriter:
 
     def _failed(self, error: Exception) -> None:
         self._store.count("put_failed")
-        self._log.error("kvtrie: a turn was not stored, or old runs not deleted", exc_info=error)
+        self._log.error("kvtrie: a turn was not stored", exc_info=error)
 
 
 def _rows(pool: KVPool, turn: TurnToWrite, start: int, end: int) -> SpanRows:

@@ -121,6 +121,13 @@ class Budget:
                 self._touch(name, run.tenant)
             run.was_read = False
 
+    def postpone(self, name: str) -> None:
+        """Name a run, if it is known, after all others: as one to leave, and as one that is old."""
+        run = self._runs.pop(name, None)
+        if run is not None:
+            self._runs[name] = run
+            self._touch(name, run.tenant)
+
     def _touch(self, name: str, tenant: str) -> None:
         for order in (self._order, self._tenant_order[tenant]):
             order[name] = None
@@ -145,7 +152,10 @@ class Budget:
         return next(iter(order or ()), None)
 
     def older_than(self, tenant_ends: dict[str, int], default: int) -> Iterator[str]:
-        """Runs that were written before a moment, of a tenant's own or the default."""
+        """Runs that were written before a moment, of a tenant's own or the default.
+
+        Those that were postponed come last.
+        """
         for name, run in self._runs.items():
             if run.written < tenant_ends.get(run.tenant, default):
                 yield name

@@ -402,7 +402,7 @@ class SpanStore:
         has a store without a writer calls it himself. It deletes what this process knows of: what
         it has written, and what it found when it was opened; what another process has written
         again since under such a name is deleted too. It ends at the first run that the backend does
-        not delete.
+        not delete, which is tried again after all others.
 
         Args:
             most: Runs that are deleted at most; None for all.
@@ -534,11 +534,13 @@ class SpanStore:
             self.count("evicted")
 
     def _delete(self, name: str) -> bool:
-        """Whether a run is deleted now; if not, its bytes go on to count."""
+        """Whether a run is deleted now; if not, its bytes count on, and others leave before it."""
         try:
             self._backend.delete(name)
         except BackendError as error:
             self.count(f"delete_{error.reason}")
+            with self._lock:
+                self._budget.postpone(name)
             return False
         with self._lock:
             self._budget.remove(name)
