@@ -268,6 +268,43 @@ def test_a_full_disk_stores_nothing_and_breaks_nothing(tmp_path: Path) -> None:
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
+def test_a_file_system_that_is_full_has_room_again_after_a_run_was_deleted(tmp_path: Path) -> None:
+    """One of 128 KiB, which no other process sees."""
+    pytest.importorskip("obstore", reason="obstore is not installed")
+    mount = 'mount -t tmpfs -o size=128k tmpfs "$0" && exec "$@"'
+    inside = ["unshare", "--map-root-user", "--mount", "sh", "-c", mount, str(tmp_path)]
+    try:
+        subprocess.run([*inside, "true"], check=True, timeout=60, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("this user may not mount a file system of his own")
+    code = f"""
+    import os
+    from pathlib import Path
+    from tests.store.kit import make_store, read, rows, run_of, same
+    from kvtrie.store import ObjectBackend
+    store = make_store(ObjectBackend.from_url("file://{tmp_path}"))
+    runs = [run_of(store, list(range(at, at + 250))) for at in range(0, 6_000, 250)]
+    stored = [run for run in runs if store.put(run, rows(250))]
+    assert 0 < len(stored) < len(runs), len(stored)
+    assert store.counts()["put_full"] == len(runs) - len(stored), store.counts()
+    assert [run in stored for run in runs] == store.exists(runs)
+    for run in stored:
+        assert same(read(store, run, (0, 250)), rows(250))
+    # Nothing is left of what had no room.
+    files = [one for one in Path("{tmp_path}").rglob("*") if one.is_file()]
+    assert len(files) == len(stored) + 1, files
+    store.delete(stored.pop())
+    assert store.put(runs[-1], rows(250))
+    for run in (*stored, runs[-1]):
+        assert same(read(store, run, (0, 250)), rows(250))
+    # Threads of obstore may want the interpreter while it ends, and abort.
+    os._exit(0)
+    """
+    command = [*inside, sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(code)]
+    ended = subprocess.run(command, check=False, timeout=120, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 def test_a_folder_that_cannot_be_made_is_refused_by_name(tmp_path: Path) -> None:
     pytest.importorskip("obstore", reason="obstore is not installed")
     (tmp_path / "file").write_text("")
