@@ -1,6 +1,7 @@
 """What the store saves of an edited history that the pool has lost: a real model, in two engines.
 
     make bench-vllm-store    # STORE_VLLM_FLAGS="--backend mooncake --positions 8192"
+    make bench-vllm-store    # STORE_VLLM_FLAGS="--backend s3://runs --policies rotated"
 
 An agent's run (W11 agent.close), whose reasoning the template drops when the user speaks again. The
 history is computed, and stored in the background. Then comes the next prompt, of one tenant each:
@@ -257,7 +258,7 @@ def place(backend: str) -> Iterator[tuple[str, str]]:
         key = Path(folder) / "key"
         key.write_bytes(os.urandom(32))
         if backend != "mooncake":
-            yield "host" if backend == "host" else str(Path(folder) / "kv"), str(key)
+            yield str(Path(folder) / "kv") if backend == "folder" else backend, str(key)
             return
         from tests.store.kit import MooncakeMaster  # noqa: PLC0415 - needs pytest
 
@@ -267,7 +268,11 @@ def place(backend: str) -> Iterator[tuple[str, str]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--backend", choices=("folder", "host", "mooncake"), default="folder")
+    parser.add_argument(
+        "--backend",
+        default="folder",
+        help="folder, host, mooncake, or the URL of an empty bucket, of one policy: s3://runs",
+    )
     parser.add_argument("--positions", type=int, default=4096)
     parser.add_argument("--policies", nargs="*", choices=POLICIES, default=list(POLICIES))
     parser.add_argument("--model", type=Path, default=MODEL)
@@ -280,6 +285,11 @@ def main() -> None:
     if options.policy:
         measure(options)
         return
+    is_url = "://" in options.backend
+    if not is_url and options.backend not in ("folder", "host", "mooncake"):
+        parser.error(f"--backend is {options.backend!r}: folder, host, mooncake or a URL")
+    if is_url and len(options.policies) != 1:
+        parser.error("--policies: the bucket of one run is of one key, so of one policy")
     if not options.model.is_dir():
         sys.exit(f"{options.model} is not there: `make models` fetches it")
     found: list[tuple[str, dict[str, Any]]] = []
@@ -288,7 +298,7 @@ def main() -> None:
             command = [sys.executable, __file__, *sys.argv[1:], "--policy", policy]
             command += ["--at", at, "--key-file", key]
             found += rows(command)
-            if options.backend == "folder":
+            if is_url or options.backend == "folder":
                 found += rows([*command, "--second"])
     print(table(found))
 
