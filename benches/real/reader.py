@@ -58,7 +58,7 @@ class Reader:
     Attributes:
         windows: Of each layer; None: full attention.
         window: The width that layers with one have, or None.
-        probed: Two thirds up, or the last layer of full attention before that.
+        probed: The layer that kvtrie's probe probes.
 
     Raises:
         LayoutError: Windows are of several widths, or no layer has full attention.
@@ -81,14 +81,7 @@ class Reader:
             msg = f"windows of {len(widths)} widths ({sorted(widths)}): the reader knows one"
             raise LayoutError(msg)
         self.window = next(iter(widths), None)
-        # As kvtrie's probe: no layer with a window.
-        full = [at for at in range(self.num_layers) if self.windows[at] is None]
-        if not full:
-            msg = "every layer has a window: none can be probed"
-            raise LayoutError(msg)
-        self.probed = max(
-            (at for at in full if at <= probed_layer(self.num_layers)), default=full[0]
-        )
+        self.probed = probed_layer(self.windows)
         self._seen: dict[str, torch.Tensor] = {}
         layer = self.core.layers[self.probed]
         layer.register_forward_pre_hook(self._see_input, with_kwargs=True)

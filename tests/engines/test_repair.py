@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 # Bloom takes no positions.
 SPARSE = [name for name in CONFIGS if name != "bloom"]
-PROBED = ("llama-gqa", "qwen3", "mixtral", "glm", "smollm3")
+PROBED = ("llama-gqa", "qwen3", "mixtral", "glm", "smollm3", "gemma3", "gpt-oss")
 
 
 def edited(ids: Ids) -> tuple[list[int], list[int]]:
@@ -93,18 +93,19 @@ def test_models_without_masks_compute_gap_by_gap(architecture: str, models: Mode
     assert Runner(model, pool).is_sparse == (architecture != "bloom")
 
 
+@pytest.mark.parametrize("architecture", ["llama-gqa", "gemma3"])
 @pytest.mark.parametrize("repair", ["fronts", "ngrams", "probe", "question", "adaptive"])
 def test_everything_recomputed_is_the_answer_without_reuse(
-    repair: str, make: Make, ids: Ids, check_drained: Check, reference: Any
+    repair: str, architecture: str, make: Make, ids: Ids, check_drained: Check, reference: Any
 ) -> None:
     text, prompt = edited(ids)
-    generator = make(num_blocks=128, gate="unchecked", records="model")
+    generator = make(architecture, num_blocks=128, gate="unchecked", records="model")
     generator.generate(text, max_new_tokens=1)
     policy = kvtrie.ReusePolicy(scope="namespace", recompute_share=1.0, repair=repair)
     done = generator.generate(
         prompt, max_new_tokens=4, ignore_eos=True, return_logits=True, policy=policy
     )
-    expected = reference().logits(prompt, done.tokens)
+    expected = reference(architecture).logits(prompt, done.tokens)
     assert done.usage.moved == 0
     assert done.logits is not None
     assert float((done.logits - expected).abs().max()) < 1e-3

@@ -18,7 +18,7 @@ from kvtrie.engines._runner import Runner
 from kvtrie.engines.transformers import Generator
 from kvtrie.kernels import reference as kernels
 from kvtrie.pool import KVGroup, KVLayout, KVPool
-from kvtrie.repair.probe import LayerProbe
+from kvtrie.repair.probe import LayerProbe, probed_layer
 from kvtrie.rope import RopeSpec, Rotary
 
 if TYPE_CHECKING:
@@ -127,9 +127,44 @@ def test_masks_without_the_window_are_found_and_not_used(
     assert models(architecture).config.sliding_window == 11
 
 
-def test_records_of_a_layer_with_a_window_are_refused(make: Make) -> None:
-    with pytest.raises(LayoutError, match=r"records: layer 2 of .* over a window of 11 tokens"):
-        make("gemma3", records="model")
+def test_layers_with_a_window_are_not_probed(make: Make, models: Models) -> None:
+    with pytest.raises(LayoutError, match="records: each of the 4 layers has a window: none is"):
+        make("mistral", records="model")
+    with pytest.raises(LayoutError, match=r"layer 2 of .* over a window of 11 tokens"):
+        LayerProbe(models("gemma3"), 2)
+    # The one two thirds up has a window.
+    assert LayerProbe(models("gemma3")).layer == 1
+    assert [probed_layer([None] * count) for count in (1, 2, 3, 18)] == [0, 1, 2, 12]
+    assert probed_layer([4, 4, 4, 4, None, 4]) == 4
+    assert probed_layer([4, 4, 4, 4, 4, None]) == 5
+    assert probed_layer([None, 4, None, 4, 4, None]) == 2
+
+
+def test_records_next_to_windows_are_of_what_the_layer_computes(
+    models: Models, ids: Ids, check_drained: Check
+) -> None:
+    generator = Generator(
+        models("gemma3"), num_blocks=64, block_size=4, records="model", gate="unchecked"
+    )
+    text = ids(60)
+    generator.generate(text, max_new_tokens=1)
+    probe, records = generator._repair._probe, generator._records
+    assert probe is not None
+    assert records is not None
+    seq = kvtrie.TokenSequence(text, generator.namespace())
+    slots = generator.pool.slots(generator.index.lookup(seq).blocks, 0, 56)
+    kept = records.read(slots)
+    rows = [views[probe.layer] for views in (generator.pool.k, generator.pool.v)]
+    assert kept is not None
+    k, v = (kernels.gather_rows(view, slots) for view in rows if view is not None)
+    at = torch.arange(56)
+    assert float(probe.scores(*kept, at, k, v).max()) < 1e-4
+    # Layers with a window do not limit what this one sees: the first tokens reach all later ones.
+    v[2] += 3
+    changed = probe.scores(*kept, at, k, v)
+    assert float(changed[:2].max()) < 1e-4
+    assert float(changed[2:].min()) > 0
+    check_drained(generator)
 
 
 def test_layer_of_full_attention_is_probed_next_to_windows(models: Models, ids: Ids) -> None:

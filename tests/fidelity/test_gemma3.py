@@ -130,7 +130,7 @@ def test_reply_ends_with_the_forms_end(reader: Reader) -> None:
 def test_probed_layer_has_full_attention(reader: Reader) -> None:
     assert list(reader.windows) == [WINDOW, None, WINDOW, WINDOW]
     assert reader.probed == 1
-    with pytest.raises(LayoutError, match="none can be probed"):
+    with pytest.raises(LayoutError, match="none is probed"):
         Reader(Gemma3ForCausalLM(config(layer_types=["sliding_attention"] * 4)))
 
 

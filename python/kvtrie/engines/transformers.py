@@ -130,8 +130,9 @@ class Generator:
             do not depend on it.
         prefill_chunk: Most prompt tokens that one ``step`` computes for one request.
         records: Keep what the policies ``repair="probe"``, ``"question"`` and ``"adaptive"`` need
-            of every cached token, at one layer two thirds up: ``"model"`` in the model's element
-            type, ``"fp8"`` in about half of that. ``records_bytes_per_token`` is what it takes.
+            of every cached token, at one layer of full attention about two thirds up: ``"model"``
+            in the model's element type, ``"fp8"`` in about half of that.
+            ``records_bytes_per_token`` is what it takes.
             None: nothing is kept, and these policies compute fronts.
 
     Raises:

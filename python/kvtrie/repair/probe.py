@@ -1,9 +1,10 @@
 """Scores moved tokens by how much one layer's attention output changes in the assembled context.
 
-The layer is two thirds up, where stale KV costs SmolLM2-135M most (``docs/repair.md``). Of each
-moved token its input h and its attention output o were kept when its KV was computed (``Records``).
-Attending from h again, at the new position, to the KV that is assembled for the prompt gives what
-the output would be there. The score is the change next to what the layer passes on:
+The layer is two thirds up, where stale KV costs SmolLM2-135M most (``docs/repair.md``), or in a
+model with windows the last one of full attention before that. Of each moved token its input h and
+its attention output o were kept when its KV was computed (``Records``). Attending from h again, at
+the new position, to the KV that is assembled for the prompt gives what the output would be there.
+The score is the change next to what the layer passes on:
 ``|o_new - o_old| / |h + o_old|``, o after the output projection.
 """
 
@@ -18,10 +19,10 @@ from transformers import DynamicCache
 
 from kvtrie._core import LayoutError
 from kvtrie.models.config import ConfigFields
-from kvtrie.models.layers import layer_windows
+from kvtrie.models.layers import layer_windows, num_kv_layers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from transformers import PreTrainedModel
 
@@ -38,9 +39,23 @@ _TOLERANCE: Final = {
 }
 
 
-def probed_layer(num_layers: int) -> int:
-    """The number of the layer that is probed by default: two thirds up."""
-    return 2 * num_layers // 3
+def probed_layer(windows: Sequence[int | None]) -> int:
+    """The number of the layer that is probed by default.
+
+    It is two thirds up, or the last layer of full attention before that, else the first after it.
+
+    Args:
+        windows: The window of each layer that keeps KV, or None for full attention.
+
+    Raises:
+        LayoutError: No layer has full attention.
+    """
+    full = [layer for layer, window in enumerate(windows) if window is None]
+    if not full:
+        msg = f"each of the {len(windows)} layers has a window: none is probed"
+        raise LayoutError(msg)
+    aim = 2 * len(windows) // 3
+    return max((layer for layer in full if layer <= aim), default=full[0])
 
 
 class _Stop(Exception):  # noqa: N818 - ends a pass, no error
@@ -83,12 +98,12 @@ class LayerProbe:
 
     Args:
         model: A causal LM in eval mode.
-        layer: The layer's number; None: the one two thirds up.
+        layer: The layer's number; None: that of `probed_layer`.
 
     Raises:
-        LayoutError: The model has no such layer, or one with a window; some layer of it has state
-            or chunks; or attending from the kept input does not give the layer's own attention
-            output.
+        LayoutError: The model has no such layer, or one with a window, or none without one; some
+            layer of it has state or chunks; or attending from the kept input does not give the
+            layer's own attention output.
     """
 
     def __init__(self, model: PreTrainedModel, layer: int | None = None) -> None:
@@ -97,9 +112,12 @@ class LayerProbe:
         if layers is None or getattr(decoder, "rotary_emb", None) is None:
             msg = f"{type(model).__name__} has no decoder layers with rotary embeddings to probe"
             raise LayoutError(msg)
-        self.layer = probed_layer(len(layers)) if layer is None else layer
-        if not 0 <= self.layer < len(layers):
-            msg = f"layer {layer} is not one of the model's {len(layers)} layers"
+        fields = ConfigFields(model.config, "LayerProbe: cannot probe", LayoutError)
+        # Layers that share another's KV have none of their own.
+        windows = layer_windows(fields, num_kv_layers(fields))
+        self.layer = probed_layer(windows) if layer is None else layer
+        if not 0 <= self.layer < len(windows):
+            msg = f"layer {layer} is not one of the model's {len(windows)} layers with KV"
             raise LayoutError(msg)
         self._model = model
         self._rotary = decoder.rotary_emb
@@ -107,8 +125,7 @@ class LayerProbe:
         if not (hasattr(self._block, "self_attn") and hasattr(self._block, "input_layernorm")):
             msg = f"layer {self.layer} of {type(model).__name__} has no self_attn to probe"
             raise LayoutError(msg)
-        fields = ConfigFields(model.config, "LayerProbe: cannot probe", LayoutError)
-        window = layer_windows(fields, len(layers))[self.layer]
+        window = windows[self.layer]
         if window is not None:
             msg = (
                 f"layer {self.layer} of {type(model).__name__} attends over a window of "
