@@ -385,6 +385,37 @@ def test_conversation_longer_than_the_context_says_what_to_do() -> None:
         measure.calibrate(shipped.model_path("gqa"), conversations=[Conversation(tuple(long))])
 
 
+def test_models_of_two_regimes_are_measured_in_the_short_one(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(shipped.model_path("gqa"), model)
+    config = json.loads((model / "config.json").read_text())
+    # Dynamic NTK: frequencies change from 2,048 tokens on.
+    dynamic = {"rope_type": "dynamic", "factor": 4.0}
+    settings = config.get("rope_parameters") or {"rope_theta": config["rope_theta"]}
+    config["rope_parameters"] = {**settings, **dynamic}
+    (model / "config.json").write_text(json.dumps(config))
+    found, plain = (
+        measure.calibrate(path, policies=("rotated",), is_recall=True, most_cases=2)
+        for path in (model, shipped.model_path("gqa"))
+    )
+    assert [one.kinds for one in found.measured] == [one.kinds for one in plain.measured]
+    assert found.measured[0].kinds
+    long = recall.conversation(1, 4)
+    long[1] = {"role": "user", "content": "Draw " * 3000}
+    with pytest.raises(measure.CalibrationError, match="context is 2047: leave out"):
+        measure.calibrate(model, conversations=[Conversation(tuple(long))])
+
+
+def test_vision_models_are_refused_with_the_reason(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(shipped.model_path("gqa"), model)
+    text = json.loads((model / "config.json").read_text())
+    vision = {"model_type": "qwen2_vl", "text_config": {**text, "model_type": "qwen2_vl_text"}}
+    (model / "config.json").write_text(json.dumps(vision))
+    with pytest.raises(measure.CalibrationError, match=r"vision model \(qwen2_vl\).* no gate"):
+        measure.calibrate(model)
+
+
 def run(*args: Any) -> Result:
     return CliRunner().invoke(app, ["calibrate", *map(str, args)])
 

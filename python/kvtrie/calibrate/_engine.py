@@ -20,7 +20,7 @@ from kvtrie._core import (
 )
 from kvtrie.engines._lease import Lease
 from kvtrie.engines._paged_cache import PagedCache
-from kvtrie.engines._probe import check_model, checked_rope, forward_inputs
+from kvtrie.engines._probe import check_model, checked_rope, context_of, forward_inputs
 from kvtrie.engines._repair import Repair
 from kvtrie.engines._runner import Runner
 from kvtrie.engines._store import Store
@@ -57,12 +57,20 @@ class TokenSources:
 
 
 class Model:
-    """A loaded model, with the layout and rotation of its KV."""
+    """A loaded model, with the layout and rotation of its KV.
+
+    Attributes:
+        most_tokens: Of a prompt with its reply, as the generator takes them; None: no limit.
+    """
 
     def __init__(self, model: PreTrainedModel, block_size: int) -> None:
         self.model = model
-        self.layout = KVLayout.from_config(model.config, block_size=block_size, dtype=model.dtype)
+        # As the generator: under LongRoPE and dynamic NTK, prompts of the short regime alone.
+        self.layout = KVLayout.from_config(
+            model.config, block_size=block_size, dtype=model.dtype, regime="short"
+        )
         check_model(model, self.layout)
+        self.most_tokens = context_of(model)
         self.inputs = forward_inputs(model)
         self.rope = checked_rope(model, self.layout)
 

@@ -15,7 +15,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from kvtrie import gates
@@ -52,6 +52,7 @@ from kvtrie.models.fingerprint import (
     rope_id,
     template_id,
 )
+from kvtrie.models.vision import TEXT_OF_VISION
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -617,15 +618,22 @@ def _load(directory: Path, device: str, dtype: str) -> tuple[Any, Any]:
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=dtype, local_files_only=True
-        )
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-        return loaded.to(device).eval(), tokenizer
+        kind = AutoConfig.from_pretrained(directory, local_files_only=True).model_type
+        if kind not in TEXT_OF_VISION:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                directory, dtype=dtype, local_files_only=True
+            )
+            tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+            return loaded.to(device).eval(), tokenizer
     except Exception as error:  # loaders raise errors of many types
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         msg = f"cannot load the model in {directory}: {reason}"
         raise CalibrationError(msg) from error
+    msg = (
+        f"the model in {directory} is a vision model ({kind}): conversations here are of text, "
+        "which does not show what moved KV costs next to images, so no gate clears it"
+    )
+    raise CalibrationError(msg)
 
 
 def _check_vocabulary(model: Model, steps: Sequence[Step]) -> None:
@@ -641,7 +649,7 @@ def _check_vocabulary(model: Model, steps: Sequence[Step]) -> None:
 
 
 def _check_lengths(model: Model, steps: Sequence[Step]) -> None:
-    limit = getattr(model.model.config, "max_position_embeddings", None)
+    limit = model.most_tokens
     longest = max(len(step.prompt) + max(len(step.reply), MOST_TOKENS) for step in steps)
     if limit is not None and longest > limit:
         msg = (
