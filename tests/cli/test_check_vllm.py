@@ -402,6 +402,12 @@ def test_what_does_not_fit_the_model(tmp_path: Path, model: Path) -> None:
         (other, (), {"gate": gate}, "measured with checkpoint"),
         (model, ("--dtype", "float16"), {"gate": gate}, "measured with KV in bfloat16, but vLLM"),
         (model, ("--kv-cache-dtype", "fp8"), {}, "--kv-cache-dtype fp8 is not one of"),
+        (
+            model,
+            ("--kv-cache-dtype", "fp8"),
+            {"mode": "exact", "store": {"backend": "host"}},
+            'dtype is fp8: remove "store"',
+        ),
         (model, ("--dtype", "bfloat1"), {}, "not 'bfloat1'; did you mean 'bfloat16'?"),
         (model, ("--chat-template", str(tmp_path / "chat.jinja")), {"gate": gate}, "template"),
         (model, (), {"chat_template": QWQ, "gate": gate}, "template"),
@@ -422,6 +428,10 @@ def test_what_does_not_fit_the_model(tmp_path: Path, model: Path) -> None:
     code, _, err = run("--dtype", "float16")
     assert code == 2
     assert "give --model too" in err
+    # Exact mode reads no KV.
+    fp8 = ("--model", str(model), "--kv-cache-dtype", "fp8")
+    code, _, err = run(*fp8, **extra(mode="exact"))
+    assert (code, err) == (0, "")
 
 
 def test_what_the_template_reads_decides(tmp_path: Path, model: Path) -> None:

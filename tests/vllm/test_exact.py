@@ -50,6 +50,18 @@ def converse(engine: Engine, count: int) -> list[list[int]]:
     return said
 
 
+def test_quantised_kv_is_vllms(engine: Callable[..., Engine]) -> None:
+    """It was refused, although nothing of it is read: its blocks are ordered, and not copied."""
+    options = {**OPTIONS, "kv_cache_dtype": "fp8_e5m2", "dtype": "bfloat16"}
+    alone = converse(engine(**options), 4)
+    mine = engine(connector=EXACT, **options)
+    assert converse(mine, 4) == alone
+    assert mine.counts["blocks_dead"] > 0
+    assert mine.counts["tokens_exact"] == mine.counts["tokens_moved"] == 0
+    assert mine.counts["errors"] == 0
+    mine.check_idle()
+
+
 def test_outputs_are_vllms(engine: Callable[..., Engine]) -> None:
     alone = converse(engine(**OPTIONS), COUNT)
     mine = engine(connector=EXACT, **OPTIONS)

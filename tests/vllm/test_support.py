@@ -88,7 +88,10 @@ def speculate(method: str) -> Callable[[Any], None]:
     ("changed", "why"),
     [
         (change("cache_config", "enable_prefix_caching", False), "--enable-prefix-caching"),
-        (change("cache_config", "cache_dtype", "fp8"), "--kv-cache-dtype fp8 is not one of auto"),
+        (
+            change("cache_config", "cache_dtype", "fp8"),
+            '--kv-cache-dtype fp8 is not one of auto.*: set "mode": "exact"',
+        ),
         (
             change("model_config", "use_mla", True),
             "latent attention .MLA., which vLLM runs on a CPU",
@@ -106,6 +109,19 @@ def test_a_configuration_is_refused(config: Any, changed: Callable[[Any], None],
     changed(config)
     with pytest.raises(_support.UnsupportedError, match=why):
         _support.check(config, groups(full()))
+
+
+def test_exact_mode_takes_quantised_kv_and_copies_nothing_of_it(config: Any) -> None:
+    assert _support.copies_exact_kv(config, groups(full()))
+    assert not _support.copies_exact_kv(config, groups(full(), full()))
+    config.cache_config.cache_dtype = "fp8"
+    _support.check(config, groups(full()), moves=False, is_exact=True)
+    assert not _support.copies_exact_kv(config, groups(full()))
+    with pytest.raises(_support.UnsupportedError, match='dtype is fp8: remove "store"'):
+        _support.check_store(config, groups(full()), is_among_others=False)
+    # A connector without modes has none to advise.
+    with pytest.raises(_support.UnsupportedError, match=r"bfloat16, float32$"):
+        _support.check(config, groups(full()), moves=False, has_modes=False)
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix"])

@@ -177,6 +177,27 @@ def test_live_reasoning_is_never_evicted_first(exact: Core) -> None:
     assert min(free.index(one) for one in written) >= len(free) - len(written) - 1
 
 
+@pytest.mark.parametrize("dtype", ["fp8", "fp8_e5m2"])
+def test_quantised_kv_is_ordered_and_not_copied(core: Callable[..., Core], dtype: str) -> None:
+    vllm = core(connector=EXACT, blocks=128, kv_cache_dtype=dtype, **SMALL)
+    table = end(vllm, CLOSED)
+    first = -(-(len(HEAD) + len(QUESTION) + 1) // BLOCK)
+    dead = table[first : (len(CLOSED) - 1) // BLOCK]
+    assert sorted(order(vllm)[: len(dead)]) == sorted(dead)
+    assert vllm.counts["blocks_dead"] == len(dead)
+    following = [*HEAD, *QUESTION, ASSISTANT, *ANSWER, *message(USER, 40, 9), ASSISTANT]
+    # What the connector of floats copies of vLLM's last block is computed.
+    whole = (len(HEAD) + len(QUESTION) + 1) // BLOCK * BLOCK
+    assert vllm.computed_for(following) == len(following) - whole
+    end(vllm, LOOPING)
+    fill(vllm, 400, 1)
+    later = [*LOOPING, *message(TOOL, 40, 8), ASSISTANT]
+    assert len(later) - vllm.computed_for(later) >= len(LOOPING) - BLOCK
+    assert vllm.worker.num_copied == vllm.worker.num_moved == 0
+    assert vllm.counts["errors"] == 0
+    vllm.check_idle()
+
+
 def fill(core: Core, num_blocks: int, seed: int) -> None:
     """Other requests take this many blocks."""
     for at in range(num_blocks // 8):

@@ -312,3 +312,16 @@ def test_events_next_to_it_are_refused_in_the_worker(core: Callable[..., Core]) 
             )
     finally:
         config.kv_events_config = before
+
+
+def test_quantised_kv_is_not_served_next_to_others(core: Callable[..., Core]) -> None:
+    given = storing.options(is_exact=True) | {"kv_cache_dtype": "fp8"}
+    vllm = core(shadow=False, **given, **SMALL)
+    config = vllm.core.vllm_config
+    with (
+        set_current_vllm_config(config),
+        pytest.raises(UnsupportedError, match="KV in fp8 was not run next to other connectors"),
+    ):
+        KVConnectorFactory.create_connector(
+            config, KVConnectorRole.WORKER, vllm.scheduler.kv_cache_config
+        )

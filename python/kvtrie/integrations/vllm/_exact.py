@@ -8,7 +8,8 @@ what it would have computed, or copies KV of the same tokens at the same positio
 Models with sliding windows, state spaces or linear attention next to full attention get the last
 two, in all groups of blocks: what other groups have at dead reasoning is evicted first, and where
 blocks of full attention are kept, what other groups need to continue after them is kept with them.
-Nothing is copied: a copy would leave the other groups without KV.
+Nothing is copied: a copy would leave the other groups without KV. With quantised KV nothing is
+copied either, as the layouts of its tensors are not known.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from kvtrie.integrations.vllm._requests import LiveRequest, Pending
 from kvtrie.integrations.vllm._retention import HEADS, Retention
 from kvtrie.integrations.vllm._settings import is_last, request_policy, session_of
 from kvtrie.integrations.vllm._sources import used_by
-from kvtrie.integrations.vllm._support import is_whole
+from kvtrie.integrations.vllm._support import copies_exact_kv, is_whole
 from kvtrie.integrations.vllm._tags import Reading
 from kvtrie.integrations.vllm._vllm import RequestStatus
 
@@ -67,7 +68,7 @@ class ExactPlanner(Half):
         block_size = groups[self._first].kv_cache_spec.block_size
         self._others = OtherGroups(manager, kv_cache_config, self._first)
         self._num_whole = len(whole)
-        self.copies = len(groups) == 1
+        self.copies = copies_exact_kv(vllm_config, kv_cache_config)
         super().__init__(
             vllm_config,
             manager,
@@ -85,7 +86,10 @@ class ExactPlanner(Half):
         self._per_token = len(groups) / block_size
         # vLLM does not tell this half whether other connectors run, which write at once.
         self._held.on = self.copies
-        parts = "" if self.copies else f"; no copies: {len(groups)} groups of KV blocks"
+        parts = ""
+        if not self.copies:
+            dtype = vllm_config.cache_config.cache_dtype
+            parts = f"; no copies: {len(groups)} groups of KV blocks, KV in {dtype}"
         _LOG.info("kvtrie: exact mode; %s%s", form_of(self._tagger), parts)
         _LOG.info("kvtrie: chat template: %s", _template.served(settings).source)
 

@@ -58,7 +58,8 @@ class Half:
         decision: What requests may reuse.
         counts: Where everything is counted.
         group: The group of KV blocks that is indexed.
-        is_only_group: Whether there is no other. Else nothing is copied, and no reason is given.
+        is_only_group: Whether there is no other, of which something may be copied. Else no reason
+            is given.
         and_after: Whether what follows dead reasoning is dead.
         windows: The window of each group of which copies take blocks along; None: full attention.
     """

@@ -68,17 +68,35 @@ class ModelOptions:
     quantization: str | None = None
 
 
-def check_kv_dtype(dtype: str) -> None:
+def is_float(dtype: str) -> bool:
+    """Whether KV of this ``--kv-cache-dtype`` is floats, and not quantised."""
+    return dtype in _KV_DTYPES
+
+
+def check_kv_dtype(dtype: str, *, has_modes: bool = True) -> None:
     """Refuse KV that is not stored in the type that its keys are rotated in.
+
+    ``has_modes``: whether the connector could do without moving.
 
     Raises:
         UnsupportedError: It is not.
     """
-    if dtype not in _KV_DTYPES:
+    if not is_float(dtype):
         refuse(
             f"keys are rotated in the type they are stored in, and --kv-cache-dtype {dtype} is "
             f"not one of {', '.join(_KV_DTYPES)}"
+            + (': set "mode": "exact", which copies nothing of it' if has_modes else "")
         )
+
+
+def check_stored_dtype(dtype: str) -> None:
+    """Refuse to store KV that is not floats.
+
+    Raises:
+        UnsupportedError: It is not.
+    """
+    if not is_float(dtype):
+        refuse(f'a store keeps floats, and --kv-cache-dtype is {dtype}: remove "store"')
 
 
 def check(settings: Settings, options: ModelOptions) -> list[str]:
@@ -92,7 +110,10 @@ def check(settings: Settings, options: ModelOptions) -> list[str]:
         GateError: The gate file is of another model, template or element type.
         UnsupportedError: KV is stored in another type than keys are rotated in.
     """
-    check_kv_dtype(options.kv_cache_dtype)
+    if not settings.is_exact:
+        check_kv_dtype(options.kv_cache_dtype)
+    elif settings.stored() is not None:
+        check_stored_dtype(options.kv_cache_dtype)
     if options.dtype not in _DTYPES:
         near = hint(options.dtype, _DTYPES)
         msg = f"--dtype must be one of {', '.join(_DTYPES)}, not {options.dtype!r}{near}"

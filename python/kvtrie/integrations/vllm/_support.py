@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from kvtrie.integrations.vllm._model import check_kv_dtype
+from kvtrie.integrations.vllm._model import check_kv_dtype, check_stored_dtype, is_float
 from kvtrie.integrations.vllm._others import check_around
 from kvtrie.integrations.vllm._version import UnsupportedError, check_version, refuse
 from kvtrie.integrations.vllm._vllm import (
@@ -47,6 +47,8 @@ def check(
         _check_windows(vllm_config, kv_cache_config)
     else:
         _check_groups(kv_cache_config, is_exact=is_exact, has_modes=has_modes)
+    if not is_exact:
+        check_kv_dtype(_kv_dtype(vllm_config), has_modes=has_modes)
     _check_settings(vllm_config)
 
 
@@ -143,6 +145,15 @@ def is_whole(spec: object) -> bool:
     )
 
 
+def copies_exact_kv(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
+    """Whether exact mode copies, and not only orders blocks: one group of KV blocks, of floats."""
+    return len(kv_cache_config.kv_cache_groups) == 1 and is_float(_kv_dtype(vllm_config))
+
+
+def _kv_dtype(vllm_config: VllmConfig) -> str:
+    return str(vllm_config.cache_config.cache_dtype)
+
+
 def _check_settings(vllm_config: VllmConfig) -> None:
     # Checked first: the processor decides between settings checked below.
     if vllm_config.model_config.use_mla and current_platform.is_cpu():
@@ -153,7 +164,6 @@ def _check_settings(vllm_config: VllmConfig) -> None:
         )
     if not vllm_config.cache_config.enable_prefix_caching:
         refuse("prefix caching is off: start vLLM with --enable-prefix-caching")
-    check_kv_dtype(str(vllm_config.cache_config.cache_dtype))
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         size = getattr(parallel, name, 1)
@@ -194,6 +204,7 @@ def check_store(
     """
     if len(kv_cache_config.kv_cache_groups) > 1:
         refuse('a store keeps one group of KV blocks, and the model has several: remove "store"')
+    check_stored_dtype(_kv_dtype(vllm_config))
     if is_among_others:
         refuse('a store was not run next to other connectors: remove "store", or the others')
     size = vllm_config.parallel_config.tensor_parallel_size

@@ -117,6 +117,7 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
         self._cleared = EXACT_ONLY if self._settings.shadow else self._decision.policy
         self._block_size: int = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self._has_groups = len(kv_cache_config.kv_cache_groups) > 1
+        self._copies_exact_kv = _support.copies_exact_kv(vllm_config, kv_cache_config)
         gives = self._settings.snapshot is not None
         self._is_among_others = _support.check_others(
             vllm_config, moves=moves, is_exact=is_exact, snapshots=gives
@@ -126,11 +127,11 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
                 "an index of workers does not follow models with several groups of KV blocks: "
                 'remove "snapshot"'
             )
-        if self._is_among_others and self._has_groups:
-            _version.refuse(
-                "models with several groups of KV blocks were not run next to other connectors: "
-                "use KvtrieConnector alone"
-            )
+        if self._is_among_others and not self._copies_exact_kv:
+            what = "models with several groups of KV blocks were"
+            if not self._has_groups:
+                what = f"KV in {vllm_config.cache_config.cache_dtype} was"
+            _version.refuse(f"{what} not run next to other connectors: use KvtrieConnector alone")
         self._counts = Counts()
         self._store: StoreWorker | None = None
         if self._settings.stored() is not None:
@@ -197,7 +198,7 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
             self._decision,
             self._counts,
         )
-        if made.copies:
+        if not self._has_groups:
             _support.check_pool(manager.block_pool, self._block_size)
         self._planner = made
 
@@ -297,8 +298,7 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take the worker's tensors."""
-        if self._has_groups and self._settings.is_exact:
-            # Exact mode copies nothing there.
+        if self._settings.is_exact and not self._copies_exact_kv:
             return
         self._kv_caches = kv_caches
         self._copies = None
