@@ -113,6 +113,66 @@ def test_one_base_for_all_layers_would_be_noticed(make: Make) -> None:
         assert bool((own - one).abs().max() > 0.1) == differs
 
 
+@pytest.mark.parametrize("policy", [kvtrie.EXACT_ONLY, APPROXIMATE], ids=["exact", "moved"])
+@pytest.mark.parametrize("architecture", ["gemma3", "gpt-oss", "gemma4", "mistral"])
+def test_nothing_before_a_window_is_read(
+    architecture: str,
+    policy: kvtrie.ReusePolicy,
+    make: Make,
+    ids: Ids,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of cached tokens, layers with a window need the last W - 1 before each gap (G9)."""
+    text, new = ids(140).tolist(), ids(9, seed=1).tolist()
+    # Deleted, replaced and appended tokens.
+    prompt = text[:40] + text[52:90] + new[:3] + text[93:] + new[3:]
+    run, spoiled = Runner._run, 0
+
+    def spoiling(self: Runner, pool: KVPool, *given: Any) -> torch.Tensor:
+        nonlocal spoiled
+        _, table, ranges, *_ = given
+        slots = pool.slots(table, 0, ranges[-1][1])
+        kept = []
+        for layer, window in enumerate(self._windows):
+            if window is None:
+                continue
+            is_read = torch.zeros(len(slots), dtype=torch.bool)
+            for start, end in ranges:
+                is_read[max(0, start - window + 1) : end] = True
+            unread = slots[~is_read]
+            spoiled += len(unread)
+            for view in (pool.k[layer], pool.v[layer]):
+                assert view is not None
+                rows = kernels.gather_rows(view, unread)
+                kept.append((view, unread, rows))
+                # Finite, as 0 times infinity is not 0.
+                kernels.scatter_rows(view, unread, torch.full_like(rows, 1e3))
+        try:
+            return run(self, pool, *given)
+        finally:
+            for view, unread, rows in kept:
+                kernels.scatter_rows(view, unread, rows)
+
+    done = []
+    for is_spoiling in (False, True):
+        generator = make(architecture, num_blocks=128, gate="unchecked")
+        generator.generate(text, max_new_tokens=1)
+        assert generator._scheduler._runner.is_sparse
+        if is_spoiling:
+            monkeypatch.setattr(Runner, "_run", spoiling)
+        done.append(
+            generator.generate(
+                prompt, max_new_tokens=4, ignore_eos=True, return_logits=True, policy=policy
+            )
+        )
+    plain, other = done
+    assert (plain.usage.moved > 60) == policy.approximate
+    assert spoiled > 100
+    assert plain.logits is not None
+    assert other.logits is not None
+    assert torch.equal(plain.logits, other.logits)
+
+
 @pytest.mark.parametrize("architecture", ["gemma3", "gpt-oss", "mistral"])
 def test_masks_without_the_window_are_found_and_not_used(
     architecture: str, models: Models, monkeypatch: pytest.MonkeyPatch
