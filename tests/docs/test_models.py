@@ -32,6 +32,18 @@ def test_the_table_is_what_configs_say() -> None:
     assert model_table.differences(without) == ["gpt_oss"]
 
 
+def test_every_refusal_has_a_reason() -> None:
+    rows = [row for row in map(model_table._columns, PAGE.splitlines()) if len(row) == 4]
+    said = [text for row in rows for text in row[1:3] if text.startswith("no")]
+    assert len(said) > 100
+    assert [text for text in said if not text.startswith("no: ")] == []
+
+
+def test_glm_4_5_is_read_with_the_heads_of_published_models() -> None:
+    assert model_table.read("glm4_moe") == ("46 full", "yes")
+    assert model_table.read("glm4v_moe_text") == ("46 full", "yes")
+
+
 def test_no_tiny_model_differs_and_none_with_state_runs() -> None:
     rows = {
         columns[0]: columns[1:]
