@@ -167,6 +167,28 @@ def test_a_number_that_goes_back_forgets_the_worker() -> None:
     assert index.counts["resyncs"] == 1
 
 
+def test_a_worker_that_restarts_after_a_dump_is_not_what_the_dump_said() -> None:
+    index = made()
+    index.restore([event(0, stored([11, 12], PLAIN))])
+    assert (exact(index, EIGHT), uncertain(index)) == ([8], [True])
+    index.apply(event(1, stored([99], local([9] * SIZE))))
+    assert (exact(index, EIGHT), uncertain(index)) == ([0], [True])
+    assert index.counts["resyncs"] == 1
+    index.apply(event(2, "cleared"))
+    assert uncertain(index) == [False]
+
+
+def test_events_go_on_after_a_dump() -> None:
+    index = made()
+    index.restore([event(0, stored([11], PLAIN[:1]))])
+    index.apply(event(5, stored([12], PLAIN[1:], parent=11)))
+    assert (exact(index, EIGHT), uncertain(index)) == ([8], [True])
+    # Which one the dump ended with is not known, so this was no gap.
+    assert set(index.counts) == {"stored"}
+    index.apply(event(7, removed(12)))
+    assert (exact(index, EIGHT), index.counts["gaps"]) == ([4], 1)
+
+
 def test_a_slower_tier_may_outlive_a_cleared_cache() -> None:
     index = made()
     index.apply(event(2, stored([11], PLAIN[:1]), storage_tier="disk"))
@@ -270,6 +292,7 @@ def test_limits_are_named() -> None:
         ({"block_size": 0}, "block_size is 0"),
         ({"block_size": True}, "block_size is True"),
         ({"max_workers": 0}, "max_workers is 0"),
+        ({"max_workers": 1 << 15}, r"DynamoIndexer: max_workers is 32768; .*\[1, 16384\]"),
         ({"max_event_bytes": 1 << 40}, "max_event_bytes is 1099511627776"),
         ({"namespace": "m"}, "namespace is 'm'"),
         ({"namespace": NS.replace(adapter="a")}, "no adapter"),

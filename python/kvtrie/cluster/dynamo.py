@@ -71,6 +71,8 @@ class _Known:
     number: int  # in the index
     last: int | None = None  # the number of its last event
     is_complete: bool = False
+    # Whether a dump has said what it holds, and not after which event.
+    is_dumped: bool = False
     # Whether it has refused blocks that may be anywhere in the worker's cache.
     lacks: bool = False
 
@@ -153,7 +155,7 @@ class DynamoIndexer:
             raise ValueError(msg)
         for name, value, least, most in (
             ("block_size", block_size, 1, 1 << 20),
-            ("max_workers", max_workers, 1, 1 << 20),
+            ("max_workers", max_workers, 1, 1 << 14),
             ("max_event_bytes", max_event_bytes, 1, 1 << 28),
         ):
             _check(call, name, value, int, "an int")
@@ -208,12 +210,13 @@ class DynamoIndexer:
         read = self._read(event)
         with self._lock:
             known = self._of(read.worker)
-            if known.last is None:
+            if known.last is None and not known.is_dumped:
                 known.is_complete = read.number in _FIRST_NUMBERS
-            elif read.number <= known.last:
+            # What a dump has was left by one event at least.
+            elif read.number <= (_FIRST_NUMBERS[-1] if known.last is None else known.last):
                 self._forget(known)
                 self.counts["resyncs"] += 1
-            elif read.number > known.last + 1:
+            elif known.last is not None and read.number > known.last + 1:
                 known.is_complete = False
                 self.counts["gaps"] += 1
             known.last = read.number
@@ -224,7 +227,7 @@ class DynamoIndexer:
         """Take the events of a dump of Dynamo's tree, in place of what their workers held.
 
         A dump does not say which event was its last. So the workers are uncertain until they clear
-        their caches.
+        their caches, and an event that is a worker's first goes back: it forgets what the dump said.
 
         Args:
             events: The events as JSON. Their numbers are those of the dump and are not looked at.
@@ -243,7 +246,9 @@ class DynamoIndexer:
             if len(self._known) + added > self._max_workers:
                 raise self._too_many(len(self._known) + added)
             for worker in named:
-                self._forget(self._of(worker))
+                known = self._of(worker)
+                self._forget(known)
+                known.is_dumped = True
             for one in read:
                 self._apply(self._known[one.worker], one)
         return tuple(named)
