@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any, Self
 
 import pytest
-from tests.cluster.publisher import CLEARED, SIZE, Publisher, removed, stored
+from tests.cluster.publisher import CLEARED, SIZE, Publisher, packed, removed, stored
 
 import kvtrie
 from kvtrie.cluster import Subscription, subscribe
@@ -296,3 +296,73 @@ def test_known_gap_is_uncertain_while_the_replay_is_awaited() -> None:
         finally:
             goes_on.set()
         fed.becomes(0)
+
+
+@pytest.mark.parametrize("number", [1 << 63, (1 << 64) - 1], ids=["2**63", "-1"])
+def test_number_that_no_batch_has_ends_nothing(number: int) -> None:
+    with Publisher() as publisher, Fed(publisher) as fed:
+        fed.becomes(0)
+        publisher.send(block(0))
+        fed.becomes(2)
+        publisher.send(block(1), number=number)
+        assert fed.subscription.wait("gapped", SECONDS), fed
+        assert fed.subscription.counts["refused"] == 1
+        assert str(number) in fed.subscription.error
+        assert fed.subscription.counts["missed"] == 0
+        # It goes on with those that follow, and asks for what may be missing.
+        publisher.send(removed(0))
+        publisher.send(block(1))
+        until(lambda: fed.subscription.counts["batches"] == 3, fed.__repr__)
+        assert fed.scores() == (0, True)
+        publisher.send(CLEARED)
+        publisher.send(block(0))
+        fed.becomes(2)
+
+
+def test_scores_are_uncertain_while_batches_wait_for_a_replay() -> None:
+    goes_on = threading.Event()
+
+    def waits(frames: list[list[bytes]]) -> list[list[bytes]]:
+        asked.set()
+        goes_on.wait(SECONDS)
+        return frames
+
+    asked = threading.Event()
+    with Publisher() as publisher, Fed(publisher, replay_timeout=SECONDS) as fed:
+        publisher.send(block(0))
+        fed.becomes(2)
+        publisher.mangle = waits
+        # A quiet engine is asked for more, and answers late.
+        assert asked.wait(SECONDS)
+        try:
+            assert fed.scores() == (2, False)
+            publisher.send(removed(0))
+            fed.becomes(2, uncertain=True)
+            assert fed.subscription.state == "syncing"
+        finally:
+            goes_on.set()
+        fed.becomes(0)
+
+
+@pytest.mark.parametrize("limit", ["_MOST_REPLAYED", "_MOST_REPLAYED_BYTES"])
+def test_replay_that_does_not_end_is_not_kept(monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+    monkeypatch.setattr(f"kvtrie.cluster.subscription.{limit}", 1_000)
+
+    def floods(frames: list[list[bytes]]) -> list[list[bytes]]:
+        client = frames[0][0]
+        return [[client, b"", b"", number.to_bytes(8, "big"), packed()] for number in range(3_000)]
+
+    with Publisher() as publisher, Fed(publisher, check_every=0) as fed:
+        assert fed.subscription.wait("live", SECONDS)
+        publisher.send(block(0))
+        fed.becomes(2)
+        publisher.mangle = floods
+        publisher.send(block(1), lost=True)
+        publisher.send(block(2))
+        assert fed.subscription.wait("gapped", SECONDS), fed
+        assert fed.subscription.counts["replayed"] == 0
+        assert fed.subscription.counts["refused"] == 1
+        publisher.mangle = list
+        publisher.send(CLEARED)
+        publisher.send(block(0))
+        fed.becomes(2)

@@ -35,8 +35,13 @@ _HIGH_WATER: Final = 100_000
 _HEARTBEAT: Final = 2_000
 _VERSION: Final = 1
 _LONGEST_HEADER: Final = 256
+# Numbers are signed there, and negative ones have meanings of their own.
+_NUMBERS: Final = 1 << 63
 # The largest `max_batch_bytes` that an index can have.
 LARGEST_SNAPSHOT: Final = 1 << 30
+# Messages of one replay, and their bytes. An engine keeps 10,000 batches by default.
+_MOST_REPLAYED: Final = 1 << 20
+_MOST_REPLAYED_BYTES: Final = 1 << 30
 # The first event, with what MessagePack has before it.
 _CLEARS: Final = b"\x81\xa4type\xb0AllBlocksCleared"
 _BEFORE_EVENTS: Final = 16
@@ -181,8 +186,9 @@ class Subscription:
 
     Attributes:
         worker: The worker's number.
-        counts: `batches` applied, `refused` that could not be read, `gaps` met, `replays` asked
-            for, `replayed` batches, `missed` batches that no replay had, `resyncs`,
+        counts: `batches` applied, `refused` that could not be read, and replays that were too
+            long, `gaps` met, `replays` asked for, `replayed` batches, `missed` batches that no
+            replay had, `resyncs`,
             `snapshots_asked` for, `snapshots` applied, `snapshots_refused`: answers that could not
             be used, and `unanswered`: times that the source did not say whose it is.
         error: The last thing that went wrong, in words; empty if nothing has.
@@ -363,6 +369,7 @@ class Subscription:
             self._socket.close(0)
         self._socket = self._context.socket(zmq.SUB)
         self._socket.set(zmq.RCVHWM, _HIGH_WATER)
+        self._socket.set(zmq.MAXMSGSIZE, LARGEST_SNAPSHOT)
         self._socket.set(zmq.HEARTBEAT_IVL, _HEARTBEAT)
         self._socket.set(zmq.RECONNECT_IVL_MAX, 1_000)
         self._socket.set(zmq.SUBSCRIBE, self._topic)
@@ -434,12 +441,12 @@ class Subscription:
     def _take(self, frames: list[bytes]) -> None:
         """Apply what the engine has published."""
         if len(frames) != 3 or len(frames[1]) != 8:
-            self.counts["refused"] += 1
-            self.error = f"a message of {len(frames)} frames is not [topic, number, batch]"
-            self._is_gapped = True
-            self._settle()
+            self._skip(f"a message of {len(frames)} frames is not [topic, number, batch]")
             return
         number = int.from_bytes(frames[1], "big")
+        if number >= _NUMBERS:
+            self._skip(f"a batch has the number {number}; it must be in [0, {_NUMBERS})")
+            return
         if number <= self._arrived:
             self.counts["resyncs"] += 1
             self.error = f"batch {number} came after batch {self._arrived}"
@@ -454,6 +461,13 @@ class Subscription:
                 return
         if number > self._applied:
             self._apply(number, frames[2])
+        self._settle()
+
+    def _skip(self, why: str) -> None:
+        """Leave out a message that cannot be read, and may have been any."""
+        self.counts["refused"] += 1
+        self.error = why
+        self._is_gapped = True
         self._settle()
 
     # A bridge passes on what these say.
@@ -508,7 +522,6 @@ class Subscription:
         if self._lost_connection():
             return False
         if replayed is None:
-            self.error = f"no replay of batch {first} from {self._replay}"
             return True
         for number, payload in sorted(replayed.items()):
             if number > self._applied:
@@ -519,27 +532,48 @@ class Subscription:
         return True
 
     def _replayed(self, first: int) -> dict[int, bytes] | None:
-        """The batches that the engine still has from `first` on; None if it does not answer."""
+        """The batches that the engine still has from `first` on; None if it does not answer.
+
+        What is published meanwhile waits, and may change what is known: it is not certain then.
+        """
         if self._replay is None:
             return None
         self.counts["replays"] += 1
-        # Bounded by the engine's buffer.
-        dealer = self._dealer("replay", self._replay, RCVHWM=0)
+        # What has no room there the engine drops, so there is room for all that is taken.
+        dealer = self._dealer(
+            "replay", self._replay, RCVHWM=_MOST_REPLAYED, MAXMSGSIZE=LARGEST_SNAPSHOT
+        )
         try:
             dealer.send_multipart([b"", first.to_bytes(8, "big")])
             found: dict[int, bytes] = {}
+            num_messages = num_bytes = 0
             patience = time.monotonic() + self._replay_timeout
             while time.monotonic() < patience and not self._stop.is_set():
+                if self._socket.poll(0):
+                    self._lacks()
                 if not dealer.poll(_TICK):
                     continue
                 patience = time.monotonic() + self._replay_timeout
                 frames = dealer.recv_multipart()
+                num_messages += 1
+                num_bytes += sum(map(len, frames))
+                if num_messages > _MOST_REPLAYED or num_bytes > _MOST_REPLAYED_BYTES:
+                    self.counts["refused"] += 1
+                    self.error = (
+                        f"the replay of batch {first} from {self._replay} has {num_messages} "
+                        f"messages and {num_bytes} bytes, and goes on; the limits are "
+                        f"{_MOST_REPLAYED} and {_MOST_REPLAYED_BYTES}"
+                    )
+                    return None
                 # Older engines send no topic.
                 if len(frames) not in {3, 4} or len(frames[-2]) != 8:
                     continue
                 if frames[-2] == _END:
                     return found
-                found.setdefault(int.from_bytes(frames[-2], "big"), frames[-1])
+                number = int.from_bytes(frames[-2], "big")
+                if number < _NUMBERS:
+                    found.setdefault(number, frames[-1])
+            self.error = f"no replay of batch {first} from {self._replay}"
             return None
         finally:
             dealer.close(0)
@@ -579,7 +613,7 @@ class Subscription:
             self._incarnation, self._had = header
 
     def _lacks(self) -> None:
-        """A batch is known to be missing, and a replay may take its time."""
+        """A batch is known to be missing or to wait, and a replay may take its time."""
         if self._state == "live":
             self._become("syncing")
 
