@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import obstore
@@ -37,6 +38,7 @@ from kvtrie.cluster import (
 from kvtrie.cluster import replicas as followed_module
 
 if TYPE_CHECKING:
+    from collections import Counter
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
@@ -395,6 +397,11 @@ def test_replaced_bridge_ends_at_its_next_message(nats: NatsServer) -> None:
             other.send(block(2))
             followed.becomes(6)
             assert followed.digest == after.digest
+            # Why it has ended stays, whatever its connection meets after that.
+            connection = before.bridge._nats
+            connection.soon(lambda: connection._fail("NATS: it is gone"))
+            until(lambda: connection.error == "NATS: it is gone", lambda: connection.error)
+            assert "another bridge publishes for worker 'w'" in before.bridge.error
 
 
 def test_silent_bridge_makes_its_worker_uncertain(nats: NatsServer) -> None:
@@ -417,7 +424,7 @@ class Raw:
 
     def __init__(self, nats: NatsServer, key: int | None = None) -> None:
         self.key = streams.key_of(kvtrie.KvIndexer(SIZE, KEY).key_check if key is None else key)
-        self.connection = streams.Connection("raw", nats.url, lambda _: None)
+        self.connection = streams.Connection("raw", nats.url, lambda _: None, lambda _: None)
         assert self.connection.wait(SECONDS)
         self.epoch = "an epoch"
 
@@ -640,6 +647,51 @@ def test_snapshots_shorten_the_stream(nats: NatsServer, store: Any) -> None:
         assert len(names(store)) <= 2
 
 
+def test_snapshot_that_cannot_be_deleted_is_stored_all_the_same(
+    nats: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused: list[str] = []
+
+    def reaches(bridge: Bridge, number: int) -> bool:
+        return bridge._applied == number
+
+    def has_stored(counts: Counter[str], number: int) -> bool:
+        return counts["snapshots_stored"] == number
+
+    def refuse(_: object, name: str) -> None:
+        refused.append(name)
+        msg = f"snapshot {name} cannot be deleted: Forbidden"
+        raise ReplicationError(msg, reason="snapshot")
+
+    monkeypatch.setattr(snapshots, "delete", refuse)
+    # An hour, if all is well; at once after one that was not stored.
+    monkeypatch.setattr(bridges, "_LEAST_PAUSE", 0.0)
+    store = obstore.store.MemoryStore()
+    with (
+        Publisher() as publisher,
+        Bridged(
+            publisher, nats, snapshot=publisher.snapshot, store=store, snapshot_every=3_600
+        ) as bridged,
+    ):
+        counts = bridged.bridge.counts
+        until(lambda: bridged.bridge.state == "live", lambda: bridged.bridge)
+        for number in range(5):
+            publisher.send(block(number))
+            until(partial(reaches, bridged.bridge, number), lambda: bridged.bridge)
+            bridged.bridge._stores_at = 0.0
+            until(partial(has_stored, counts, number + 1), lambda: counts)
+        # It is asked for no other one.
+        publisher.send(block(5))
+        until(lambda: bridged.bridge._applied == 5, lambda: bridged.bridge)
+        assert counts["snapshots_stored"] == 5
+        assert counts["snapshots_not_stored"] == 0
+        assert counts["snapshots_not_deleted"] == 3
+        assert "Forbidden" in bridged.bridge.error
+        # Each is tried once, and is not remembered for ever.
+        assert len(refused) == len(set(refused)) == 3
+        assert len(names(store)) == 5
+
+
 @pytest.mark.parametrize("harm", ["gone", "other bytes", "unreadable"])
 def test_stored_snapshot_that_is_not_what_it_must_be(
     nats: NatsServer, raw: Raw, store: Any, harm: str
@@ -766,6 +818,7 @@ def test_replica_without_nats_is_uncertain(monkeypatch: pytest.MonkeyPatch) -> N
     worker = index.add_worker("w", NS)
     with follow(index, {"w": worker}, servers=nowhere, timeout=0.05) as replica:
         assert replica.state("w") == "stale"
+        until(lambda: "ConnectionRefusedError" in replica.error, lambda: replica.error)
         assert index.find_matches(PROMPT).uncertain.tolist() == [True]
     with pytest.raises(ReplicationError, match=r"bridge: no NATS after") as refused:
         bridge(index, worker, "w", "tcp://127.0.0.1:1", servers=nowhere)
@@ -891,7 +944,9 @@ def test_task_that_fails_is_reported(caplog: pytest.LogCaptureFixture) -> None:
         msg = "what nobody expects"
         raise RuntimeError(msg)
 
-    connection = streams.Connection("a name", f"nats://127.0.0.1:{free_port()}", lambda _: None)
+    connection = streams.Connection(
+        "a name", f"nats://127.0.0.1:{free_port()}", lambda _: None, lambda _: None
+    )
     connection.spawn(fails())
     until(lambda: "a name has ended" in caplog.text, lambda: caplog.text)
     assert "what nobody expects" in caplog.text

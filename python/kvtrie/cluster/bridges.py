@@ -172,7 +172,8 @@ class Bridge(Subscription):
 
     It has what a `Subscription` has. `counts` also has `published` messages, `repeats` that
     JetStream had already, `retries`, `too_large` batches that NATS does not take, which replicas
-    meet as gaps, `snapshots_stored` and `snapshots_not_stored`.
+    meet as gaps, `snapshots_stored`, `snapshots_not_stored` and `snapshots_not_deleted`: older
+    ones of its own that stay in the store.
 
     Attributes:
         name: The worker's name in the stream.
@@ -220,7 +221,7 @@ class Bridge(Subscription):
         self._was_behind = False
         self._judging = threading.Lock()
         self._gives_up = time.monotonic() + PATIENCE
-        self._nats = Connection(f"kvtrie-bridge-{name}", servers, lambda _: None)
+        self._nats = Connection(f"kvtrie-bridge-{name}", servers, lambda _: None, self._failed)
         try:
             self._given_epoch = epoch
             self._open(max_bytes)
@@ -246,6 +247,10 @@ class Bridge(Subscription):
         except BaseException:
             self._nats.close()
             raise
+
+    def _failed(self, why: str) -> None:
+        if not self._has_ended:
+            self.error = why
 
     def close(self) -> None:
         """End the thread and the connection to NATS. Replicas are uncertain from then on."""
@@ -396,14 +401,18 @@ class Bridge(Subscription):
             self._stores_after = _LEAST_PAUSE
             if name not in self._stored:
                 self._stored.append(name)
-            while len(self._stored) > _KEPT:
-                snapshots.delete(self._store, self._stored[0])
-                del self._stored[0]
         except ReplicationError as error:
             self.counts["snapshots_not_stored"] += 1
             self.error = str(error)
             self._stores_at = time.monotonic() + self._stores_after
             self._stores_after = min(2 * self._stores_after, _MOST_PAUSE)
+        while len(self._stored) > _KEPT:
+            try:
+                snapshots.delete(self._store, self._stored.pop(0))
+            except ReplicationError as error:
+                # It stays, as those of bridges that ended do.
+                self.counts["snapshots_not_deleted"] += 1
+                self.error = str(error)
 
     def _step(self) -> None:
         super()._step()
@@ -549,7 +558,7 @@ class Bridge(Subscription):
             await client.publish(f"{self._stream}.beats.{self.name}", b"", headers=headers)
         except Exception as error:  # noqa: BLE001 - the next one may be heard
             _LOG.exception("worker %s: no beat", self.name)
-            self.error = f"NATS: {error!r}"
+            self._failed(f"NATS: {error!r}")
 
     def _word(self) -> Record:
         """What is known at this moment."""

@@ -227,7 +227,7 @@ class DynamoIndexer:
         """Take the events of a dump of Dynamo's tree, in place of what their workers held.
 
         A dump does not say which event was its last. So the workers are uncertain until they clear
-        their caches, and an event that is a worker's first goes back: it forgets what the dump said.
+        their caches. An event that is a worker's first goes back, and forgets what the dump said.
 
         Args:
             events: The events as JSON. Their numbers are those of the dump and are not looked at.

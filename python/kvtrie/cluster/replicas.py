@@ -198,7 +198,7 @@ class Replica:
             index.set_uncertain(followed.worker, True)
             index.clear_worker(followed.worker)
         self._opened = threading.Event()
-        self._nats = Connection("kvtrie-replica", servers, self._connected)
+        self._nats = Connection("kvtrie-replica", servers, self._connected, self._failed)
         self._nats.spawn(self._run())
         self._opened.wait(timeout)
         refusal = self._refused()
@@ -266,6 +266,11 @@ class Replica:
 
     def _refused(self) -> ReplicationError | None:
         return self._refusal
+
+    def _failed(self, why: str) -> None:
+        # What the stream was refused for stays: nothing of it counts any more.
+        if self._refusal is None:
+            self.error = why
 
     def _connected(self, is_connected: bool) -> None:
         self._is_connected = is_connected

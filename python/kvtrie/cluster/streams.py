@@ -192,7 +192,11 @@ class Connection:
     """
 
     def __init__(
-        self, name: str, servers: str | list[str], changed: Callable[[bool], None]
+        self,
+        name: str,
+        servers: str | list[str],
+        changed: Callable[[bool], None],
+        failed: Callable[[str], None],
     ) -> None:
         """Start to connect.
 
@@ -200,6 +204,7 @@ class Connection:
             name: What NATS calls this client.
             servers: Where NATS is.
             changed: Called in the thread, with whether there is a connection, when that changes.
+            failed: Called in the thread with what goes wrong, in words.
 
         Raises:
             ImportError: nats-py is missing.
@@ -215,6 +220,7 @@ class Connection:
         self._name = name
         self._servers = servers
         self._changed = changed
+        self._failed = failed
         self._loop = asyncio.new_event_loop()
         self._first = threading.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -257,8 +263,12 @@ class Connection:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            self.error = f"{self._name}: {error!r}"
+            self._fail(f"{self._name}: {error!r}")
             _LOG.error("%s has ended", self._name, exc_info=error)
+
+    def _fail(self, why: str) -> None:
+        self.error = why
+        self._failed(why)
 
     def close(self) -> None:
         """End everything that runs, and the thread. May be repeated."""
@@ -276,7 +286,7 @@ class Connection:
             try:
                 await asyncio.wait_for(self.client.close(), PATIENCE)
             except (TimeoutError, self._nats.errors.Error, OSError) as error:
-                self.error = f"NATS: {error!r}"
+                self._fail(f"NATS: {error!r}")
         # Those of nats-py.
         await self._cancel(asyncio.all_tasks() - {asyncio.current_task()})
 
@@ -299,7 +309,7 @@ class Connection:
             self._changed(False)
 
         async def wrong(error: Exception) -> None:
-            self.error = f"NATS: {error!r}"
+            self._fail(f"NATS: {error!r}")
 
         while True:
             try:
@@ -318,7 +328,7 @@ class Connection:
                 )
                 break
             except (self._nats.errors.Error, OSError, TimeoutError) as error:
-                self.error = f"NATS: {error!r}"
+                self._fail(f"NATS: {error!r}")
                 await asyncio.sleep(0.2)
         self._changed(True)
         self._first.set()

@@ -194,6 +194,9 @@ class Subscription:
         error: The last thing that went wrong, in words; empty if nothing has.
     """
 
+    # For a reason that stays in `error`.
+    _has_ended = False
+
     def __init__(
         self,
         index: KvIndexer,
@@ -315,17 +318,21 @@ class Subscription:
             while not self._stop.is_set():
                 self._step()
         except StaleHandleError as error:
-            self.error = f"the worker is gone: {error}"
+            self._end(f"the worker is gone: {error}")
         except self._zmq.ZMQError as error:
-            self.error = f"ZMQ: {error}"
+            self._end(f"ZMQ: {error}")
         except Ended as error:
-            self.error = str(error)
+            self._end(str(error))
         finally:
             self._context.destroy(linger=0)
             try:
                 self._become("stale")
             except StaleHandleError:
                 self._announce("stale")
+
+    def _end(self, why: str) -> None:
+        self._has_ended = True
+        self.error = why
 
     def _step(self) -> None:
         zmq = self._zmq
