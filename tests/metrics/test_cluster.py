@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import pytest
@@ -9,10 +10,10 @@ from tests.cluster.nats_server import SECONDS, NatsServer, needs_nats
 from tests.cluster.publisher import SIZE, Publisher, removed, stored
 from tests.cluster.test_replicas import Bridged, Followed
 from tests.cluster.test_subscription import NS, Fed, block, until
-from tests.metrics.scraped import scrape, total
+from tests.metrics.scraped import Series, scrape, total
 
 import kvtrie
-from kvtrie.cluster import follow
+from kvtrie.cluster import Bridge, Replica, Subscription, follow
 from kvtrie.metrics import Collector
 
 if TYPE_CHECKING:
@@ -20,6 +21,17 @@ if TYPE_CHECKING:
 
 EVENTS = "kvtrie_cluster_worker_events_total"
 STATE = "kvtrie_cluster_subscription_state"
+MET = "kvtrie_cluster_subscription_events_total"
+
+
+def described(kind: type) -> set[str]:
+    """What a class says that its `counts` have."""
+    text = str(kind.__doc__).partition("counts")[2].partition("    error:")[0]
+    return set(re.findall(r"`([a-z_]+)`", text.partition("Attributes:")[0]))
+
+
+def events(series: Series, name: str) -> set[str]:
+    return {dict(labels)["event"] for found, labels in series if found == name}
 
 
 def test_an_index_and_its_subscription_are_what_happened() -> None:
@@ -31,6 +43,8 @@ def test_an_index_and_its_subscription_are_what_happened() -> None:
         )
         assert total(scrape(collector), EVENTS) == 0
         fed.subscription.wait("live", 20.0)
+        # The names of what may happen are there before it does, so rates begin at 0.
+        assert events(scrape(collector), MET) == described(Subscription) >= {"gaps", "missed"}
         publisher.send(stored([1, 2, 3], None, range(6)))
         publisher.send(removed(3), lost=True)
         publisher.send(stored([5], 2, [8, 9]))
@@ -42,7 +56,7 @@ def test_an_index_and_its_subscription_are_what_happened() -> None:
             assert total(series, EVENTS, worker="decode-0", event=name) == stats[name]
         assert total(series, EVENTS, event="refused_unknown_type") == 0
         for name in ("batches", "gaps", "replayed"):
-            met = total(series, "kvtrie_cluster_subscription_events_total", event=name)
+            met = total(series, MET, event=name)
             assert met == counts[name] > 0
         assert total(series, STATE, worker="decode-0", state="live") == 1
         assert total(series, STATE) == 1
@@ -81,6 +95,9 @@ def test_a_replica_and_its_bridge_are_what_happened(tmp_path: Path) -> None:
         of_bridge = Collector(indexer=bridged.index, subscriptions={"w": bridged.bridge})
         # The names of what may happen are there from the start, so rates begin at 0.
         assert total(scrape(collector), met, event="gaps") == 0
+        assert events(scrape(collector), met) == described(Replica) >= {"gaps", "snapshots"}
+        may_be = described(Subscription) | described(Bridge)
+        assert events(scrape(of_bridge), MET) == may_be >= {"too_large", "snapshots_not_deleted"}
         for number in range(3):
             publisher.send(block(number))
         publisher.send(removed(2))
@@ -97,8 +114,7 @@ def test_a_replica_and_its_bridge_are_what_happened(tmp_path: Path) -> None:
         assert total(series, met, event="connections") == 1
         assert total(series, state, worker="w", state="live") == total(series, state) == 1
         published = bridged.bridge.counts["published"]
-        events = "kvtrie_cluster_subscription_events_total"
-        assert total(scrape(of_bridge), events, worker="w", event="published") == published > 0
+        assert total(scrape(of_bridge), MET, worker="w", event="published") == published > 0
         nats.kill()
         assert followed.replica.wait("w", "stale", SECONDS)
         series = scrape(collector)

@@ -19,7 +19,7 @@ except ImportError as error:
     raise ImportError(_MISSING) from error
 
 from kvtrie._core import KvIndexer, RadixIndex, StaleHandleError
-from kvtrie.cluster import Replica
+from kvtrie.cluster import Bridge, Replica
 from kvtrie.metrics.families import FAMILIES
 from kvtrie.metrics.generator import FIRST_TOKEN_BUCKETS, GeneratorCounter
 from kvtrie.metrics.prompts import OTHER, REUSES, Prompts
@@ -380,7 +380,18 @@ def _of_tracker(tracker: TurnTracker) -> dict[str, Samples | _Histogram]:
 
 _STATES: Final = ("syncing", "live", "gapped", "stale")
 # What a worker has now, and flags; the rest of what is counted of it only grows.
-_OF_STREAM: Final = ("batches", "repeats", "gaps", "refused", "resyncs")
+_OF_SUBSCRIPTION: Final = (
+    *("batches", "refused", "gaps", "replays", "replayed", "missed", "resyncs"),
+    *("snapshots_asked", "snapshots", "snapshots_refused", "unanswered"),
+)
+_OF_BRIDGE: Final = (
+    *("published", "repeats", "retries", "too_large"),
+    *("snapshots_stored", "snapshots_not_stored", "snapshots_not_deleted"),
+)
+_OF_STREAM: Final = (
+    *("batches", "repeats", "gaps", "refused", "resyncs"),
+    *("snapshots", "snapshots_refused", "connections"),
+)
 _OF_NOW: Final = ("blocks", "entries", "parked", "refused", "slower_tiers")
 
 
@@ -396,7 +407,9 @@ def _of_indexer(
     workers = {name: subscription.worker for name, subscription in fed.items()}
     for worker, subscription in fed.items():
         states |= _states(worker, subscription.state)
-        met |= {(worker, what): float(n) for what, n in subscription.counts.copy().items()}
+        may_be = _OF_SUBSCRIPTION + (_OF_BRIDGE if isinstance(subscription, Bridge) else ())
+        counts = _by(subscription.counts.copy(), may_be)
+        met |= {(worker, *what): n for what, n in counts.items()}
     if replica is not None:
         followed: Samples = {}
         for worker in replica.workers:
