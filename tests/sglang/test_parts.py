@@ -308,12 +308,17 @@ def context(**settings: Any) -> Any:
     server: dict[str, Any] = {one.name: one.default for one in msgspec.structs.fields(ServerArgs)}
     server |= {"model_path": "model"}
     flags = dict.fromkeys(("is_hybrid_swa", "is_hybrid_ssm", "is_dsa"), False)
+    decision = settings.pop("decides_against_it", False)
     for name, one in settings.items():
         (flags if name in flags else server)[name] = one
     asked = params(pool)
     asked.page_size = 4
     return SimpleNamespace(
-        server_args=SimpleNamespace(**server), params=asked, tp_rank=rank, **flags
+        server_args=SimpleNamespace(**server),
+        params=asked,
+        tp_rank=rank,
+        disable_radix_cache=decision,
+        **flags,
     )
 
 
@@ -338,6 +343,7 @@ def test_defaults_are_supported() -> None:
         ({"pp_size": 2}, "pp_size=2"),
         ({"attn_cp_size": 2}, "attn_cp_size=2"),
         ({"disable_radix_cache": True}, "there is no cache then"),
+        ({"decides_against_it": True}, "SGLang keeps no prefix cache for them"),
         ({"is_hybrid_swa": True}, "models with sliding windows are not supported"),
         ({"is_hybrid_ssm": True}, "models with states are not supported"),
         ({"is_dsa": True}, "models with sparse attention are not supported"),

@@ -73,6 +73,11 @@ def make(context: TreeCacheBuildContext) -> KvtrieCache:
     for name in ("is_hybrid_swa", "is_hybrid_ssm", "is_dsa"):
         if getattr(context, name):
             refuse(f"models with {_KINDS[name]} are not supported: all layers need full attention")
+    if context.disable_radix_cache:  # SGLang's own decision, which is in no setting
+        refuse(
+            "multimodal models of the Transformers backend are not supported: SGLang keeps no "
+            "prefix cache for them"
+        )
     params = context.params
     allocator = params.token_to_kv_pool_allocator
     if allocator.page_size != params.page_size:
