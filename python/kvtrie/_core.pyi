@@ -247,7 +247,8 @@ class Explanation:
     def cut_by(self, /) -> tuple[str, int] | None:
         """
         The group that keeps the prompt from using all of the match, with the tokens after which every
-        group can continue; None if none does.
+        group can continue; None if none does, or if the plan has moved runs, next to which windows are
+        rebuilt.
         """
     @property
     def kinds(self, /) -> tuple[str, ...]:

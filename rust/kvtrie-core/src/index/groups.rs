@@ -121,7 +121,7 @@ impl RadixIndex {
     }
 
     /// Whether group 0's plan may have moved runs next to windows that are rebuilt.
-    pub(super) fn may_rebuild(&self, policy: &ReusePolicy) -> bool {
+    pub(crate) fn may_rebuild(&self, policy: &ReusePolicy) -> bool {
         policy.approximate && self.refuse_moved(policy, "").is_ok()
     }
 

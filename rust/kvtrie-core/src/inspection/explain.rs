@@ -154,7 +154,8 @@ pub struct Explanation {
     pub laxer_in: Vec<&'static str>,
     /// What a plan would find; if the index has a group with states, in place alone.
     pub would_save: WouldSave,
-    /// The group that keeps the prompt from using all of the match, if there is one.
+    /// The group that keeps the prompt from using all of the match, if there is one. None where the plan has moved runs:
+    /// windows are then rebuilt, and cut nothing (G9).
     pub cut_by: Option<GroupCut>,
 }
 
@@ -214,7 +215,8 @@ impl RadixIndex {
         let would_save = self.would_save(seq, &options.policy, plan);
         let at = self.exact_prefix(seq, 0, Effort::ANY);
         let at = at.filter(|at| at.node != NO_NODE);
-        let cut_by = at.and_then(|at| self.cut_of(at));
+        let rebuilds = would_save.approximate > 0 && self.may_rebuild(&options.policy);
+        let cut_by = at.filter(|_| !rebuilds).and_then(|at| self.cut_of(at));
         let block_size = self.forest().block_size();
         let reached = at.map_or(0, |at| at.depth);
         let num_exact = reached as usize * block_size;

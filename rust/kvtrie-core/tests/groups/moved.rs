@@ -4,8 +4,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use kvtrie_core::{
-    BlockId, Class, Config, ErrorKind, Group, GroupOffers, GroupOptions, InsertOptions,
-    PlanOptions, RadixIndex, ReusePlan, ReusePolicy, Scope, Segment, Source, TokenSequence,
+    BlockId, Class, Config, ErrorKind, ExplainOptions, Group, GroupOffers, GroupOptions,
+    InsertOptions, PlanOptions, RadixIndex, ReusePlan, ReusePolicy, Scope, Segment, Source,
+    TokenSequence,
 };
 
 use crate::Numbers;
@@ -259,6 +260,15 @@ fn check_plan(numbers: &mut Numbers, pair: &mut Pair, tokens: &[u32]) -> Kind {
     } else {
         assert_eq!(plan.num_tokens(Class::Approximate), 0);
         assert!(plan.source_blocks().is_empty());
+    }
+    let options = ExplainOptions {
+        policy: policy(),
+        ..ExplainOptions::default()
+    };
+    let mut seq = sequence(tokens.iter().copied());
+    let explained = pair.grouped.explain(&mut seq, &options).unwrap();
+    if kind.is_approximate {
+        assert_eq!(explained.cut_by, None);
     }
     let mut found = check_windows(pair, &plan, tokens);
     assert_eq!(found.rebuilds, kind.is_approximate);
