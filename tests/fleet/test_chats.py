@@ -531,3 +531,56 @@ def test_the_end_of_a_reply_waits_a_moment_until_it_is_kept(
         assert (begun, tracker.stats().kept) == (1, 1)
 
     fleet(test, keep_timeout=0.1)
+
+
+def test_what_is_sent_in_place_of_a_chat_counts_until_its_reply_begins() -> None:
+    """The ids of a prompt may be many times as long as its text, and a reply takes minutes."""
+
+    async def test(running: Running, _: Vllm, __: kvtrie.TurnTracker) -> None:
+        asked, may_reply, may_end = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        copied: list[Any] = []
+        copy = running.proxy._copy
+
+        async def copies(*arguments: Any) -> None:
+            copied.append(arguments[-1])
+            await copy(*arguments)
+
+        async def replies(request: web.Request) -> web.StreamResponse:
+            asked.set()
+            await may_reply.wait()
+            reply = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+            await reply.prepare(request)
+            await reply.write(b": begins\n\n")
+            await may_end.wait()
+            return reply
+
+        running.proxy._copy = copies  # type: ignore[method-assign, assignment] # a stub
+        running.router.reply = replies
+        turn = json.dumps(body(QUESTION, stream=True)).encode()
+        asking = asyncio.ensure_future(running.post(turn))
+        async with asyncio.timeout(20):
+            await asked.wait()
+            sent = running.router.asked[0][3]
+            assert sent != turn
+            assert running.proxy._num_bytes == len(turn) + len(sent)
+            may_reply.set()
+            while not copied:  # noqa: ASYNC110 - of another task
+                await asyncio.sleep(0.001)
+            assert (running.proxy._num_bytes, copied[0].body) == (0, b"")
+            may_end.set()
+            assert (await asking)[0] == 200
+        assert running.proxy._num_bytes == 0
+
+    fleet(test)
+
+
+def test_a_chat_without_room_for_its_ids_is_sent_as_it_came() -> None:
+    turn = json.dumps(body(QUESTION)).encode()
+
+    async def test(running: Running, _: Vllm, __: kvtrie.TurnTracker) -> None:
+        assert (await running.post(turn))[0] == 200
+        assert running.router.asked[0][3] == turn
+        assert running.proxy.counts == {"requests": 1, "routed": 1, "unspliced: no room": 1}
+        assert running.proxy._num_bytes == 0
+
+    fleet(test, max_bytes=2 * len(turn))

@@ -56,13 +56,13 @@ class UnsplicedError(ValueError):
     """A chat goes to the engine as it came; the message says why, in a few words."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class SplicedChat:
     """A chat as it is sent.
 
     Attributes:
         prompt: Its ids.
-        body: The request.
+        body: The request, until its reply begins: it may be several times as long as the client's.
         why_text: Why the prompt goes as text; None if as ids.
         shows_ids: Whether the client asked for the ids of its reply.
         splicer: What made it, and keeps the ids of its reply.

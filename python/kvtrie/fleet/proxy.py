@@ -66,10 +66,14 @@ class _GoneError(Exception):
 
 @dataclass
 class _Body:
-    """What a request says, until it is dropped, and how many bytes of it count as in flight."""
+    """What a request says, until it is dropped, and how many bytes of it count as in flight.
+
+    ``chat``: what is sent in its place, which counts too.
+    """
 
     text: bytes = b""
     counted: int = 0
+    chat: SplicedChat | None = None
 
 
 class _RefusedError(Exception):
@@ -141,7 +145,8 @@ class Proxy:
         tracker: Keeps the ids of replies, and chats are sent with them in place of those that their
             text is encoded to; only for vLLM. None: all requests pass byte for byte.
         max_body: Most bytes of a request.
-        max_bytes: Most bytes of the bodies of all requests whose replies have not begun.
+        max_bytes: Most bytes of the bodies of all requests whose replies have not begun, with the
+            chats that are made of them.
         max_requests: Most requests at a time.
         tokenizers: Threads that tokenize, and as many for bodies over 256 KiB, so that prompts of
             usual lengths do not wait for long ones.
@@ -271,6 +276,7 @@ class Proxy:
         try:
             await self._take(request, body)
             choice = await self._choose(request, body.text)
+            self._note(body, choice.chat)
             return await self._pass_on(request, body, choice)
         except _RefusedError as error:
             return self._refuse(error.status, str(error))
@@ -280,9 +286,17 @@ class Proxy:
             if choice.sent is not None:
                 choice.sent.end()
 
+    def _note(self, body: _Body, chat: SplicedChat | None) -> None:
+        if chat is not None:
+            body.chat = chat
+            body.counted += len(chat.body)
+            self._num_bytes += len(chat.body)
+
     def _drop(self, body: _Body) -> None:
         self._num_bytes -= body.counted
         body.text, body.counted = b"", 0
+        if body.chat is not None:
+            body.chat.body = b""
 
     async def _take(self, request: web.Request, body: _Body) -> None:
         """Read a request's body. What has been read counts until it is dropped."""
@@ -351,7 +365,9 @@ class Proxy:
             # What has been counted as sent, or will be in a moment, is not sent.
             choosing.add_done_callback(_take_back)
             raise
-        # From here on nothing waits, so what is counted as sent is sent.
+        # From here on nothing waits: what is counted as sent is sent, and what has room is noted.
+        if chat is not None and self._num_bytes + len(chat.body) > self._max_bytes:
+            chat, why_text = None, "no room"
         self.counts["routed"] += 1
         if splicer is not None:
             self.counts["spliced" if why_text is None else f"unspliced: {why_text}"] += 1
