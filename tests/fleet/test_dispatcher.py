@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from tests.cluster.publisher import packed, stored
 
@@ -154,6 +156,20 @@ def test_bad_arguments_and_no_worker_are_named() -> None:
         dispatcher.choose(prompt(1), ["c"])
     with pytest.raises(TypeError, match="not a KvIndexer"):
         Dispatcher(None)  # type: ignore[arg-type]
-    for options in ({"load_weight": -1}, {"moved_weight": 2}, {"max_tracked_tokens": -1}):
+    outside: list[dict[str, Any]] = [
+        {"load_weight": -1},
+        {"moved_weight": 2},
+        {"max_tracked_tokens": -1},
+    ]
+    for options in outside:
         with pytest.raises(ValueError, match="it must be in"):
-            Dispatcher(index, **options)  # type: ignore[arg-type]
+            Dispatcher(index, **options)
+    wrong: list[dict[str, Any]] = [
+        {"load_weight": "1"},
+        {"moved_weight": True},
+        {"max_tracked_tokens": 1.5},
+        {"policy": "exact"},
+    ]
+    for options in wrong:
+        with pytest.raises(TypeError, match=f"Dispatcher: {next(iter(options))} "):
+            Dispatcher(index, **options)

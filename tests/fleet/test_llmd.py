@@ -147,7 +147,10 @@ def test_bad_arguments_are_named() -> None:
     index = kvtrie.KvIndexer(2, b"the key of tests")
     with pytest.raises(TypeError, match="not a KvIndexer"):
         PodScorer(None, {})  # type: ignore[arg-type]
+    half: Any = 1.5
     zeros: list[dict[str, Any]] = [{"max_bytes": 0}, {"max_requests": 0}, {"threads": 0}]
     for options in zeros:
         with pytest.raises(ValueError, match=f"{next(iter(options))} is 0"):
             PodScorer(index, {}, **options)
+        with pytest.raises(TypeError, match=f"PodScorer: {next(iter(options))} "):
+            PodScorer(index, {}, **dict.fromkeys(options, half))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import re
 import signal
 import sys
 import threading
@@ -679,10 +680,14 @@ def test_a_body_that_does_not_come_is_refused() -> None:
 )
 def test_bad_arguments_are_named(options: dict[str, Any]) -> None:
     index = kvtrie.KvIndexer(2, b"the key of tests")
+    text: Any = "1"
     with pytest.raises(ValueError, match=next(iter(options))):
         Proxy("http://127.0.0.1:1", Dispatcher(index), {}, **options)
-    with pytest.raises(ValueError, match="upstream is 'here'"):
-        Proxy("here", Dispatcher(index), {})
+    with pytest.raises(TypeError, match=f"Proxy: {next(iter(options))} "):
+        Proxy("http://127.0.0.1:1", Dispatcher(index), {}, **dict.fromkeys(options, text))
+    for url in ("here", "http://127.0.0.1:99999", "http://127.0.0.1/v1?x=1", "http://[::1"):
+        with pytest.raises(ValueError, match=f"upstream is '{re.escape(url)}'; it must be like"):
+            Proxy(url, Dispatcher(index), {})
     with pytest.raises(PromptError, match="messages in another form"):
         ServedModel(NS, byte_tokenizer()).prompt(CHAT, {})
 

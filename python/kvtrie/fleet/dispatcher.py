@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 
 from kvtrie._core import EXACT_ONLY, KvIndexer, KvTrieError, ReusePolicy, TokenSequence
+from kvtrie.router.arguments import instance, whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -130,11 +131,14 @@ class Dispatcher:
         if not issubclass(type(index), KvIndexer):
             msg = f"{call}: index is {index!r}, not a KvIndexer"
             raise TypeError(msg)
+        if policy is not None:
+            instance(call, "policy", policy, ReusePolicy, "a ReusePolicy")
+        whole(call, "max_tracked_tokens", max_tracked_tokens, 0, 1 << 32)
         for name, value, most in (
             ("load_weight", load_weight, 1e6),
             ("moved_weight", moved_weight, 1.0),
-            ("max_tracked_tokens", max_tracked_tokens, 1 << 32),
         ):
+            instance(call, name, value, (int, float), "a number")
             if not 0 <= value <= most:
                 msg = f"{call}: {name} is {value}; it must be in [0, {most}]"
                 raise ValueError(msg)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from kvtrie._core import KvIndexer
 from kvtrie.fleet.prompts import PromptError, ServedModel
+from kvtrie.router.arguments import whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -109,7 +110,7 @@ class PodScorer:
         port: The port, after `start`.
 
     Raises:
-        TypeError: `index` is not a `KvIndexer`.
+        TypeError: `index` is not a `KvIndexer`, or a number not an int.
         ValueError: A number is outside its limits.
     """
 
@@ -132,9 +133,7 @@ class PodScorer:
             ("max_requests", max_requests, 1 << 20),
             ("threads", threads, 64),
         ):
-            if not 1 <= value <= most:
-                msg = f"{call}: {name} is {value}; it must be in [1, {most}]"
-                raise ValueError(msg)
+            whole(call, name, value, 1, most)
         self.port = 0
         self._index = index
         self._models = dict(models)

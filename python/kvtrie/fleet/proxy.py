@@ -32,6 +32,7 @@ from kvtrie.fleet.documents import HeavyError, read_json
 from kvtrie.fleet.prompts import CHAT, TEXT, PromptError, ServedModel
 from kvtrie.fleet.smg import NOT_BEGUN, REFUSED, ROUTED, TARGET, SmgTargets
 from kvtrie.router import TurnTracker
+from kvtrie.router.arguments import instance, whole
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -165,7 +166,8 @@ class Proxy:
             refuses as ids is both; its reply is `kept`, or `not kept: ` with the reason.
 
     Raises:
-        TypeError: With a tracker, a tokenizer lacks what `PromptSplicer` needs.
+        TypeError: A number has the wrong type. With a tracker, a tokenizer lacks what
+            `PromptSplicer` needs.
         ValueError: The URL is not one of http, or a number is outside its limits.
     """
 
@@ -187,22 +189,25 @@ class Proxy:
         keep_timeout: float = 0.1,
         timeout: float = 600.0,
     ) -> None:
-        split = urlsplit(upstream)
-        if split.scheme not in ("http", "https") or not split.hostname:
+        if not _is_base(upstream):
             msg = f"Proxy: upstream is {upstream!r}; it must be like http://127.0.0.1:30000"
             raise ValueError(msg)
-        for name, value, least, most in (
-            ("max_body", max_body, 1, 1 << 30),
-            ("max_bytes", max_bytes, 1, 1 << 40),
-            ("max_requests", max_requests, 1, 1 << 20),
-            ("tokenizers", tokenizers, 1, 64),
-            ("body_timeout", body_timeout, 0.001, 1e6),
-            ("prompt_timeout", prompt_timeout, 0.001, 1e6),
-            ("keep_timeout", keep_timeout, 0.001, 1e6),
-            ("timeout", timeout, 0.001, 1e6),
+        for name, number, most in (
+            ("max_body", max_body, 1 << 30),
+            ("max_bytes", max_bytes, 1 << 40),
+            ("max_requests", max_requests, 1 << 20),
+            ("tokenizers", tokenizers, 64),
         ):
-            if not least <= value <= most:
-                msg = f"Proxy: {name} is {value}; it must be in [{least}, {most}]"
+            whole("Proxy", name, number, 1, most)
+        for name, seconds in (
+            ("body_timeout", body_timeout),
+            ("prompt_timeout", prompt_timeout),
+            ("keep_timeout", keep_timeout),
+            ("timeout", timeout),
+        ):
+            instance("Proxy", name, seconds, (int, float), "a number of seconds")
+            if not 0.001 <= seconds <= 1e6:
+                msg = f"Proxy: {name} is {seconds}; it must be in [0.001, 1000000.0]"
                 raise ValueError(msg)
         self.counts: Counter[str] = Counter()
         self._upstream = upstream.rstrip("/")
@@ -529,6 +534,18 @@ class Proxy:
         self.counts[f"refused: {status}"] += 1
         error = {"message": why, "type": "proxy_error", "param": None, "code": status}
         return web.json_response({"error": error}, status=status)
+
+
+def _is_base(url: str) -> bool:
+    """Whether paths can be appended to a URL."""
+    try:
+        split = urlsplit(url)
+        # A port that is none raises where it is read.
+        has_port = split.port is None or split.port > 0
+    except ValueError:
+        return False
+    is_http = split.scheme in ("http", "https") and bool(split.hostname)
+    return is_http and has_port and not split.query and not split.fragment
 
 
 def _take_back(choosing: Future[tuple[Sent, SplicedChat | None, str | None]]) -> None:
