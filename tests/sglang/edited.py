@@ -198,6 +198,33 @@ def aborts(job: Job) -> dict[str, Any]:
     return {"aborted": found, "last": last["cached"]} | client.balance()
 
 
+def interrupted(job: Job) -> dict[str, Any]:
+    """A prompt is aborted after two of its chunks; of two requests, one is put back into the queue.
+
+    Nothing is cached before.
+    """
+    from sglang.srt.managers import scheduler  # noqa: PLC0415 - inside SGLang's process
+
+    rng = Random(job.seed)
+    client = Client(job)
+    cache, step = client.server.cache, client.server.step
+    request = client.server.add("aborted", words(rng, 1000), 8)
+    step()
+    step()
+    done = request.extend_end
+    client.server.abort(request.rid)
+    step()
+    found = {"done": done, "aborted": {" ".join(one): n for one, n in cache.computed.items()}}
+    both = [client.server.add(f"r{number}", words(rng, 100), 40) for number in range(2)]
+    for steps, is_on in ((6, False), (2, True), (90, False)):
+        vars(scheduler).update(TEST_RETRACT=is_on, TEST_RETRACT_INTERVAL=1)
+        for _ in range(steps):
+            step()
+    found["put back"] = sum(one.retraction_count for one in both)
+    found["replies"] = [len(one.output_ids) for one in both]
+    return found | client.balance()
+
+
 def meanwhile(job: Job) -> dict[str, Any]:
     """Between a match and its admission, another request computes what would be copied."""
     from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams  # noqa: PLC0415
@@ -273,6 +300,7 @@ if __name__ == "__main__":
         "settings": settings,
         "given": given,
         "aborts": aborts,
+        "interrupted": interrupted,
         "meanwhile": meanwhile,
         "copies": failing_copies,
         "many": many_edits,

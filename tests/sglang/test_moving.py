@@ -226,6 +226,29 @@ def test_reasons_are_in_the_metrics(model: str) -> None:
     assert found["metrics"] == computed
 
 
+@pytest.mark.parametrize("shadow", [False, True])
+def test_of_what_was_interrupted_is_said_what_happened(
+    model: str, tmp_path: Path, shadow: bool
+) -> None:
+    log = tmp_path / "kvtrie.log"
+    settings = json.loads(GAPS) | {"shadow": shadow, "record": {"path": str(log)}}
+    found = edited("interrupted", Job(model, settings=json.dumps(settings)))
+    balanced(found)
+    # Of the aborted prompt only two chunks were computed.
+    assert found["done"] == 512
+    assert found["aborted"] == {"first_seen other": 512}
+    # The requests that came back are counted as they were computed first.
+    assert found["put back"] > 0
+    assert found["replies"] == [40, 40]
+    assert found["computed"] == {"first_seen other": 712}
+    requests = list(Log(log))
+    assert [one.ended for one in requests] == ["aborted", "length", "length"]
+    assert [dict(one.computed) for one in requests] == [{"first_seen": n} for n in (512, 100, 100)]
+    if shadow:
+        wanted = [one.num_prompt for one in requests]
+        assert [one.would.computed for one in requests if one.would] == wanted
+
+
 def agent_run(folder: Path) -> tuple[str, list[int], list[int]]:
     """W11: an agent's run, and the prompt of which its template dropped all reasoning (Qwen3's).
 

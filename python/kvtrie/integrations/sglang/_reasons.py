@@ -98,6 +98,8 @@ class ComputedReasons:
         Raises:
             ValueError: An id of it is beyond 32 bits.
         """
+        if request.retracted_stain:
+            return  # it counts as it was admitted first
         ids = request.full_untruncated_fill_ids
         promised = 0 if ask is None or self._is_shadow else ask.promised
         match = len(ids), known, promised
@@ -150,26 +152,27 @@ class ComputedReasons:
         self,
         request: Req,
         reused: Sequence[tuple[int, int, str]],
+        done: int,
         spans: Callable[[], Sequence[Span]],
     ) -> Counter[tuple[str, str]]:
         """Count a prompt's computed tokens, by reason and kind, once.
 
         Args:
-            request: A request that has ended.
+            request: A request that has ended, or is put back into the queue.
             reused: Ranges of its prompt that were not computed.
+            done: Its tokens that have KV; it may have been aborted before all had.
             spans: The kinds of its tokens.
         """
         count = len(request.origin_input_ids)
         look = self._looks.pop(request, None)
         labels = np.full(count, _CODES["not_matched"], np.int8)
         if look is not None:
-            # A request that was put back has some of its reply in the prompt.
             labels[: len(look.labels)] = look.labels[:count]
             self._spaces.pop(look.first, None)
             self._spaces[look.first] = look.space
             if len(self._spaces) > _MAX_FIRST_PAGES:
                 del self._spaces[next(iter(self._spaces))]
-        computed = np.ones(count, np.bool_)
+        computed = np.arange(count) < done
         for start, end, _ in reused:
             computed[start:end] = False
         kinds = kinds_of(self._kinds, count, [one for one in spans() if one.start < count])

@@ -244,6 +244,10 @@ class KvtrieCache(BasePrefixCache):
             )
         self._wishes: WeakKeyDictionary[Req, Wish] = WeakKeyDictionary()
         self._would: WeakKeyDictionary[Req, Would | None] = WeakKeyDictionary()
+        # What each prompt has reused, and computed by reason, when it was admitted first.
+        self._accounts: WeakKeyDictionary[
+            Req, tuple[list[tuple[int, int, str]], dict[str, int]]
+        ] = WeakKeyDictionary()
         # Blocks of locks that failed, each as often as it is held; and those that left the index.
         self._held: Counter[int] = Counter()
         self._withheld: set[int] = set()
@@ -406,30 +410,38 @@ class KvtrieCache(BasePrefixCache):
             self.num_approximate += built.num_approximate
             if self._metrics is not None:
                 self._metrics.approximate(built.num_approximate)
+        self._account(req, built)
         if req.finished():
-            self._ended(req, built)
+            self._ended(req)
 
     @_guarded(_none)
-    def _ended(self, req: Req, built: Built | None) -> None:
+    def _account(self, req: Req, built: Built | None) -> None:
+        """Count why its prompt was computed, the first time; what is computed again is not."""
+        if self._reasons is None or req in self._accounts:
+            return
+        reused = reused_of(req, built)
+        # An aborted one may not have computed all of its prompt.
+        end = req.kv.kv_committed_len
+        computed = self._reasons.ended(req, reused, end, lambda: self._spans(req))
+        self.computed.update(computed)
+        if self._metrics is not None:
+            self._metrics.computed(computed)
+        by_reason: Counter[str] = Counter()
+        for (reason, _), count in computed.items():
+            by_reason[reason] += count
+        self._accounts[req] = reused, dict(by_reason)
+
+    @_guarded(_none)
+    def _ended(self, req: Req) -> None:
         """Count what would have been moved, and record the request."""
         would = self._would.get(req)
         if would is not None:
             self.would += Counter(exact=would.exact, moved=would.moved, computed=would.computed)
             if self._metrics is not None:
                 self._metrics.would(would)
-        if self._reasons is None:
-            return
-        reused = reused_of(req, built)
-        computed = self._reasons.ended(req, reused, lambda: self._spans(req))
-        self.computed.update(computed)
-        if self._metrics is not None:
-            self._metrics.computed(computed)
-        if self._recording is not None:
-            by_reason: Counter[str] = Counter()
-            for (reason, _), count in computed.items():
-                by_reason[reason] += count
+        if self._recording is not None and req in self._accounts:
             session = self._wish(req).session
-            self._recording.ended(req, session, reused, dict(by_reason), would)
+            self._recording.ended(req, session, *self._accounts[req], would)
             if self._metrics is not None:
                 self._metrics.recorded(*self._recording.news())
 
@@ -581,8 +593,8 @@ class KvtrieCache(BasePrefixCache):
     ) -> Ask | None:
         """How a match of a request is continued; None if nothing was planned."""
         ask = moving.ask(self._index, seq, known, req, self._wish(req), arrived)
-        if moving.is_shadow:
-            # The last match before it is admitted counts.
+        if moving.is_shadow and not req.retracted_stain:
+            # The last match before it is admitted first counts.
             self._would[req] = None if ask is None else ask.would
         return ask
 
