@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from array import array
 from itertools import product
 from random import Random
@@ -18,6 +19,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from tests.sglang.caches import Pool, Side, key, mine, params
 
+import kvtrie
 from kvtrie.integrations import sglang
 from kvtrie.integrations.sglang import _support, _version
 from kvtrie.integrations.sglang._namespaces import Namespaces
@@ -37,6 +39,18 @@ def test_each_pair_of_key_and_salt_has_a_namespace_of_its_own() -> None:
     assert len(spaces) == len(texts) ** 2
     assert Namespaces("other").of(None, None) not in spaces
     assert names.of("a", None) == Namespaces("model").of("a", None)
+
+
+def test_of_keys_and_salts_of_any_size_little_is_kept() -> None:
+    names = Namespaces("model")
+    texts = [None, "a", "a" * 256, "a" * 257, "a" * 256 + "b", "b" * 1_000_000]
+    texts += [f"#{hashlib.sha256(texts[3].encode()).hexdigest()}"]
+    spaces = {names.of(*pair): pair for pair in product(texts, texts)}
+    assert len(spaces) == len(texts) ** 2
+    assert all(len(space.salt) < 600 for space in spaces if space.salt is not kvtrie.SHARED)
+    assert names.of("b" * 1_000_000, "a") == names.of("b" * 1_000_000, "a")
+    kept = [text for pair in names._made for text in pair if text is not None]
+    assert max(map(len, kept)) <= 256
 
 
 def test_paths_with_the_same_beginning_are_next_to_each_other() -> None:
