@@ -95,7 +95,7 @@ def test_an_insert_without_slots_takes_the_ids_for_them() -> None:
     assert side.cache.path_device_indices(found).tolist() == [4, 5, 6, 7]
 
 
-def test_ids_beyond_32_bits_are_not_cached_and_counted() -> None:
+def test_ids_beyond_32_bits_are_not_cached_and_counted(caplog: pytest.LogCaptureFixture) -> None:
     """Pad values of images are such ids."""
     side = one_side(1)
     side.insert([1, 2])
@@ -104,6 +104,9 @@ def test_ids_beyond_32_bits_are_not_cached_and_counted() -> None:
         done = side.cache.insert(InsertParams(key=key([1, bad]), value=torch.tensor([5, 6])))
         assert done.prefix_len == 0
     assert side.cache.counts == {"uncacheable": 6}
+    (said,) = caplog.messages
+    assert said.startswith("kvtrie: a prompt is not cached: ")
+    assert str(2**32) in said
     assert side.match([1, 2]).device_prefix_len == 2
 
 

@@ -157,6 +157,8 @@ def test_a_parameter_that_is_not_known_is_counted(
     assert one.cache.counts == {"custom_params": 1}
     assert left(one, TURN) == 12
     assert said in caplog.text
+    assert "kvtrie: a request's parameters are ignored: " in caplog.text
+    assert "Traceback" not in caplog.text
 
 
 def test_parameters_of_others_are_none_of_ours() -> None:

@@ -39,7 +39,7 @@ class SGLangSettings:
         gate: A gate file, or ``"unchecked"``; None: nothing is moved.
         policy: Of all requests; None: the cheapest that the gate clears for each plan.
         default: What a request gets that does not ask: ``"approximate"`` or ``"exact"``.
-        gaps: Whether reuse continues after gaps, by two hooks in SGLang.
+        gaps: Whether reuse continues after gaps, by hooks in SGLang.
         shadow: Whether what would be moved is only counted.
         record: Where finished requests are recorded: a path, or fields of `RecordOptions`.
         snapshot: Where snapshots of the KV events are given; None: nowhere.

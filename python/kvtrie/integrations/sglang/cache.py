@@ -83,6 +83,11 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _WHOLE_BLOCKS: Final = ReusePolicy(approximate=False, partial_blocks=False)
 _NO_BLOCKS: Final[NDArray[np.int32]] = np.zeros(0, np.int32)
+# What is counted, and is no failure of a call.
+_BAD_INPUT: Final = {
+    "uncacheable": "a prompt is not cached",
+    "custom_params": "a request's parameters are ignored",
+}
 # A lock is a plan of its handle. SGLang gives back what it gets, and writes nothing into it.
 _RECEIPT: Final = DecLockRefParams()
 
@@ -565,9 +570,9 @@ class KvtrieCache(BasePrefixCache):
         space = self._namespaces.of(key.extra_key, key.cache_salt)
         try:
             return TokenSequence(token_ids, space, limit=count)
-        except ValueError:
+        except ValueError as error:
             # Pad values of images are hashes of 64 bits.
-            self._count("uncacheable")
+            self._failed("uncacheable", error)
             return None
 
     def _matched(self, handle: Handle, known: int = 0) -> MatchResult:
@@ -948,6 +953,10 @@ class KvtrieCache(BasePrefixCache):
     def _failed(self, method: str, error: Exception) -> None:
         self._count(method)
         if self.counts[method] == 1:
+            why = _BAD_INPUT.get(method)
+            if why is not None:
+                _LOG.warning("kvtrie: %s: %s; only counted from now on", why, error)
+                return
             _LOG.warning(
                 "kvtrie: %s failed, and is answered as a miss; only counted from now on",
                 method,
