@@ -187,6 +187,25 @@ def test_what_fails_is_a_miss(method: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert side.cache.counts == {method: 1}
 
 
+def test_requests_are_taken_in_their_order_if_none_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    side = one_side(1)
+    side.insert([1, 2, 3])
+    found = [side.match(ids).last_device_node for ids in ([1], [1, 2, 3], [1, 2])]
+    assert side.cache.dfs_weight_order(found) == [1, 2, 0]
+    monkeypatch.setattr("kvtrie.integrations.sglang.cache.depth_first", None)
+    assert side.cache.dfs_weight_order(found) == [0, 1, 2]
+    assert side.cache.counts == {"dfs_weight_order": 1}
+
+
+def test_counts_of_a_request_that_fail_leave_it_alone() -> None:
+    side = one_side(1)
+    request: Any = SimpleNamespace(last_node=SimpleNamespace(built=SimpleNamespace()))
+    side.cache.on_release(request, checkpointed=True)
+    assert side.cache.counts == {"on_release": 1}
+
+
 def _insert(side: Side) -> int:
     value = torch.tensor([7, 8, 9])
     done: int = side.cache.insert(InsertParams(key=key([1, 2, 3]), value=value)).prefix_len

@@ -408,6 +408,7 @@ class KvtrieCache(BasePrefixCache):
         if req.finished():
             self._settle(req, seq, blocks, blocks, up_to)
 
+    @_guarded(_none)
     def on_release(self, req: Req, *, checkpointed: bool) -> None:  # noqa: ARG002 - SGLang's
         """Count what was approximate, once for each time that a request is admitted."""
         built = None if req.last_node is None else req.last_node.built
@@ -529,7 +530,11 @@ class KvtrieCache(BasePrefixCache):
         return slots if node.own is None else torch.cat([slots, node.own])
 
     def dfs_weight_order(self, node_handles: Sequence[Handle]) -> list[int]:
-        return depth_first([one.blocks.tolist() for one in node_handles])
+        try:
+            return depth_first([one.blocks.tolist() for one in node_handles])
+        except Exception as error:  # it would end the scheduler
+            self._failed("dfs_weight_order", error)
+            return list(range(len(node_handles)))
 
     def evictable_size(self) -> int:
         size: int = self.page_size
