@@ -1124,6 +1124,21 @@ class Match:
         Ids that back the tokens from `start` on (int32). Empty if the match ends before `start`.
         """
     @property
+    def consecutive_from(self, /) -> int | None:
+        """
+        The first id, if those in `blocks` ascend without a gap: their slots are then next to each other
+        in an engine's table. None if they do not, or if there are none.
+
+        Example:
+            >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
+            >>> seq = kvtrie.TokenSequence(
+            ...     [1, 2, 3, 4], kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+            ... )
+            >>> done = index.insert(seq, [5, 6], num_computed=4, source=kvtrie.COMPUTED)
+            >>> index.lookup(seq).consecutive_from
+            5
+        """
+    @property
     def num_tokens(self, /) -> int:
         """
         Tokens from position 0 that match exactly: a whole number of blocks.

@@ -44,7 +44,7 @@ def found(blocks: list[int], size: int) -> kvtrie.Match:
     return index.lookup(seq)
 
 
-# Consecutive ids are copied at once, in chunks of 256.
+# Consecutive ids are copied at once, and looked at in chunks of 16.
 BLOCKS = {
     "one": [7],
     "a chunk": list(range(3, 259)),
@@ -70,9 +70,20 @@ def test_slots_of_any_blocks_are_copied(name: str, size: int) -> None:
     assert slots.tolist() == rows[blocks].ravel().tolist()
 
 
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_match_has_the_ids_in_order_and_says_whether_they_are_consecutive(name: str) -> None:
+    blocks = BLOCKS[name]
+    match = found(blocks, 2)
+    assert match.blocks.tolist() == blocks
+    assert match.blocks.dtype == np.int32
+    is_run = blocks == list(range(blocks[0], blocks[0] + len(blocks)))
+    assert match.consecutive_from == (blocks[0] if is_run else None)
+
+
 def test_no_match_has_no_slots() -> None:
     index = kvtrie.RadixIndex(8, 4, moved_runs=False)
     found = index.lookup(kvtrie.TokenSequence(range(8), SPACE))
+    assert found.consecutive_from is None
     assert found.slots(table(4)).tolist() == []
     assert found.slots(table(4, rows=0)).dtype == np.int64
 

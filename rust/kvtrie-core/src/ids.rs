@@ -18,6 +18,54 @@ impl fmt::Display for BlockId {
     }
 }
 
+/// Consecutive block ids, ascending.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct IdRange {
+    /// The first id.
+    pub first: BlockId,
+    /// Number of ids, at least 1.
+    pub len: u32,
+}
+
+impl IdRange {
+    /// The id after the last.
+    fn end(self) -> u32 {
+        self.first.0 + self.len
+    }
+
+    /// The ids.
+    pub fn ids(self) -> impl ExactSizeIterator<Item = BlockId> {
+        (self.first.0..self.end()).map(BlockId)
+    }
+
+    /// Appends ids, each below 2³¹, to ranges. Neither of two neighbours can take in the other.
+    pub(crate) fn append(ids: &[u32], ranges: &mut Vec<Self>) {
+        /// Ids that are looked at together.
+        const CHUNK: usize = 16;
+        let mut add = |first: u32, len: usize| match ranges.last_mut() {
+            Some(last) if last.end() == first => last.len += depth(len),
+            _ => ranges.push(Self {
+                first: BlockId(first),
+                len: depth(len),
+            }),
+        };
+        for chunk in ids.chunks(CHUNK) {
+            // Without branches, which becomes vector code.
+            let from = chunk[0];
+            let apart = (from..)
+                .zip(chunk)
+                .fold(0, |apart, (at, id)| apart | (at ^ id));
+            if apart == 0 {
+                add(from, chunk.len());
+            } else {
+                for &id in chunk {
+                    add(id, 1);
+                }
+            }
+        }
+    }
+}
+
 pub(crate) type NodeIndex = u32;
 
 /// Names a node as long as the node is not removed or cut at its end.
@@ -39,4 +87,33 @@ pub(crate) type Depth = u32;
 /// Converts a count of blocks. A path has at most 2³¹ blocks, so a larger count matches nothing and is capped.
 pub(crate) fn depth(blocks: usize) -> Depth {
     Depth::try_from(blocks).unwrap_or(Depth::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn ranges_have_the_ids_in_order_and_are_as_few_as_can_be(
+            runs in prop::collection::vec((0u32..400, 1u32..70), 0..12),
+            cuts in prop::collection::vec(0usize..800, 0..4),
+        ) {
+            let ids: Vec<u32> = runs.iter().flat_map(|&(from, len)| from..from + len).collect();
+            let mut ranges = Vec::new();
+            // Edges end anywhere.
+            let mut cuts: Vec<usize> = cuts.iter().map(|cut| cut % (ids.len() + 1)).collect();
+            cuts.extend([0, ids.len()]);
+            cuts.sort_unstable();
+            for pair in cuts.windows(2) {
+                IdRange::append(&ids[pair[0]..pair[1]], &mut ranges);
+            }
+            let all: Vec<u32> = ranges.iter().flat_map(|range| range.ids()).map(|id| id.0).collect();
+            let breaks = ids.windows(2).filter(|pair| pair[0] + 1 != pair[1]).count();
+            prop_assert_eq!(ranges.len(), if ids.is_empty() { 0 } else { breaks + 1 });
+            prop_assert_eq!(all, ids);
+        }
+    }
 }

@@ -150,7 +150,7 @@ pub use config::Config;
 pub use effort::Effort;
 pub use error::{Error, ErrorKind, Result};
 pub use groups::{Group, GroupKind};
-pub use ids::BlockId;
+pub use ids::{BlockId, IdRange};
 pub use index::{
     GroupInserted, GroupOffers, GroupOptions, GroupStats, Imported, InsertOptions, Inserted,
     LookupOptions, Match, RadixIndex, Removed, Source,

@@ -349,6 +349,12 @@ fn an_error_names_the_call_that_was_made() {
             "RadixIndex::lookup_within",
             index.lookup_within(seq, lookup, any, &mut out).err(),
         ),
+        (
+            "RadixIndex::lookup_ranges_within",
+            index
+                .lookup_ranges_within(seq, lookup, any, &mut Vec::new())
+                .err(),
+        ),
         ("RadixIndex::plan", index.plan(seq, &policy, options).err()),
         (
             "RadixIndex::plan_from",

@@ -403,9 +403,9 @@ impl PyRadixIndex {
         let attempt = |keys: &Keys<'_>, effort| {
             let mut seq = keys.lock(&seq.core, SEQUENCE)?;
             let mut index = keys.lock(&shared.core, INDEX)?;
-            let mut blocks = Vec::new();
-            let found = index.lookup_within(&mut seq, options, effort, &mut blocks)?;
-            Ok(found.map(|found| PyMatch::new(found.num_tokens, blocks)))
+            let mut ranges = Vec::new();
+            let found = index.lookup_ranges_within(&mut seq, options, effort, &mut ranges)?;
+            Ok(found.map(|found| PyMatch::new(found.num_tokens, ranges)))
         };
         py.enter_briefly(attempt)
     }

@@ -1,6 +1,6 @@
 //! The results of calls on an index: `Match`, `InsertResult` and `Removed`.
 
-use kvtrie_core::{BlockId, GroupInserted, Inserted, Removed};
+use kvtrie_core::{BlockId, GroupInserted, IdRange, Inserted, Removed};
 use pyo3::prelude::*;
 
 use crate::buffers::Arg;
@@ -20,12 +20,20 @@ use crate::slots;
 #[pyclass(frozen, module = "kvtrie", name = "Match")]
 pub(crate) struct PyMatch {
     num_tokens: usize,
-    blocks: Vec<BlockId>,
+    ranges: Vec<IdRange>,
 }
 
 impl PyMatch {
-    pub(crate) fn new(num_tokens: usize, blocks: Vec<BlockId>) -> Self {
-        Self { num_tokens, blocks }
+    pub(crate) fn new(num_tokens: usize, ranges: Vec<IdRange>) -> Self {
+        Self { num_tokens, ranges }
+    }
+
+    fn ids(&self) -> Vec<BlockId> {
+        let mut ids = Vec::with_capacity(slots::num_ids(&self.ranges));
+        for range in &self.ranges {
+            ids.extend(range.ids());
+        }
+        ids
     }
 }
 
@@ -40,7 +48,24 @@ impl PyMatch {
     /// Ids that back the tokens from `start` on (int32). Empty if the match ends before `start`.
     #[getter]
     fn blocks<'py>(&self, py: Python<'py>) -> Ids<'py> {
-        ids(py, &self.blocks)
+        ids(py, &self.ids())
+    }
+
+    /// The first id, if those in `blocks` ascend without a gap: their slots are then next to each other
+    /// in an engine's table. None if they do not, or if there are none.
+    ///
+    /// Example:
+    ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
+    ///     >>> done = index.insert(seq, [5, 6], num_computed=4, source=kvtrie.COMPUTED)
+    ///     >>> index.lookup(seq).consecutive_from
+    ///     5
+    #[getter]
+    fn consecutive_from(&self) -> Option<u32> {
+        match self.ranges[..] {
+            [only] => Some(only.first.0),
+            _ => None,
+        }
     }
 
     /// The engine's slots of the tokens in `blocks`, one a token (int64).
@@ -77,7 +102,7 @@ impl PyMatch {
         const CALL: &str = "Match.slots";
         slots::of(
             py,
-            &self.blocks,
+            &self.ranges,
             (table, Arg::new(CALL, "table")),
             (out, Arg::new(CALL, "out")),
         )
@@ -87,7 +112,7 @@ impl PyMatch {
         format!(
             "Match(num_tokens={}, blocks={})",
             self.num_tokens,
-            listed(&self.blocks)
+            listed(&self.ids())
         )
     }
 }

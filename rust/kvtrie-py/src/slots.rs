@@ -1,6 +1,6 @@
 //! Reads the slots of blocks off an engine's table.
 
-use kvtrie_core::BlockId;
+use kvtrie_core::IdRange;
 use numpy::{
     PyArray1, PyArrayMethods, PyReadonlyArrayDyn, PyReadwriteArray1, PyUntypedArrayMethods,
 };
@@ -10,23 +10,18 @@ use pyo3::prelude::*;
 use crate::buffers::Arg;
 use crate::hints::Counts;
 
-/// Blocks that are looked at together.
-const CHUNK: usize = 256;
 const TABLE: &str = "a contiguous numpy array of int64 with one or two dimensions";
 const OUT: &str =
     "a contiguous, writable numpy array of int64 with one dimension that nobody else borrows";
 
-/// Whether the ids of some blocks are consecutive; without branches, which becomes vector code.
-fn is_run(blocks: &[BlockId]) -> bool {
-    let from = blocks.first().map_or(0, |id| id.0);
-    let wrong = |wrong, (at, id): (u32, &BlockId)| wrong | (at ^ id.0);
-    (from..).zip(blocks).fold(0, wrong) == 0
+pub(crate) fn num_ids(ranges: &[IdRange]) -> usize {
+    ranges.iter().map(|range| range.len as usize).sum()
 }
 
 /// The slots of blocks in order, in a new array or in the one that is given.
 pub(crate) fn of<'py>(
     py: Python<'py>,
-    blocks: &[BlockId],
+    ranges: &[IdRange],
     (table, table_arg): (&Bound<'py, PyAny>, Arg),
     (out, out_arg): (Option<&Bound<'py, PyAny>>, Arg),
 ) -> PyResult<Counts<'py>> {
@@ -43,28 +38,26 @@ pub(crate) fn of<'py>(
     }
     let rows = array.as_slice()?;
     let num_rows = array.shape()[0];
-    let highest = blocks.iter().map(|id| id.0).max();
-    if let Some(id) = highest.filter(|&id| id as usize >= num_rows) {
+    let ends = ranges.iter().map(|range| range.first.0 + range.len);
+    if let Some(end) = ends.max().filter(|&end| end as usize > num_rows) {
         return Err(PyValueError::new_err(format!(
-            "{}: {} has {num_rows} rows, and block {id} is among the blocks",
-            table_arg.call, table_arg.name
+            "{}: {} has {num_rows} rows, and block {} is among the blocks",
+            table_arg.call,
+            table_arg.name,
+            end - 1
         )));
     }
+    let count = num_ids(ranges) * width;
+    let slots = |range: &IdRange| {
+        let first = range.first.0 as usize * width;
+        &rows[first..][..range.len as usize * width]
+    };
     let Some(out) = out else {
-        let mut slots = Vec::with_capacity(blocks.len() * width);
-        for chunk in blocks.chunks(CHUNK) {
-            if is_run(chunk) {
-                let first = chunk[0].0 as usize * width;
-                slots.extend_from_slice(&rows[first..][..chunk.len() * width]);
-            } else if width == 1 {
-                slots.extend(chunk.iter().map(|id| rows[id.0 as usize]));
-            } else {
-                for id in chunk {
-                    slots.extend_from_slice(&rows[id.0 as usize * width..][..width]);
-                }
-            }
+        let mut all = Vec::with_capacity(count);
+        for range in ranges {
+            all.extend_from_slice(slots(range));
         }
-        return Ok(PyArray1::from_vec(py, slots).into());
+        return Ok(PyArray1::from_vec(py, all).into());
     };
     let mut written: PyReadwriteArray1<'py, i64> = out
         .cast::<PyArray1<i64>>()
@@ -74,23 +67,20 @@ pub(crate) fn of<'py>(
     let to = written
         .as_slice_mut()
         .map_err(|_| out_arg.wrong_type(out, OUT))?;
-    if to.len() != blocks.len() * width {
+    if to.len() != count {
         return Err(PyValueError::new_err(format!(
             "{}: {} has {} elements; the match has {} tokens here",
             out_arg.call,
             out_arg.name,
             to.len(),
-            blocks.len() * width
+            count
         )));
     }
-    if width == 1 {
-        for (to, id) in to.iter_mut().zip(blocks) {
-            *to = rows[id.0 as usize];
-        }
-    } else if width > 0 {
-        for (to, id) in to.chunks_exact_mut(width).zip(blocks) {
-            to.copy_from_slice(&rows[id.0 as usize * width..][..width]);
-        }
+    let mut at = 0;
+    for range in ranges {
+        let slots = slots(range);
+        to[at..][..slots.len()].copy_from_slice(slots);
+        at += slots.len();
     }
     Ok(out.clone().into())
 }

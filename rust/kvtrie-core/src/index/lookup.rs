@@ -3,7 +3,7 @@
 use crate::effort::Effort;
 use crate::error::Result;
 use crate::eviction::count_revival;
-use crate::ids::{BlockId, Depth, NO_NODE, depth};
+use crate::ids::{BlockId, Depth, IdRange, NO_NODE, depth};
 use crate::index::RadixIndex;
 use crate::storage::blocks::BlockState;
 use crate::storage::forest::{Position, Walked};
@@ -105,8 +105,75 @@ impl RadixIndex {
         effort: Effort,
         out: &mut Vec<BlockId>,
     ) -> Result<Option<Match>> {
-        self.check_start(options.start, seq.len(), "RadixIndex::lookup_within")?;
-        crate::failpoints::before("RadixIndex::lookup_within")?;
+        let Some(found) = self.found_within(seq, options, effort)? else {
+            return Ok(None);
+        };
+        out.clear();
+        if found.depth > 0 {
+            let from = depth(options.start / self.block_size());
+            self.forest.path_ids(found, from, out);
+        }
+        Ok(Some(self.matched(found)))
+    }
+
+    /// As [`lookup_within`](Self::lookup_within), with the ids as ranges of consecutive ones. Ids that were inserted
+    /// together mostly are one. Allocates for the edges of the path.
+    ///
+    /// # Errors
+    /// As [`lookup`](Self::lookup).
+    ///
+    /// # Examples
+    /// ```
+    /// # use std::sync::Arc;
+    /// # use kvtrie_core::*;
+    /// # let ns = Arc::new(Namespace::new("m", "bfloat16", "default", None, Salt::Shared)?);
+    /// # let mut index = RadixIndex::new(Config { num_blocks: 8, block_size: 2, ..Config::seeded(0) })?;
+    /// let mut seq = TokenSequence::new(ns, vec![1, 2, 3, 4, 5, 6], vec![])?;
+    /// let ids = [BlockId(6), BlockId(7), BlockId(3)];
+    /// index.insert(&mut seq, &ids, InsertOptions::new(6, Source::Computed))?;
+    /// let mut ranges = Vec::new();
+    /// index.lookup_ranges_within(&mut seq, LookupOptions::default(), Effort::ANY, &mut ranges)?;
+    /// let (two, one) = (IdRange { first: BlockId(6), len: 2 }, IdRange { first: BlockId(3), len: 1 });
+    /// assert_eq!(ranges, [two, one]);
+    /// # Ok::<(), kvtrie_core::Error>(())
+    /// ```
+    pub fn lookup_ranges_within(
+        &mut self,
+        seq: &mut TokenSequence,
+        options: LookupOptions,
+        effort: Effort,
+        out: &mut Vec<IdRange>,
+    ) -> Result<Option<Match>> {
+        let found = self
+            .found_within(seq, options, effort)
+            .map_err(|error| error.in_call("RadixIndex::lookup_ranges_within"))?;
+        let Some(found) = found else {
+            return Ok(None);
+        };
+        out.clear();
+        if found.depth > 0 {
+            let from = depth(options.start / self.block_size());
+            self.forest.path_ranges(found, from, out);
+        }
+        Ok(Some(self.matched(found)))
+    }
+
+    fn matched(&self, found: Position) -> Match {
+        Match {
+            num_tokens: found.depth as usize * self.block_size(),
+        }
+    }
+
+    /// The end of a lookup, which is touched if the options say so.
+    fn found_within(
+        &mut self,
+        seq: &mut TokenSequence,
+        options: LookupOptions,
+        effort: Effort,
+    ) -> Result<Option<Position>> {
+        const CALL: &str = "RadixIndex::lookup_within";
+        self.check_start(options.start, seq.len(), CALL)?;
+        crate::failpoints::before(CALL)?;
         let Some(found) = self.exact_prefix(seq, options.keep_last, effort) else {
             return Ok(None);
         };
@@ -141,14 +208,7 @@ impl RadixIndex {
                 self.groups.touch(&self.forest, found, time);
             }
         }
-        out.clear();
-        if found.depth > 0 {
-            self.forest
-                .path_ids(found, depth(options.start / self.block_size()), out);
-        }
-        Ok(Some(Match {
-            num_tokens: found.depth as usize * self.block_size(),
-        }))
+        Ok(Some(found))
     }
 
     /// The tokens of the whole path down to a block, its own last; `None` if the block is not indexed. They are the

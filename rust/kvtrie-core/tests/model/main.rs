@@ -21,9 +21,9 @@ use std::sync::Arc;
 use grades::Grade;
 use items::{codes, pieces, spell};
 use kvtrie_core::{
-    BlockId, Class, Config, Effort, ExplainOptions, Imported, InsertOptions, LookupOptions, Match,
-    Namespace, PlanOptions, RadixIndex, Reason, Repair, RestoredPool, ReusePlan, ReusePolicy, Salt,
-    Scope, SessionId, Source, Span, TokenSequence,
+    BlockId, Class, Config, Effort, ExplainOptions, IdRange, Imported, InsertOptions,
+    LookupOptions, Match, Namespace, PlanOptions, RadixIndex, Reason, Repair, RestoredPool,
+    ReusePlan, ReusePolicy, Salt, Scope, SessionId, Source, Span, TokenSequence,
 };
 use naive::{From, Lease, Naive};
 use plans::{Ask, Planned};
@@ -279,7 +279,11 @@ impl Pair {
         }
         let effort = Effort { nodes: 0, bytes: 0 };
         for _ in 0..=2 * seq.len() {
-            if let Some(found) = index.lookup_within(seq, options, effort, out).unwrap() {
+            let mut ranges = Vec::new();
+            let found = index.lookup_ranges_within(seq, options, effort, &mut ranges);
+            if let Some(found) = found.unwrap() {
+                out.clear();
+                out.extend(ranges.into_iter().flat_map(IdRange::ids));
                 return found;
             }
         }

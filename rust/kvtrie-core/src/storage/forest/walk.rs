@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use crate::cursor::Cursor;
 use crate::effort::{Effort, Steps, Work};
-use crate::ids::{BlockId, Depth, NodeIndex, depth};
+use crate::ids::{BlockId, Depth, IdRange, NodeIndex, depth};
 use crate::storage::forest::{Forest, Position};
 use crate::storage::node::Node;
 use crate::storage::siblings;
@@ -247,6 +247,17 @@ impl Forest {
             }
             end = edge.depth;
             node = edge.parent;
+        }
+    }
+
+    /// Writes the ids from depth `from` to `at`, none of them a hole, as ranges of consecutive ones.
+    pub(crate) fn path_ranges(&self, at: Position, from: Depth, out: &mut Vec<IdRange>) {
+        out.clear();
+        for (node, start, end) in self.edges_to(at, from) {
+            let edge = &self.nodes[node];
+            let ids = edge.blocks.ids(self.block_size);
+            let (start, end) = (start - edge.depth, end - edge.depth);
+            IdRange::append(&ids[start as usize..end as usize], out);
         }
     }
 
