@@ -20,7 +20,7 @@ from sglang.srt.server_args import ServerArgs
 from tests.sglang.caches import Pool, Side, key, mine, params
 
 from kvtrie.integrations import sglang
-from kvtrie.integrations.sglang import _support, _version
+from kvtrie.integrations.sglang import _slots, _support, _version
 from kvtrie.integrations.sglang._namespaces import Namespaces
 from kvtrie.integrations.sglang._order import depth_first
 from kvtrie.integrations.sglang.cache import KvtrieCache
@@ -261,6 +261,43 @@ def test_pages_of_a_prefix_have_consecutive_ids(page_size: int) -> None:
         assert side.evict(12 * page_size) == 12 * page_size
 
 
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_a_prefix_in_one_piece_is_not_copied(page_size: int) -> None:
+    """Its slots are the table's own, and of the same prefix they are one tensor."""
+    side = one_side(page_size)
+    table = side.cache._slots._slots
+    ids = list(range(10 * page_size))
+    side.insert(ids)
+    whole, again, part = (
+        side.cache.path_device_indices(side.match(ids[:count]).last_device_node)
+        for count in (10 * page_size, 10 * page_size, 6 * page_size)
+    )
+    assert again is whole
+    assert part.tolist() == whole.tolist()[: 6 * page_size]
+    for slots in (whole, part):
+        assert table.data_ptr() <= slots.data_ptr() < table.data_ptr() + 8 * len(table)
+    # In two pieces, with another prompt between them.
+    side.insert([1000 + at for at in range(2 * page_size)])
+    side.insert([*ids, *(2000 + at for at in range(2 * page_size))])
+    longer = [*ids, *(2000 + at for at in range(2 * page_size))]
+    found = side.match(longer).last_device_node
+    assert found.found.consecutive_from is None
+    slots = side.cache.path_device_indices(found).tolist()
+    assert slots[: 10 * page_size] == whole.tolist()
+    assert len(slots) == len(set(slots)) == 12 * page_size
+
+
+def test_pieces_that_are_kept_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_slots, "_MAX_PIECES", 4)
+    side = one_side(1)
+    ids = list(range(12))
+    side.insert(ids)
+    for count in range(1, 13):
+        path = side.cache.path_device_indices(side.match(ids[:count]).last_device_node)
+        assert len(path) == count
+        assert len(side.cache._slots._pieces) <= 4
+
+
 def test_all_slots_of_cached_pages_are_listed() -> None:
     side = one_side(4)
     assert side.cache.all_values_flatten().tolist() == []
@@ -276,7 +313,7 @@ def test_all_slots_of_cached_pages_are_listed() -> None:
 def test_slots_on_a_device_are_those_on_the_host(page_size: int) -> None:
     """The way of devices, on tensors of the host."""
     sides = [one_side(page_size), one_side(page_size)]
-    sides[1].cache._slots._host = None
+    sides[1].cache._slots._host = sides[1].cache._slots._host_slots = None
     rng = Random(page_size)
     for _ in range(300):
         ids = [rng.randrange(3) for _ in range(rng.randrange(6 * page_size))]

@@ -2,11 +2,14 @@
 
 Slots are where SGLang's own are: in memory of the host they are copied by numpy and the index, on a
 device by torch, so that nothing waits for the device.
+
+Blocks that are stored together mostly have consecutive ids. Their slots are then one piece of the
+table, which is read and written as a whole, or given out as it is.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
@@ -15,6 +18,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvtrie._core import Match
+
+
+_MAX_PIECES: Final = 1024
+"""Pieces of the table that are kept as tensors: prefixes that many requests share are few."""
 
 
 class PageSlots:
@@ -28,15 +35,19 @@ class PageSlots:
 
     def __init__(self, num_pages: int, page_size: int, device: torch.device) -> None:
         # The slots of a block are next to each other; torch gathers from one dimension sooner.
-        shape = (num_pages, page_size) if page_size > 1 else (num_pages,)
-        self._table = torch.zeros(shape, dtype=torch.int64, device=device)
+        self._slots = torch.zeros(num_pages * page_size, dtype=torch.int64, device=device)
+        self._table = self._slots.view(num_pages, page_size) if page_size > 1 else self._slots
         self._host: NDArray[np.int64] | None = None
+        self._host_slots: NDArray[np.int64] | None = None
         if device.type == "cpu":
-            self._host = self._table.numpy()
+            self._host, self._host_slots = self._table.numpy(), self._slots.numpy()
         self._size = page_size
+        # To make a tensor takes longer than to match a short prompt.
+        self._pieces: dict[tuple[int, int], torch.Tensor] = {}
         # The last is taken first. Pages of a prefix then mostly have consecutive ids, also after an
         # eviction, which frees the last page of a prefix first.
-        self._free = np.arange(num_pages, dtype=np.int32)[::-1].copy()
+        self._ids = np.arange(num_pages, dtype=np.int32)
+        self._free = self._ids[::-1].copy()
         self.num_pages = num_pages
         self.num_free = num_pages
         """Ids of blocks that no page has."""
@@ -49,10 +60,43 @@ class PageSlots:
         return self._table.index_select(0, at).view(-1)
 
     def of_match(self, found: Match) -> torch.Tensor:
-        """The slots of what a lookup found, one a token."""
-        if self._host is not None:
-            return torch.from_numpy(found.slots(self._host))
-        return self.of(found.blocks)
+        """The slots of what a lookup found, one a token.
+
+        They are valid until one of the blocks leaves. Nobody may write to them: they may be a piece
+        of the table.
+        """
+        first = found.consecutive_from
+        if first is None:
+            if self._host is not None:
+                return torch.from_numpy(found.slots(self._host))
+            return self.of(found.blocks)
+        count = found.num_tokens
+        piece = self._pieces.get((first, count))
+        if piece is None:
+            if len(self._pieces) >= _MAX_PIECES:
+                self._pieces.clear()
+            piece = self._pieces[first, count] = self._slots.narrow(0, first * self._size, count)
+        return piece
+
+    def free(self, blocks: NDArray[np.int32], allocator: Any) -> None:  # noqa: ANN401 - SGLang's
+        """Give the slots of blocks, of which there is one at least, to SGLang's allocator."""
+        backwards = blocks[::-1]  # as an eviction takes them
+        first = self._run(backwards)
+        if first is None:
+            slots = self.of(blocks)
+        else:
+            start, count = first * self._size, len(blocks) * self._size
+            if self._host_slots is None:
+                slots = self._slots.narrow(0, start, count)
+            else:  # sooner than by torch
+                slots = torch.from_numpy(self._host_slots[start : start + count])
+        allocator.free_segment(slots, start_pos=0)
+
+    def _run(self, blocks: NDArray[np.int32]) -> int | None:
+        """The first of consecutive blocks; None for others."""
+        first = int(blocks[0])
+        is_run = blocks.tobytes() == self._ids[first : first + len(blocks)].tobytes()
+        return first if is_run else None
 
     def firsts(self, blocks: NDArray[Any]) -> NDArray[np.int64]:
         """The first slot of each block, in memory of the host."""
@@ -72,9 +116,19 @@ class PageSlots:
         count = (end - start) // self._size
         # A page that is cached has a block, and no other has: there are as many as pages.
         offered = self._free[self.num_free - count : self.num_free][::-1].copy()
-        if self._host is not None:
+        if not count:
+            return offered
+        first = self._run(offered)
+        size = self._size
+        if self._host is not None and self._host_slots is not None:
             rows = values.numpy()[start:end]
-            self._host[offered] = rows if self._size == 1 else rows.reshape(count, self._size)
+            if first is not None:
+                self._host_slots[first * size : (first + count) * size] = rows
+            else:
+                self._host[offered] = rows if size == 1 else rows.reshape(count, size)
+            return offered
+        if first is not None:
+            self._slots.narrow(0, first * size, count * size).copy_(values[start:end])
             return offered
         at = torch.from_numpy(offered.astype(np.int64)).to(self._table.device)
         new = values[start:end].to(torch.int64)

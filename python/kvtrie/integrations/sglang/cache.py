@@ -909,7 +909,7 @@ class KvtrieCache(BasePrefixCache):
         if len(blocks):
             if self._store is not None:
                 self._left(self._store, blocks)
-            self.token_to_kv_pool_allocator.free_segment(self._slots.of(blocks), start_pos=0)
+            self._slots.free(blocks, self.token_to_kv_pool_allocator)
             self._slots.put_back(blocks)
         return len(blocks)
 
