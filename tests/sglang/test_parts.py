@@ -10,10 +10,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache import registry
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
@@ -285,6 +287,24 @@ def test_a_prefix_in_one_piece_is_not_copied(page_size: int) -> None:
     slots = side.cache.path_device_indices(found).tolist()
     assert slots[: 10 * page_size] == whole.tolist()
     assert len(slots) == len(set(slots)) == 12 * page_size
+
+
+@pytest.mark.parametrize("blocks", [[2, 3, 4], [4, 3, 2], [1, 4, 2], [3]])
+def test_pages_are_freed_as_sglang_frees_their_slots(blocks: list[int]) -> None:
+    size = 4
+    freed = []
+    for on_device in (False, True):
+        pool = PagedTokenToKVPoolAllocator(32, size, torch.float32, "cpu", None, need_sort=False)
+        slots = _slots.PageSlots(8, size, torch.device("cpu"))
+        slots.offer(pool.alloc(32), 0, 32)
+        slots.take(8)
+        if on_device:
+            slots._host = slots._host_slots = None
+        slots.free(np.array(blocks, np.int32), pool)
+        assert pool.available_size() == len(blocks) * size
+        freed.append(sorted(pool.free_pages.tolist()))
+    # Page 0 of the pool is padding.
+    assert freed[0] == freed[1] == sorted(block + 1 for block in blocks)
 
 
 def test_pieces_that_are_kept_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
