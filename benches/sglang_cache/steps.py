@@ -2,7 +2,8 @@
 
 Both live in this process, over SGLang's allocators, and get the same keys and tensors in turn. A
 request of N tokens finds all but its last 64, locks them, evicts 64 tokens from a full pool,
-inserts, and unlocks. The other leaves are documents of 64 tokens. Times are medians of this
+inserts, and unlocks. The other leaves are documents of 64 tokens. Prompts are stored in one piece,
+or in several with documents between them, as turns of a conversation are. Times are medians of this
 thread's processor time. It runs in the environment of ``make test-sglang``.
 """
 
@@ -54,9 +55,14 @@ class Side:
         else:
             self.cache = UnifiedRadixCache(params)
 
-    def store(self, ids: array[int]) -> None:
-        slots = self.pool.alloc(len(ids))
-        self.cache.insert(InsertParams(key=RadixKey(ids), value=slots))
+    def store(self, ids: array[int], before: torch.Tensor | None = None) -> torch.Tensor:
+        """Store a prompt, whose first slots may be stored; returns all of its slots."""
+        known = 0 if before is None else len(before)
+        slots = self.pool.alloc(len(ids) - known)
+        if before is not None:
+            slots = torch.cat([before, slots])
+        self.cache.insert(InsertParams(key=RadixKey(ids), value=slots, prev_prefix_len=known))
+        return slots
 
     def request(self, ids: array[int]) -> list[int]:
         """Nanoseconds of each call."""
@@ -83,7 +89,9 @@ class Side:
         return [*first, after - before, times[-1] - after]
 
 
-def measure(page_size: int, length: int, leaves: int, rounds: int) -> list[list[float]]:
+def measure(
+    page_size: int, length: int, leaves: int, pieces: int, rounds: int
+) -> list[list[float]]:
     """Medians in microseconds of each call: kvtrie's, and SGLang's."""
     rng = Random(1)
 
@@ -95,8 +103,18 @@ def measure(page_size: int, length: int, leaves: int, rounds: int) -> list[list[
     num_tokens = sum(map(len, prompts)) + NEW * leaves
     sides = [Side(page_size, num_tokens, mine) for mine in (True, False)]
     for side in sides:
-        for ids in (*documents, *prompts):
+        # The oldest are evicted: documents, of which the last lie between the pieces.
+        first = leaves - PROMPTS * (pieces - 1)
+        for ids in documents[:first]:
             side.store(ids)
+        between = iter(documents[first:])
+        for ids in prompts:
+            slots = None
+            for piece in range(1, pieces + 1):
+                if piece > 1:
+                    side.store(next(between))
+                end = len(ids) * piece // pieces // page_size * page_size
+                slots = side.store(ids[:end], slots)
     del documents
     gc.collect()
     gc.disable()
@@ -117,23 +135,24 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = (
-        [(16, 1024, 1000)]
+        [(16, 1024, 1000, 1)]
         if options.quick
         else [
-            *((page, length, 20_000) for page in (1, 16) for length in (1024, 8192, 32_768)),
-            *((page, 8192, leaves) for page in (1, 16) for leaves in (1000, 100_000)),
+            *((page, length, 20_000, 1) for page in (1, 16) for length in (1024, 8192, 32_768)),
+            *((page, 8192, 20_000, 16) for page in (1, 16)),
+            *((page, 8192, leaves, 1) for page in (1, 16) for leaves in (1000, 100_000)),
         ]
     )
     out = sys.stdout.write
-    out("| page, tokens, leaves | " + " | ".join(CALLS) + " | all five |\n")
+    out("| page, tokens, leaves, pieces | " + " | ".join(CALLS) + " | all five |\n")
     out("|---" * (len(CALLS) + 2) + "|\n")
-    for page_size, length, leaves in rows:
-        mine, theirs = measure(page_size, length, leaves, options.rounds)
+    for page_size, length, leaves, pieces in rows:
+        mine, theirs = measure(page_size, length, leaves, pieces, options.rounds)
         cells = [
             f"{a:.0f} / {b:.0f} ({b / a:.1f}x)"
             for a, b in (*zip(mine, theirs, strict=True), (sum(mine), sum(theirs)))
         ]
-        out(f"| {page_size}, {length:,}, {leaves:,} | " + " | ".join(cells) + " |\n")
+        out(f"| {page_size}, {length:,}, {leaves:,}, {pieces} | " + " | ".join(cells) + " |\n")
         sys.stdout.flush()
     return 0
 
