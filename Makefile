@@ -302,7 +302,7 @@ test-vllm-newest: $(NEWEST)/.kvtrie ## asks the package index for a vLLM newer t
 # Model runner V2, the default on GPUs, is of Triton kernels, which their interpreter runs here.
 .PHONY: test-vllm-v2
 test-vllm-v2: $(VLLM_ENV)/.kvtrie ## the same under vLLM's model runner V2, with steps in flight, where that makes a difference
-	KVTRIE_VLLM_V2=1 KVTRIE_VLLM_SOAK=120 $(VLLM_ENV)/bin/python -m pytest --config-file tests/vllm/pytest.toml \
+	KVTRIE_VLLM_V2=1 KVTRIE_VLLM_SOAK=700 $(VLLM_ENV)/bin/python -m pytest --config-file tests/vllm/pytest.toml \
 		$(addprefix tests/vllm/test_,$(addsuffix .py,reuse rows adversarial runners modes soak)) $(VLLM_FLAGS)
 
 .PHONY: soak-vllm
