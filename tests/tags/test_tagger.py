@@ -13,6 +13,7 @@ import kvtrie
 from kvtrie import tags
 from kvtrie.tags.automaton import Automaton
 from kvtrie.tags.formats import Format, MessageStart, Pair
+from kvtrie.tags.ids import MAX_TOKEN
 
 USER, ASSISTANT, TOOL, END, THINK, UNTHINK, CALL, UNCALL, NEWLINE = range(1, 10)
 
@@ -309,6 +310,20 @@ def test_confirmed_tokens_stay() -> None:
             stream.confirm(length)
 
 
+def test_final_tokens_are_as_confirmed() -> None:
+    """The connectors read prompts so: no record is made only to be freed."""
+    ids = [USER, 40, END, ASSISTANT, THINK, 50, UNTHINK, 51, END] * 20
+    stream, other = tagger().stream(), tagger().stream()
+    stream.feed(ids[:30])
+    assert stream._journal
+    stream.feed(ids[30:], final=True)
+    other.feed(ids)
+    assert stream.sections == other.sections
+    assert not stream._journal
+    with pytest.raises(ValueError, match=r"truncate: length is 179; it must be in \[180, 180\]"):
+        stream.truncate(179)
+
+
 def states(stream: tags.Stream) -> list[tuple[int, int, str]]:
     return [(turn.start, turn.end, turn.state) for turn in stream.turns]
 
@@ -423,6 +438,16 @@ def test_bad_formats(form: Any, message: str) -> None:
 def test_spelling_that_contains_another_of_the_same_delimiter_is_dropped() -> None:
     automaton = Automaton({"a": [(1, 2), (1, 2, 3)], "b": [(4,)]})
     assert sorted(automaton.outputs.values()) == ["a", "b"]
+
+
+@pytest.mark.parametrize("first", [[5], [0, 7, 40], [3, 1 << 21], [MAX_TOKEN]], ids=str)
+def test_candidates_are_the_tokens_with_which_a_delimiter_begins(first: list[int]) -> None:
+    automaton = Automaton({"a": [(one, 9) for one in first]})
+    near = {max(0, min(one + by, MAX_TOKEN)) for one in first for by in (-1, 0, 1)}
+    tokens = [*sorted(near), 41, 1 << 20, MAX_TOKEN] * 3
+    expected = [at for at, token in enumerate(tokens) if token in first]
+    assert automaton.candidates(tokens) == expected
+    assert automaton.candidates(np.array(tokens, np.int64)) == expected
 
 
 def test_tagger_is_shared_between_streams() -> None:

@@ -29,7 +29,7 @@ def most_steps(num_tokens: int) -> int:
 
 
 def read_on(stream: Stream, ids: NDArray[np.integer]) -> bool:
-    """Feed a stream the next tokens of its request, unless it has too many delimiters.
+    """Feed a stream the next, final tokens of its request, unless it has too many delimiters.
 
     So that nobody chooses with a prompt, or with what a model is made to say, how long the
     scheduler reads it (`most_steps`).
@@ -41,12 +41,11 @@ def read_on(stream: Stream, ids: NDArray[np.integer]) -> bool:
     Returns:
         Whether all were read. If not, the stream has read some of them, and is of no use.
     """
-    most, at = most_steps(len(stream) + len(ids)), 0
-    while at < len(ids):
-        if stream.num_steps > most:
-            return False
+    count = len(ids)
+    most, at = most_steps(len(stream) + count), 0
+    while at < count and stream.num_steps <= most:
         end = at + max(PIECE, most - stream.num_steps)
-        stream.feed(ids[at:end])
+        stream.feed(ids[at:end], final=True)
         at = end
     return stream.num_steps <= most
 

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 Spelling = tuple[int, ...]
 
-_FEW: Final = 8
+# A byte per id; vocabularies are smaller.
+_MOST_IDS: Final = 1 << 20
 
 
 def contains(whole: Sequence[int], part: Sequence[int]) -> bool:
@@ -31,7 +32,7 @@ def contains(whole: Sequence[int], part: Sequence[int]) -> bool:
 class Automaton:
     """The compiled delimiters of a format, from the possible id sequences of each."""
 
-    __slots__ = ("_first", "_table", "outputs", "widths")
+    __slots__ = ("_begins", "_first", "_table", "outputs", "widths")
 
     def __init__(self, spellings: Mapping[str, Sequence[Spelling]]) -> None:
         patterns: list[tuple[str, Spelling]] = []
@@ -81,23 +82,25 @@ class Automaton:
         }
         """The length of that delimiter in tokens, by node."""
         self._first: npt.NDArray[np.int64] = np.array(sorted(table[0]), dtype=np.int64)
+        # Whether a delimiter begins with an id, by id, up to one with which none does.
+        self._begins: npt.NDArray[np.bool_] | None = None
+        if max(table[0], default=0) < _MOST_IDS:
+            self._begins = np.zeros(max(table[0], default=0) + 2, np.bool_)
+            self._begins[self._first] = True
 
     def step(self, node: int, token: int) -> int:
         """The node after one more token; 0 is the start, with nothing matched."""
         return self._table[node].get(token, 0)
 
-    def begins(self, token: int) -> bool:
-        """Whether some delimiter begins with this token."""
-        return token in self._table[0]
-
-    def candidates(self, tokens: npt.NDArray[np.int64]) -> list[int]:
-        """Positions of tokens with which a delimiter begins."""
-        # The setup of `isin` takes longer than a few comparisons.
-        if len(self._first) > _FEW:
+    def candidates(self, tokens: list[int] | npt.NDArray[np.int64]) -> list[int]:
+        """Positions of tokens with which a delimiter begins, ascending."""
+        if isinstance(tokens, list):
+            begin = self._table[0]
+            return [at for at, token in enumerate(tokens) if token in begin]
+        if self._begins is None:
             mask = np.isin(tokens, self._first)
         else:
-            mask = np.zeros(len(tokens), np.bool_)
-            for token in self._first.tolist():
-                mask |= tokens == token
-        found: list[int] = np.flatnonzero(mask).tolist()
+            # All ids after the last one of the table are as that one.
+            mask = self._begins.take(tokens, mode="clip")
+        found: list[int] = mask.nonzero()[0].tolist()
         return found

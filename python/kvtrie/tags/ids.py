@@ -46,6 +46,9 @@ def as_tokens(
         if not 0 <= int(bound) <= MAX_TOKEN:
             msg = f"{call}: token id {bound} is not in [0, {MAX_TOKEN}]"
             raise ValueError(msg)
+    if array.size <= _FEW:
+        few: list[int] = array.tolist()
+        return few
     return array.astype(np.int64)
 
 

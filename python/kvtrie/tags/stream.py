@@ -132,10 +132,13 @@ class Stream:
         nor what the template writes after it.
         """
         under_way = self.open
-        spans = [] if under_way is None else [under_way]
-        spans += [section.span for section in self._listed()]
-        starts = [span.start for span in spans if span.kind in _INPUTS]
-        return max(starts, default=None)
+        if under_way is not None and under_way.kind in _INPUTS:
+            return under_way.start
+        # No message is inside another one, so the last to end is the last to begin.
+        for section in reversed(self._listed()):
+            if section.kind in _INPUTS:
+                return section.span.start
+        return None
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -152,11 +155,14 @@ class Stream:
             found.append(Turn(state.turn, self._length, current, tail))
         return tuple(found)
 
-    def feed(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> list[Span]:
+    def feed(
+        self, ids: Sequence[int] | npt.NDArray[np.integer], *, final: bool = False
+    ) -> list[Span]:
         """Read the next tokens.
 
         Args:
             ids: Any number of token ids, of the prompt or generated.
+            final: None of the tokens read so far will be removed, as after `confirm`.
 
         Returns:
             The spans that have ended. Reasoning that takes following newlines with it ends at the
@@ -168,30 +174,29 @@ class Stream:
         """
         tokens = as_tokens(ids, "feed")
         self._view = None
-        before, count = self._state.num_sections, len(tokens)
-        automaton, position = self._tagger.automaton, self._length
+        state, position, count = self._state, self._length, len(tokens)
+        before = state.num_sections
         stops: list[int] | None = None
-        at = stop = 0
+        at = 0
         while at < count:
-            if self._state.is_idle:
-                if isinstance(tokens, list):
-                    while at < count and not automaton.begins(tokens[at]):
-                        at += 1
-                else:
-                    if stops is None:
-                        stops = automaton.candidates(tokens)
-                    while stop < len(stops) and stops[stop] < at:
-                        stop += 1
-                    at = stops[stop] if stop < len(stops) else count
-                if at == count:
+            if state.is_idle:
+                if stops is None:
+                    stops = self._tagger.automaton.candidates(tokens)
+                found = bisect_left(stops, at)
+                if found == len(stops):
                     break
-            after = self._reader.step(self._state, int(tokens[at]), position + at)
-            if after != self._state:
-                self._journal.append((position + at, self._state))
-                self._state = after
+                at = stops[found]
+            after = self._reader.step(state, int(tokens[at]), position + at)
+            if after != state:
+                if not final:
+                    self._journal.append((position + at, state))
+                self._state = state = after
             self.num_steps += 1
             at += 1
         self._length = position + count
+        if final:
+            self._journal.clear()
+            self._base = self._length
         return [section.span for section in self._reader.sections[before:]]
 
     def truncate(self, length: SupportsIndex) -> None:

@@ -101,9 +101,11 @@ class Offers:
         has_ended: bool = False,
     ) -> None:
         """Index the written blocks of a request; ``tables``: its blocks in each group."""
-        live.follow(request)
         # Tokens in flight are not written yet; the last sampled token never is.
         done = request.num_computed_tokens - request.num_in_flight_tokens
+        if has_ended or done > len(live.seq):
+            # Else what is written has been read.
+            live.follow(request)
         done = max(0, min(done, len(live.seq)))
         # A request may end while it is preempted, by a token of the step in flight.
         if done >= request.num_prompt_tokens or request.num_output_tokens:

@@ -93,23 +93,27 @@ class Sources:
 
         ``block_ids`` is vLLM's table from position 0; ``stretches`` covers the written blocks.
         """
-        ids = block_ids[: sum(count for count, _ in stretches)]
+        ids = block_ids[: sum([count for count, _ in stretches])]
         # Blocks that the index already has need no work.
         known = self.index.lookup(seq, touch=False).blocks.tolist()
         start = _num_equal(known, ids)
-        blocks = []
-        for block in self.blocks(ids[start:]):
-            if block.is_null or not block.block_hash:
+        records, hashes = self._pool.blocks, self._hashes
+        blocks, replaced = [], []
+        for number in ids[start:]:
+            block = records[number]
+            block_hash = block.block_hash
+            if block.is_null or not block_hash:
                 break
             blocks.append(block)
-        # An id that the index has elsewhere now has another hash, or none.
-        numbers = [block.block_id for block in blocks]
-        self.forget([number for number in numbers if self.is_stale(number)])
+            if hashes.get(number, block_hash) != block_hash:
+                # The index has it elsewhere.
+                replaced.append(number)
+        self.forget(replaced)
         end, first = start + len(blocks), 0
         if session is not None and start and not blocks:
             # All are known, perhaps from other conversations.
             self._take(seq, [], start, COMPUTED, session)
-        for count, source in stretches:
+        for count, source in stretches if blocks else ():
             last = min(first + count, end)
             if start < last:
                 taken, blocks = blocks[: last - start], blocks[last - start :]

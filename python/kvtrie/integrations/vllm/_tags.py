@@ -112,8 +112,6 @@ class Reading:
         if start >= len(seq):
             return True
         if read_on(self.stream, np.asarray(seq[start:])):
-            # These tokens are final, so nothing is kept for taking them back.
-            self.stream.confirm(len(seq))
             return True
         self._counts.add("requests_untagged")
         return False
