@@ -229,7 +229,7 @@ POLICIES: Final = {
         *shares("fronts", ours.fronts, "kvtrie", 20, 30),
         *shares("ngrams", ours.ngrams, "kvtrie", 20),
         *shares("probe", ours.probe, "kvtrie", 15, 20, 28),
-        *shares("adaptive", ours.adaptive, "kvtrie", 14, 20, 26),
+        *shares("adaptive", ours.adaptive, "kvtrie", 14, 20, 26, 38),
         Policy("probe20fp8", ours.probe_fp8, 0.2),
         *shares("question", ours.question, "kvtrie", 20, 30),
         *shares("oracle", oracle, "bound", 20, 30),

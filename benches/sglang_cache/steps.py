@@ -58,7 +58,7 @@ class Side:
     def store(self, ids: array[int], before: torch.Tensor | None = None) -> torch.Tensor:
         """Store a prompt, whose first slots may be stored; returns all of its slots."""
         known = 0 if before is None else len(before)
-        slots = self.pool.alloc(len(ids) - known)
+        slots: torch.Tensor = self.pool.alloc(len(ids) - known)
         if before is not None:
             slots = torch.cat([before, slots])
         self.cache.insert(InsertParams(key=RadixKey(ids), value=slots, prev_prefix_len=known))
