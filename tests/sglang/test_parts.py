@@ -307,6 +307,24 @@ def test_pages_are_freed_as_sglang_frees_their_slots(blocks: list[int]) -> None:
     assert freed[0] == freed[1] == sorted(block + 1 for block in blocks)
 
 
+def test_an_allocator_of_another_kind_frees_pages_in_its_own_way() -> None:
+    """As SGLang's for sharded pages does, which keeps free pages in lists of its own."""
+
+    class Own(PagedTokenToKVPoolAllocator):
+        def free_segment(self, free_index: torch.Tensor, *, start_pos: int) -> None:
+            assert start_pos == 0
+            freed.extend(free_index.tolist())
+
+    freed: list[int] = []
+    pool = Own(32, 4, torch.float32, "cpu", None, need_sort=False)
+    slots = _slots.PageSlots(8, 4, torch.device("cpu"))
+    slots.offer(pool.alloc(32), 0, 32)
+    slots.take(8)
+    slots.free(np.array([2, 3], np.int32), pool)
+    assert sorted(freed) == list(range(12, 20))
+    assert pool.available_size() == 0
+
+
 def test_pieces_that_are_kept_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_slots, "_MAX_PIECES", 4)
     side = one_side(1)

@@ -92,8 +92,9 @@ class PageSlots:
             rows = self._host.take(blocks, 0).reshape(-1)
         else:
             rows = self._host_slots[start:end]
-        if size > 1 and isinstance(allocator, PagedTokenToKVPoolAllocator):
-            # What free_segment makes of the slots, without three calls of torch.
+        if size > 1 and type(allocator) is PagedTokenToKVPoolAllocator:
+            # What its free_segment makes of the slots, without three calls of torch. Subclasses
+            # have one of their own.
             allocator.free_page_ids(torch.from_numpy(rows[::size] // size))
         else:
             allocator.free_segment(torch.from_numpy(rows), start_pos=0)
