@@ -411,10 +411,14 @@ impl KvIndexer {
         let worker = &mut self.workers[at];
         worker.stats.refused[refused as usize] += 1;
         applied.refused += 1;
-        // With several groups an engine finds what all of them hold.
+        // With several groups an engine finds what all of them hold, and an event of an unknown type
+        // may have removed blocks.
         worker.is_incomplete |= matches!(
             refused,
-            Refused::SlidingWindow | Refused::StateSpace | Refused::OtherGroup
+            Refused::SlidingWindow
+                | Refused::StateSpace
+                | Refused::OtherGroup
+                | Refused::UnknownType
         );
     }
 
