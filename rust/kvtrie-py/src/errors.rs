@@ -64,11 +64,12 @@ create_exception!(
 
 /// Calls of Rust that Python has under another name. Of the others, `A::new` is `A`, and `A::call` and `A::call_within`
 /// are `A.call`.
-const CALLS: [(&str, &str); 12] = [
+const CALLS: [(&str, &str); 13] = [
     ("Item::taking", "Item"),
     ("KvIndexer::find", "KvIndexer.find_matches"),
     ("Offer::manifest", "TransferManifest.from_ledger"),
     ("Offer::of", "TransferManifest.from_ledger"),
+    ("RadixIndex::lookup_ranges_within", "RadixIndex.lookup"),
     ("RadixIndex::plan_from", "RadixIndex.plan"),
     ("RadixIndex::recompute", "ReusePlan.recompute"),
     ("RadixIndex::release", "ReusePlan.release"),
