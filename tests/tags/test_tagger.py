@@ -310,6 +310,17 @@ def test_confirmed_tokens_stay() -> None:
             stream.confirm(length)
 
 
+def test_a_message_has_begun_with_its_header() -> None:
+    stream = tagger().stream()
+    found = [stream.is_in_message]
+    for token in (40, ASSISTANT, 50, END, USER):
+        stream.feed([token])
+        found.append(stream.is_in_message)
+    assert found == [False, False, True, True, False, True]
+    stream.finish()
+    assert not stream.is_in_message
+
+
 def test_final_tokens_are_as_confirmed() -> None:
     """The connectors read prompts so: no record is made only to be freed."""
     ids = [USER, 40, END, ASSISTANT, THINK, 50, UNTHINK, 51, END] * 20

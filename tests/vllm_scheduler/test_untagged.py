@@ -246,3 +246,13 @@ def test_the_bound_holds_in_any_portions(portion: int) -> None:
     else:
         raise AssertionError("all of it was read")
     assert stream.num_steps <= 1024 + len(ids) // 8 + 256
+
+
+def test_a_prompt_of_the_header_of_an_answer_alone_is_of_the_format() -> None:
+    """Without the first token of the answer no message has begun, and none is missed."""
+    tagger = Tagger.from_ids(user=[3], assistant=[4], reasoning=([5], [6]), end=[7])
+    space = kvtrie.Namespace(model="m@1", kv_dtype="float32", salt=kvtrie.SHARED)
+    for ids, said in (([4], None), ([40, 41], "it has no message of the format")):
+        reading = Reading(tagger, Counts())
+        assert reading.follow(kvtrie.TokenSequence(ids, space))
+        assert reading.disagreement(len(ids)) == said

@@ -125,6 +125,11 @@ class Stream:
         return Span(state.answer, self._length, "answer") if state.answer >= 0 else None
 
     @property
+    def is_in_message(self) -> bool:
+        """Whether the last token is in the text of a message, or the header right before it."""
+        return self._view is None and self._state.phase == BODY and self._state.role is not None
+
+    @property
     def moved_end(self) -> int | None:
         """Where the last message of a user or a tool begins; None if there is none.
 

@@ -141,7 +141,7 @@ class Reading:
         an answer spells out its delimiters.
         """
         stream = self.stream
-        if not stream.sections and stream.open is None:
+        if not (stream.sections or stream.is_in_message):
             return "it has no message of the format"
         if self.keeps_all:
             return None
