@@ -231,9 +231,9 @@ class Counted:
         counted = self.feeds
 
         class Feeding:
-            def feed(self, ids: Any) -> None:
+            def feed(self, ids: Any, *, final: bool = False) -> None:
                 counted.append(len(ids))
-                made.feed(ids)
+                made.feed(ids, final=final)
 
             def __len__(self) -> int:
                 return len(made)
