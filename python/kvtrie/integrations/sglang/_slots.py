@@ -61,7 +61,7 @@ class PageSlots:
         return self._table.index_select(0, at).view(-1)
 
     def of_match(self, found: Match) -> torch.Tensor:
-        """The slots of what a lookup found, one a token.
+        """The slots of what a lookup from position 0 found, one a token.
 
         They are valid until one of the blocks leaves. Nobody may write to them: they may be a piece
         of the table.
