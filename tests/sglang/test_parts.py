@@ -299,7 +299,7 @@ def test_pages_are_freed_as_sglang_frees_their_slots(blocks: list[int]) -> None:
         slots.offer(pool.alloc(32), 0, 32)
         slots.take(8)
         if on_device:
-            slots._host = slots._host_slots = None
+            slots._host = None
         slots.free(np.array(blocks, np.int32), pool)
         assert pool.available_size() == len(blocks) * size
         freed.append(sorted(pool.free_pages.tolist()))
@@ -351,7 +351,7 @@ def test_all_slots_of_cached_pages_are_listed() -> None:
 def test_slots_on_a_device_are_those_on_the_host(page_size: int) -> None:
     """The way of devices, on tensors of the host."""
     sides = [one_side(page_size), one_side(page_size)]
-    sides[1].cache._slots._host = sides[1].cache._slots._host_slots = None
+    sides[1].cache._slots._host = None
     rng = Random(page_size)
     for _ in range(300):
         ids = [rng.randrange(3) for _ in range(rng.randrange(6 * page_size))]

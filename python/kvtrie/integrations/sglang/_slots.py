@@ -39,9 +39,8 @@ class PageSlots:
         self._slots = torch.zeros(num_pages * page_size, dtype=torch.int64, device=device)
         self._table = self._slots.view(num_pages, page_size) if page_size > 1 else self._slots
         self._host: NDArray[np.int64] | None = None
-        self._host_slots: NDArray[np.int64] | None = None
         if device.type == "cpu":
-            self._host, self._host_slots = self._table.numpy(), self._slots.numpy()
+            self._host = self._table.numpy()
         self._size = page_size
         # To make a tensor takes longer than to match a short prompt.
         self._pieces: dict[tuple[int, int], torch.Tensor] = {}
@@ -84,14 +83,14 @@ class PageSlots:
         first = self._run(blocks[::-1])  # as an eviction takes them
         size = self._size
         start, end = (0, 0) if first is None else (first * size, (first + len(blocks)) * size)
-        if self._host is None or self._host_slots is None:
+        if self._host is None:
             slots = self.of(blocks) if first is None else self._slots[start:end]
             allocator.free_segment(slots, start_pos=0)
             return
         if first is None:
             rows = self._host.take(blocks, 0).reshape(-1)
         else:
-            rows = self._host_slots[start:end]
+            rows = self._host.reshape(-1)[start:end]
         if size > 1 and type(allocator) is PagedTokenToKVPoolAllocator:
             # What its free_segment makes of the slots, without three calls of torch. Subclasses
             # have one of their own.
@@ -127,10 +126,10 @@ class PageSlots:
             return offered
         first = self._run(offered)
         size = self._size
-        if self._host is not None and self._host_slots is not None:
+        if self._host is not None:
             rows = values.numpy()[start:end]
             if first is not None:
-                self._host_slots[first * size : (first + count) * size] = rows
+                self._host.reshape(-1)[first * size : (first + count) * size] = rows
             else:
                 self._host[offered] = rows if size == 1 else rows.reshape(count, size)
             return offered
