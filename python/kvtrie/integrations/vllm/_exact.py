@@ -87,9 +87,10 @@ class ExactPlanner(Half):
         # vLLM does not tell this half whether other connectors run, which write at once.
         self._held.on = self.copies
         parts = ""
-        if not self.copies:
-            dtype = vllm_config.cache_config.cache_dtype
-            parts = f"; no copies: {len(groups)} groups of KV blocks, KV in {dtype}"
+        if len(groups) > 1:
+            parts = f"; no copies: {len(groups)} groups of KV blocks"
+        elif not self.copies:
+            parts = f"; no copies: KV in {vllm_config.cache_config.cache_dtype}"
         _LOG.info("kvtrie: exact mode; %s%s", form_of(self._tagger), parts)
         _LOG.info("kvtrie: chat template: %s", _template.served(settings).source)
 
