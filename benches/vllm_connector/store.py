@@ -15,7 +15,7 @@ The reply begins with a fact that the history states, without its value. Tokens 
 the first token, and tokens that came from the store, of the first fact, and how far the log
 probabilities of the first token are from those that the pool's plan gives: the largest difference
 among the tokens that are in the top 20 of both. It is rounding alone where both plans move the same
-tokens, which ``reused`` of each row says; by one token they often differ. Then replies of 16 greedy
+tokens, which ``reused`` of each row says. Then replies of 16 greedy
 tokens to more facts, which find the prompt in place, next to those from the pool. Markers of the
 format are special tokens of the tokenizer, which no text has.
 """
@@ -111,18 +111,18 @@ def _history(corpus: np.ndarray, tokenizer: Any, scale: float) -> dict[str, Any]
     writer = MarkedWriter(corpus, tokenizer, 0)
     workload = WORKLOADS[WORKLOAD]
     found = workload.client(writer, workload.shape.scaled(scale))
-    prompt = [int(one) for one in found.prompt]
+    cached, prompt = found.cached[: found.num_computed], found.prompt
+    # The pool knows whole blocks alone, and the store more: with text in the head that makes the
+    # last one whole, both have all of the last answer. Its end has no KV, as when it was sampled.
+    fill = corpus[: -len(cached) % BLOCK]
+    cached, prompt = ([*map(int, [one[0], *fill, *one[1:]])] for one in (cached, prompt))
     said = " ".join(map(str, prompt))
     facts = [one for one in writer.facts if " ".join(map(str, one.sentence)) in said]
     begun = [[*prompt, *writer.ids(f"{OPENS}{one.stem}")] for one in facts[:QUESTIONS]]
-    cached = [int(one) for one in found.cached[: found.num_computed]]
-    # The pool knows whole blocks alone, and the store more: with this, both have the last answer.
-    rest = [*writer.mark("eos", "newline", "user"), writer.text(BLOCK, "user")]
-    cached += [int(one) for piece in rest for one in piece.tokens]
     return {
         "history": cached,
         "prompts": begun or [prompt],
-        "new": len((begun or [prompt])[0]) - sum(one.length for one in found.kept),
+        "new": len((begun or [prompt])[0]) - len(fill) - sum(one.length for one in found.kept),
         "format": writer.format(),
         "scale": scale,
     }
