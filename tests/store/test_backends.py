@@ -129,6 +129,34 @@ def test_a_store_that_restarts_more_often_than_runs_live_deletes_them(
         assert [one.name for one in backend.values()] == ["kvtrie/store"]
 
 
+@pytest.mark.parametrize("kind", OBJECTS)
+def test_what_another_process_has_written_again_outlives_its_old_time(
+    kind: str, tmp_path: Path
+) -> None:
+    """It was deleted by the time at which this process had found it."""
+    with opened(kind, tmp_path) as backend:
+        ahead = [0.0]
+
+        def store_of() -> SpanStore:
+            limits = TenantLimits(lifetime=60)
+            return make_store(backend, limits=limits, clock=lambda: time.time() + ahead[0])
+
+        mine, theirs = store_of(), store_of()
+        runs = [run_of(mine, list(range(at, at + 40))) for at in (0, 40)]
+        for run in runs:
+            assert mine.put(run, rows(40), exact_until=0, hops=1)
+        known = time.time()
+        # By the clock of the object store, which counts in seconds.
+        time.sleep(4)
+        # More exact, so it takes the place of what is there.
+        assert theirs.put(runs[0], rows(40))
+        ahead[0] = known + 62 - time.time()
+        assert (mine.sweep(), mine.exists(runs)) == (1, [True, False])
+        # That one for its own time.
+        ahead[0] = 62
+        assert (mine.sweep(), mine.exists(runs)) == (1, [False, False])
+
+
 def test_of_runs_that_are_there_at_the_start_the_oldest_leaves_first() -> None:
     now = [1_000.0]
     backend = HostBackend(1 << 20, clock=lambda: now[0])

@@ -781,6 +781,28 @@ def test_a_sweep_ends_at_the_first_run_that_cannot_be_deleted() -> None:
     assert store.counts()["expired"] == 5
 
 
+def test_a_sweep_ends_where_it_cannot_ask_when_a_run_was_written() -> None:
+    class Silent(HostBackend):
+        silent = ""
+
+        def written(self, name: str) -> float | None:
+            if name == self.silent:
+                raise BackendError(name, reason="unreachable")
+            return None
+
+    now = [1_000.0]
+    backend = Silent(1 << 20)
+    store = make_store(backend, limits=TenantLimits(lifetime=10), clock=lambda: now[0])
+    runs = [run_of(store, list(range(at, at + 32))) for at in range(0, 96, 32)]
+    for run in runs:
+        assert store.put(run, rows(32))
+    backend.silent = runs[0].name
+    now[0] += 11
+    assert [store.sweep(), store.sweep()] == [0, 2]
+    assert store.exists(runs) == [True, False, False]
+    assert store.counts()["exists_unreachable"] == 2
+
+
 def test_a_sweep_goes_on_after_a_run_that_cannot_be_deleted_in_the_next() -> None:
     """Each sweep began with it, and ended there."""
     now = [1_000.0]

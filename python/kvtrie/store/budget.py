@@ -121,6 +121,12 @@ class Budget:
                 self._touch(name, run.tenant)
             run.was_read = False
 
+    def rewritten(self, name: str, written: int) -> None:
+        """Take a later time as that of a known run: another process has written it again."""
+        run = self._runs.get(name)
+        if run is not None:
+            run.written = max(run.written, written)
+
     def postpone(self, name: str) -> None:
         """Name a run, if it is known, after all others: as one to leave, and as one that is old."""
         run = self._runs.pop(name, None)
@@ -151,11 +157,11 @@ class Budget:
         order = self._order if tenant is None else self._tenant_order.get(tenant)
         return next(iter(order or ()), None)
 
-    def older_than(self, tenant_ends: dict[str, int], default: int) -> Iterator[str]:
-        """Runs that were written before a moment, of a tenant's own or the default.
+    def is_old(self, name: str, tenant_ends: dict[str, int], default: int) -> bool:
+        """Whether a known run was written before a moment: its tenant's, or the default."""
+        run = self._runs.get(name)
+        return run is not None and run.written < tenant_ends.get(run.tenant, default)
 
-        Those that were postponed come last.
-        """
-        for name, run in self._runs.items():
-            if run.written < tenant_ends.get(run.tenant, default):
-                yield name
+    def older_than(self, tenant_ends: dict[str, int], default: int) -> Iterator[str]:
+        """All runs that are old (`is_old`). Those that were postponed come last."""
+        return (name for name in self._runs if self.is_old(name, tenant_ends, default))

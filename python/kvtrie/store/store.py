@@ -6,7 +6,7 @@ import json
 import threading
 import time
 from collections import Counter
-from itertools import islice, takewhile
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtrie.store.budget import Budget, TenantLimits
@@ -400,9 +400,9 @@ class SpanStore:
 
         Writers call it in their thread once a minute, while they have nothing to write too; who
         has a store without a writer calls it himself. It deletes what this process knows of: what
-        it has written, and what it found when it was opened; what another process has written
-        again since under such a name is deleted too. It ends at the first run that the backend does
-        not delete, which is tried again after all others.
+        it has written, and what it found when it was opened. What another process has written again
+        since stays as long as that says, if the backend knows when (`Backend.written`). It ends at
+        the first run that the backend does not delete, which is tried again after all others.
 
         Args:
             most: Runs that are deleted at most; None for all.
@@ -419,7 +419,22 @@ class SpanStore:
         default = int(now - self._limits.lifetime) if self._limits.lifetime else 0
         with self._lock:
             old = list(islice(self._budget.older_than(ends, default), most))
-        deleted = sum(1 for _ in takewhile(self._delete, old))
+        deleted = 0
+        for name in old:
+            try:
+                written = self._backend.written(name)
+            except BackendError as error:
+                self.count(f"exists_{error.reason}")
+                with self._lock:
+                    self._budget.postpone(name)
+                break
+            with self._lock:
+                if written is not None:
+                    self._budget.rewritten(name, int(written))
+                is_old = self._budget.is_old(name, ends, default)
+            if is_old and not self._delete(name):
+                break
+            deleted += is_old
         if deleted:
             self.count("expired", deleted)
         return deleted

@@ -180,6 +180,17 @@ class ObjectBackend(Backend):
             what = "the objects"
             raise self._failure(what, "listed", error) from error
 
+    def written(self, name: str) -> float | None:
+        """When an object was written, by the clock of the store; None if there is none."""
+        try:
+            said = self._obstore.head(self._store, self._prefix + name)
+        except FileNotFoundError:
+            return None
+        except self._errors as error:
+            raise self._failure(name, "looked up", error) from error
+        when: float = said["last_modified"].timestamp()
+        return when
+
     def close(self) -> None:
         """Do nothing: obstore has no connection to end."""
 

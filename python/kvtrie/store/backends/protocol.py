@@ -72,5 +72,17 @@ class Backend(Protocol):
             BackendError: ``"unreachable"``.
         """
 
+    def written(self, name: str) -> float | None:
+        """When a value was written last, as `values` says it; None if that is not known.
+
+        A backend that other processes write to says it, so that what they have written again is
+        not deleted for its old age.
+
+        Raises:
+            BackendError: ``"unreachable"``.
+        """
+        del name
+        return None
+
     def close(self) -> None:
         """End the connection. May be repeated."""
