@@ -57,6 +57,7 @@ def test_found_by_hand() -> None:
     assert blocks(tiers.measured(asked, None)) == {
         "store": 8,
         "SmolLM2": 8,
+        "by cost": 8,
         "any order": 8,
         "last use": 8,
         "times used": 8,
@@ -123,6 +124,26 @@ def test_another_geometry_is_counted_as_a_store_of_it_counts() -> None:
             assert store.put(run, store.shape.empty(run.num_tokens), marks=marks)
     assert small.num_bytes == small.stored_bytes == whole.num_bytes
     assert tiers.SMOLLM2.token_bytes == 22.5 * 1024
+
+
+def test_what_costs_least_leaves_first_unless_it_was_used_much_later() -> None:
+    # A token at position 0 costs 1, and at 6,912 three times that.
+    assert tiers.work(0, 1) == pytest.approx(1, abs=1e-3)
+    assert tiers.work(6912, 6913) == pytest.approx(3, abs=1e-3)
+    budget = tiers.ByCost()
+    budget.costs = {"tenant/front": 1.0, "tenant/end": 3.0, "tenant/next": 1.0}
+    left = []
+    for name in ("tenant/end", "tenant/front"):
+        budget.add(name, num_bytes=1, written=0, exactness=None)
+    for _ in range(3):
+        # A new run of a front for each that leaves.
+        gone = budget.leaving(None)
+        assert gone is not None
+        budget.remove(gone)
+        left.append(gone.partition("/")[2])
+        budget.add("tenant/next", num_bytes=1, written=0, exactness=None)
+    assert left == ["front", "next", "end"]
+    assert len(budget) == 1
 
 
 def test_other_bytes_than_were_stored_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,10 @@ it has lost all, and a tier is asked. Shares are of the prompts of users that sp
   and headers, seals and marks count. The KV is of one layer, 1 KiB per token.
 * `SmolLM2`: the same store and the same bytes, where the budget counts what each value would have
   in the layout of SmolLM2-135M in bfloat16: 30 layers, 22.5 KiB per token.
+* `by cost`: as `SmolLM2`, but what costs least to compute again per byte leaves first, and of that
+  what was used least lately (GreedyDual-Size, Cao and Irani 1997). Of its share of tokens, and of
+  the work to compute all of these prompts: in work, a token at position p costs 1 + p / 3,456, as
+  attention to 6 times the hidden size of 576 costs as much as the rest of a layer.
 * `last use`: the ceiling of a store that does not know the future. It keeps single tokens by
   content, all that the next prompt has again, and nothing besides KV. What was written or found
   last stays.
@@ -32,6 +36,7 @@ time, and all that was written, of 1 KiB per token; a run or block that has left
 from __future__ import annotations
 
 import argparse
+import heapq
 import random
 import sys
 from collections import OrderedDict
@@ -51,6 +56,7 @@ from workloads.writer import Writer
 import kvtrie
 from kvtrie.pool.kv_pool import KVPool
 from kvtrie.store import HostBackend, SpanLoader, SpanShape, SpanStore, StoreKey, rows_of
+from kvtrie.store.budget import Budget
 from kvtrie.store.contexts import with_marks
 
 if TYPE_CHECKING:
@@ -74,6 +80,8 @@ ROPE = kvtrie.RopeSpec(
 SHAPE = SpanShape.of(LAYOUT)
 # Three KV heads of 64 channels, two bytes each.
 SMOLLM2 = SpanShape(num_layers=30, num_kv_heads=3, k_bytes=384, v_bytes=384, kv_dtype="bfloat16")
+# The position at which attention costs as much as the rest of a layer.
+AS_MUCH = 6 * 576
 NAMESPACE = kvtrie.Namespace(model="tiers", kv_dtype=LAYOUT.kv_dtype, salt="tenant")
 POLICY = kvtrie.ReusePolicy()
 BUDGETS = (8_000, 16_000, 32_000, None)
@@ -105,6 +113,11 @@ class Traffic:
         return sum(one.prompt for one in self.requests if one.is_first and one.turn)
 
     @property
+    def work(self) -> float:
+        """What it takes to compute them."""
+        return sum(work(0, one.prompt) for one in self.requests if one.is_first and one.turn)
+
+    @property
     def num_live(self) -> float:
         """Conversations that have begun and not ended, on average over the requests."""
         at: dict[int, list[int]] = {}
@@ -115,9 +128,13 @@ class Traffic:
 
 @dataclass
 class Found:
-    """Tokens of users' prompts that a tier has found, and bytes: written in all, kept at most."""
+    """Tokens of users' prompts that a tier has found, and what it takes to compute them.
+
+    And bytes: written in all, kept at most.
+    """
 
     tokens: int = 0
+    work: float = 0.0
     stored_bytes: int = 0
     most_bytes: int = 0
     counts: dict[str, int] = field(default_factory=dict)
@@ -146,19 +163,60 @@ def traffic(
 # --- the store -------------------------------------------------------------------------------
 
 
+def work(start: int, end: int) -> float:
+    """What it takes to compute tokens, in tokens at position 0."""
+    return end - start + (end**2 - start**2) / 2 / AS_MUCH
+
+
+class ByCost(Budget):
+    """Runs leave by what it costs to compute them again per byte, and by last use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Work per byte of each run that was put.
+        self.costs: dict[str, float] = {}
+        self._credit: dict[str, tuple[float, int]] = {}
+        self._heap: list[tuple[float, int, str]] = []
+        # The credit of what has left last, and how many uses there were.
+        self._least, self._uses = 0.0, 0
+
+    def _touch(self, name: str, tenant: str) -> None:
+        super()._touch(name, tenant)
+        self._uses += 1
+        self._credit[name] = (self._least + self.costs[name], self._uses)
+        heapq.heappush(self._heap, (*self._credit[name], name))
+
+    def remove(self, name: str) -> None:
+        super().remove(name)
+        self._credit.pop(name, None)
+
+    def leaving(self, tenant: str | None) -> str | None:
+        del tenant  # there is one
+        while self._heap:
+            credit, use, name = self._heap[0]
+            if self._credit.get(name) == (credit, use):
+                self._least = credit
+                return name
+            heapq.heappop(self._heap)
+        return None
+
+
 class CountedStore(SpanStore):
     """A store of small rows, whose budget counts the bytes of another geometry.
 
     Args:
         counted: That geometry.
         max_bytes: Bytes in it.
+        by_cost: Whether runs leave by cost.
     """
 
-    def __init__(self, counted: SpanShape, max_bytes: int) -> None:
+    def __init__(self, counted: SpanShape, max_bytes: int, *, by_cost: bool = False) -> None:
         # Small rows take no more, and what the store says of itself is not of its budget.
         backend = HostBackend(max_bytes + 1024)
         super().__init__(backend, StoreKey(bytes(32)), NAMESPACE, SHAPE, max_bytes=max_bytes)
         self.counted = counted
+        if by_cost:
+            self._budget = ByCost()
         self._size = 0
         self.stored_bytes = 0
 
@@ -174,12 +232,16 @@ class CountedStore(SpanStore):
         # Header and marks are the same in both.
         own = SHAPE.num_bytes(run.num_tokens)
         self._size = size - own + self.counted.num_bytes(run.num_tokens)
+        if isinstance(self._budget, ByCost):
+            self._budget.costs[run.name] = work(run.start, run.end) / self._size
         return super()._make_room(run, self._size)
 
 
-def store_of_runs(asked: Traffic, budget: int | None, counted: SpanShape = SHAPE) -> Found:
+def store_of_runs(
+    asked: Traffic, budget: int | None, counted: SpanShape = SHAPE, *, by_cost: bool = False
+) -> Found:
     max_bytes = 1 << 40 if budget is None else budget * BLOCK_SIZE * counted.token_bytes
-    store = CountedStore(counted, max_bytes)
+    store = CountedStore(counted, max_bytes, by_cost=by_cost)
     loader = SpanLoader(store)
     longest = max(len(one.cached) for talk in asked.turns for one in talk)
     num_blocks = longest // BLOCK_SIZE + 1
@@ -192,8 +254,10 @@ def store_of_runs(asked: Traffic, budget: int | None, counted: SpanShape = SHAPE
         if request.is_first:
             engine = Engine(store, loader, pool, table, f"conversation {number}")
             spans = talk[request.turn - 1].prompt_spans if request.turn else ()
-            tokens = engine.ask(talk[request.turn].cached[: request.prompt], spans)
-            found.tokens += tokens if request.turn else 0
+            ranges = engine.ask(talk[request.turn].cached[: request.prompt], spans)
+            if request.turn:
+                found.tokens += sum(end - start for start, end in ranges)
+                found.work += sum(work(start, end) for start, end in ranges)
             running[number] = engine
         if request.is_last:
             running.pop(number).close(talk[request.turn])
@@ -219,8 +283,8 @@ class Engine:
         self._session = session
         self._hops: list[tuple[int, int, int]] = []
 
-    def ask(self, ids: np.ndarray, spans: Sequence[Span]) -> int:
-        """Load a prompt, compute the rest, and return how many tokens were loaded."""
+    def ask(self, ids: np.ndarray, spans: Sequence[Span]) -> list[tuple[int, int]]:
+        """Load a prompt, compute the rest, and return what was loaded."""
         seq = kvtrie.TokenSequence(ids, NAMESPACE)
         index = kvtrie.RadixIndex(num_blocks=len(self._table), block_size=BLOCK_SIZE)
         with index.plan(seq, POLICY, keep_last=1) as plan:
@@ -247,7 +311,7 @@ class Engine:
         self._prompt = len(ids)
         # The pool is another conversation's until this turn ends.
         self._kv = self._pool.gather(self._table, 0, len(ids))
-        return sum(one.end - one.start for one in placed.spans)
+        return [(one.start, one.end) for one in placed.spans]
 
     def close(self, turn: Conversation) -> None:
         """Compute the rest of the turn, and store its runs."""
@@ -432,7 +496,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     print(HEAD)
     for budget in options.budgets:
-        print(row(budget, asked.asked, measured(asked, budget)), flush=True)
+        print(row(budget, asked, measured(asked, budget)), flush=True)
 
 
 def measured(asked: Traffic, budget: int | None) -> dict[str, Found]:
@@ -440,6 +504,7 @@ def measured(asked: Traffic, budget: int | None) -> dict[str, Found]:
     return {
         "store": store_of_runs(asked, budget),
         "SmolLM2": store_of_runs(asked, budget, SMOLLM2),
+        "by cost": store_of_runs(asked, budget, SMOLLM2, by_cost=True),
         "any order": by_content(asked, budget, "any order"),
         "last use": by_content(asked, budget, "last use"),
         "times used": by_content(asked, budget, "times used"),
@@ -448,15 +513,16 @@ def measured(asked: Traffic, budget: int | None) -> dict[str, Found]:
 
 
 STORES = ("store", "SmolLM2")
-HEAD = """\
-| blocks | store | of last use | SmolLM2 | of last use | last use | times used | any order \
-| chained hashes | MiB, store | MiB, chained |
-| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"""
+HEAD = f"""\
+| blocks | store | of last use | SmolLM2 | of last use | in work | by cost | in work | last use \
+| times used | any order | chained hashes | MiB, store | MiB, chained |
+{"| ---: " * 14}|"""
 
 
-def row(budget: int | None, asked: int, found: dict[str, Found]) -> str:
+def row(budget: int | None, asked: Traffic, found: dict[str, Found]) -> str:
     """A row in Markdown."""
-    share = {name: f"{one.tokens / asked:.1%}" for name, one in found.items()}
+    share = {name: f"{one.tokens / asked.asked:.1%}" for name, one in found.items()}
+    in_work = {name: f"{found[name].work / asked.work:.1%}" for name in ("SmolLM2", "by cost")}
     most = max(1, found["last use"].tokens)
     stores = [(share[name], f"{found[name].tokens / most:.1%}") for name in STORES]
     sizes = [
@@ -466,7 +532,8 @@ def row(budget: int | None, asked: int, found: dict[str, Found]) -> str:
     cells = [
         "unlimited" if budget is None else f"{budget:,}",
         *(cell for one in stores for cell in one),
-        *(share[name] for name in ("last use", "times used", "any order", "chained hashes")),
+        *(in_work["SmolLM2"], share["by cost"], in_work["by cost"]),
+        *(share[one] for one in ("last use", "times used", "any order", "chained hashes")),
         *sizes,
     ]
     return f"| {' | '.join(cells)} |"
