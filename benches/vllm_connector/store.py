@@ -111,11 +111,11 @@ def _history(corpus: np.ndarray, tokenizer: Any, scale: float) -> dict[str, Any]
     writer = MarkedWriter(corpus, tokenizer, 0)
     workload = WORKLOADS[WORKLOAD]
     found = workload.client(writer, workload.shape.scaled(scale))
-    cached, prompt = found.cached[: found.num_computed], found.prompt
+    ids = found.cached[: found.num_computed], found.prompt
     # The pool knows whole blocks alone, and the store more: with text in the head that makes the
     # last one whole, both have all of the last answer. Its end has no KV, as when it was sampled.
-    fill = corpus[: -len(cached) % BLOCK]
-    cached, prompt = ([*map(int, [one[0], *fill, *one[1:]])] for one in (cached, prompt))
+    fill = corpus[: -len(ids[0]) % BLOCK]
+    cached, prompt = ([int(at) for at in (one[0], *fill, *one[1:])] for one in ids)
     said = " ".join(map(str, prompt))
     facts = [one for one in writer.facts if " ".join(map(str, one.sentence)) in said]
     begun = [[*prompt, *writer.ids(f"{OPENS}{one.stem}")] for one in facts[:QUESTIONS]]

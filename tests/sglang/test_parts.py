@@ -7,25 +7,35 @@ from array import array
 from itertools import product
 from random import Random
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 import pytest
 import torch
-from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, Req
 from sglang.srt.mem_cache import registry
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
-from tests.sglang.caches import Pool, Side, key, mine, params
+from tests.sglang.caches import Pool, Side, key, mine, params, theirs
 
+from kvtrie._core import COMPUTED, RadixIndex
 from kvtrie.integrations import sglang
 from kvtrie.integrations.sglang import _slots, _support, _version
+from kvtrie.integrations.sglang._ids import sequence_of
 from kvtrie.integrations.sglang._namespaces import Namespaces
 from kvtrie.integrations.sglang._order import depth_first
+from kvtrie.integrations.sglang._reasons import ComputedReasons
+from kvtrie.integrations.sglang._recording import RequestLog
 from kvtrie.integrations.sglang.cache import KvtrieCache
+from kvtrie.record import RecordOptions
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kvtrie._core import TokenSequence
 
 
 def one_side(page_size: int) -> Side:
@@ -99,19 +109,127 @@ def test_an_insert_without_slots_takes_the_ids_for_them() -> None:
     assert side.cache.path_device_indices(found).tolist() == [4, 5, 6, 7]
 
 
-def test_ids_beyond_32_bits_are_not_cached_and_counted(caplog: pytest.LogCaptureFixture) -> None:
-    """Pad values of images are such ids."""
+def test_a_negative_id_is_not_cached_and_counted(caplog: pytest.LogCaptureFixture) -> None:
     side = one_side(1)
     side.insert([1, 2])
-    for bad in (2**32, 2**63 - 1, -1):
-        assert side.match([1, 2, bad]).device_prefix_len == 0
-        done = side.cache.insert(InsertParams(key=key([1, bad]), value=torch.tensor([5, 6])))
-        assert done.prefix_len == 0
-    assert side.cache.counts == {"uncacheable": 6}
+    assert side.match([1, 2, -1]).device_prefix_len == 0
+    done = side.cache.insert(InsertParams(key=key([2**40, -1]), value=torch.tensor([5, 6])))
+    assert done.prefix_len == 0
+    assert side.cache.counts == {"uncacheable": 2}
     (said,) = caplog.messages
     assert said.startswith("kvtrie: a prompt is not cached: ")
-    assert str(2**32) in said
+    assert "-1" in said
     assert side.match([1, 2]).device_prefix_len == 2
+
+
+IMAGE, OTHER = (
+    MultimodalDataItem(modality=Modality.IMAGE, hash=number) for number in (2**63 + 5, 2**63 + 6)
+)
+"""Two images, as SGLang names them."""
+
+
+def pads(image: MultimodalDataItem, count: int) -> list[int]:
+    image.set_pad_value()
+    ids: list[int] = image.padding_sequence(count)
+    assert min(ids) >= 1 << 32
+    return ids
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_images_are_cached_as_sglangs_own_cache_does(page_size: int) -> None:
+    """A prompt with pad values of images, which are beyond 32 bits, was not cached at all."""
+    ends = [4, 8, 11, 12, 13, 20, 24, 28, 36, 40]
+    prompts = [
+        [1, 2, 3, 4, *pads(first, 9), *pads(second, 11), *range(5, 21)]
+        for first, second in [(IMAGE, OTHER), (IMAGE, IMAGE), (OTHER, IMAGE)]
+    ]
+    # The low half of an id alone is not the image.
+    prompts.append([one % (1 << 32) for one in prompts[0]])
+    pools = [Pool(200, page_size) for _ in range(2)]
+    mine_, theirs_ = Side(mine(pools[0]), pools[0]), Side(theirs(pools[1]), pools[1])
+    found = []
+    for ids in prompts:
+        for end in ends:
+            both = [
+                [side.match(ids[:end]).device_prefix_len, side.insert(ids[:end])]
+                for side in (mine_, theirs_)
+            ]
+            assert both[0] == both[1]
+            found.append(both[0][0])
+    assert not mine_.cache.counts
+    assert max(found) == 36 // page_size * page_size
+    assert [mine_.match(ids).device_prefix_len for ids in prompts] == [40] * 4
+
+
+def test_prompts_share_their_ids_up_to_the_first_that_differs() -> None:
+    """Whatever is cut where, in patterns that begin, break off and go on."""
+    rng = Random(0)
+    space = Namespaces("model").of(None, None)
+    draw = [0, 1, 2**32, 2**32 + 1, 2**33, 2**33 + 1]
+    shared = 0
+    for _ in range(2000):
+        first = rng.choices(draw, k=rng.randrange(1, 5)) * 8
+        first[rng.randrange(len(first)) :] = rng.choices(draw, k=rng.randrange(1, 12))
+        second = list(first)
+        second[rng.randrange(len(second))] = rng.choice(draw)
+        cut = rng.randrange(1, len(first) + 1)
+        index = RadixIndex(64, 1)
+        seq = sequence_of(array("q", first), space, limit=cut)
+        index.insert(seq, np.arange(cut), num_computed=cut, source=COMPUTED)
+        both = [one == two for one, two in zip(first[:cut], second, strict=False)]
+        same = both.index(False) if False in both else cut
+        assert index.lookup(sequence_of(second, space, limit=len(second))).num_tokens == same
+        shared += same > 4 and max(first[:same]) >= 1 << 32
+    assert shared > 500
+
+
+def test_nothing_moves_into_a_prompt_with_an_image() -> None:
+    side = one_side(1)
+    asked: list[int] = []
+
+    class Moving:
+        is_shadow = False
+
+        def ask(self, _: object, seq: TokenSequence, *__: object) -> None:
+            asked.append(len(seq))
+
+    side.cache._moving = Moving()
+    request = Asked(sampling_params=SimpleNamespace(custom_params=None), retracted_stain=False)
+    for ids in ([*range(20)], [*range(10), *pads(IMAGE, 9), 1, 2]):
+        found = side.cache.match_prefix(MatchPrefixParams(key=key(ids), req=request))
+        assert found.device_prefix_len == 0
+    assert asked == [20]
+    assert not side.cache.counts
+
+
+class Asked:
+    """What is read of a request, which is a key, as SGLang's is."""
+
+    def __init__(self, **fields: Any) -> None:
+        self.__dict__.update(fields)
+
+
+def test_what_is_computed_of_a_prompt_with_an_image_has_its_reason() -> None:
+    index = RadixIndex(40, 4)
+    space = Namespaces("model").of(None, None)
+    ids = [1, 2, 3, 4, *pads(IMAGE, 9), *range(5, 12)]
+    seq = sequence_of(ids[:12], space, limit=12)
+    index.insert(seq, np.arange(3), num_computed=12, source=COMPUTED)
+    reasons = ComputedReasons(index, None, goes_on=False, is_shadow=False)
+    request: Any = Asked(full_untruncated_fill_ids=ids, origin_input_ids=ids, retracted_stain=False)
+    reasons.look(request, space, 12, None, is_exact=True)
+    counted = reasons.ended(request, [(0, 12, "exact")], len(ids), list)
+    assert counted == {("new", "other"): 8}
+
+
+def test_a_request_with_an_image_is_not_recorded(tmp_path: Path) -> None:
+    """It was a failure with a traceback."""
+    path = tmp_path / "kvtrie.log"
+    log = RequestLog(RecordOptions(path=str(path)), 1, "model", None)
+    request: Any = SimpleNamespace(rid="r1", origin_input_ids=pads(IMAGE, 9), output_ids=[1])
+    log.ended(request, None, [], {}, None)
+    log._recorder.flush()
+    assert log.news() == (0, 0)
 
 
 def test_pages_of_a_lock_that_failed_go_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

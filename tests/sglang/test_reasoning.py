@@ -97,6 +97,16 @@ def test_dead_reasoning_and_what_follows_is_evicted_before_older_prompts() -> No
     assert (left(one, TURN), left(one, OLD)) == (4, 8)
 
 
+def test_reasoning_after_an_image_is_evicted_first() -> None:
+    one = side()
+    one.insert(OLD)
+    with_image = [USER, 2**40, 2**41, 2**42, *TURN[1:]]
+    end(one, [*with_image, 40])
+    assert one.evict(6) == 6
+    assert (left(one, with_image), left(one, OLD)) == (8, 8)
+    assert not one.cache.counts
+
+
 def test_dropped_reasoning_leaves_at_once() -> None:
     one = side()
     end(one, [*TURN, 40], custom={"kvtrie": {"reasoning": "drop"}})

@@ -7,6 +7,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem
 from tests.sglang.caches import Pool, Side, key, mine, theirs
 from tests.sglang.engine import described
 
@@ -23,6 +24,16 @@ def inserted(side: Side, ids: list[int], space: tuple[Any, Any]) -> tuple[int, i
     return evicted, side.insert(ids, *space) if needed <= len(side.pool.free) else None
 
 
+def written(rng: Random, page_size: int) -> list[list[int]]:
+    """Four texts of twelve pages, two of them with an image in the second one and the third."""
+    texts = [[rng.randrange(9) for _ in range(12 * page_size)] for _ in range(4)]
+    for number, text in enumerate(texts[:2]):
+        image = MultimodalDataItem(modality=Modality.IMAGE, hash=number)
+        image.set_pad_value()
+        text[page_size : 3 * page_size] = image.padding_sequence(2 * page_size)
+    return texts
+
+
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_the_same_calls_have_the_same_answers(page_size: int) -> None:
     rng = Random(page_size)
@@ -31,9 +42,9 @@ def test_the_same_calls_have_the_same_answers(page_size: int) -> None:
         Side(mine(pools[0], events=True), pools[0]),
         Side(theirs(pools[1], events=True), pools[1]),
     ]
-    texts = [[rng.randrange(9) for _ in range(12 * page_size)] for _ in range(4)]
+    texts = written(rng, page_size)
     locks: list[list[Any]] = []
-    seen = dict.fromkeys(("hits", "evicted", "locked", "other space", "events"), 0)
+    seen = dict.fromkeys(("hits", "images", "evicted", "locked", "other space", "events"), 0)
     for step in range(STEPS):
         base = rng.choice(texts)
         cut = rng.randrange(len(base) + 1)
@@ -44,7 +55,7 @@ def test_the_same_calls_have_the_same_answers(page_size: int) -> None:
         if act < 0.3:
             answers = [inserted(side, ids, space) for side in sides]
             if rng.random() < 0.1:
-                texts[rng.randrange(4)] = ids + base[cut:] if len(ids) < 12 * page_size else ids
+                texts[rng.randrange(2, 4)] = ids + base[cut:] if len(ids) < 12 * page_size else ids
         elif act < 0.6:
             found = [side.match(ids, *space) for side in sides]
             answers = [one.device_prefix_len for one in found]
@@ -54,6 +65,7 @@ def test_the_same_calls_have_the_same_answers(page_size: int) -> None:
             ]
             assert paths == answers
             seen["hits"] += answers[0] > 0
+            seen["images"] += max(ids[: answers[0]], default=0) >= 1 << 32
             seen["other space"] += answers[0] > 0 and space != (None, None)
             if rng.random() < 0.5 and len(locks) < 4:
                 taken = [

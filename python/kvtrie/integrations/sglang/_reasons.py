@@ -13,7 +13,8 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from kvtrie._core import EXACT_ONLY, TokenSequence
+from kvtrie._core import EXACT_ONLY
+from kvtrie.integrations.sglang._ids import sequence_of
 from kvtrie.metrics.prompts import OTHER, by_kind, kinds_of
 from kvtrie.metrics.reasons import REASONS as LABELS
 from kvtrie.metrics.reasons import Context, label
@@ -33,7 +34,7 @@ REASONS: Final = LABELS | {
     "after_gap": 'KV is there, but reuse ends at the first gap without `"gaps": true`.',
     "page": "KV is there, but not of a whole page, or of more gaps than a chunk has tokens.",
     "not_copied": "KV was there: a copy failed, or its source left before the prompt was admitted.",
-    "not_matched": "The prompt was not looked up: an id of it is beyond 32 bits, or a call failed.",
+    "not_matched": "The prompt was not looked up: an id of it is negative, or a call failed.",
 }
 """Reasons by name, as metrics and logs have them; none says what another tenant has."""
 
@@ -96,7 +97,7 @@ class ComputedReasons:
             is_exact: Whether the request asks for exact reuse.
 
         Raises:
-            ValueError: An id of it is beyond 32 bits.
+            ValueError: An id of it is negative.
         """
         if request.retracted_stain:
             return  # it counts as it was admitted first
@@ -106,7 +107,7 @@ class ComputedReasons:
         before = self._looks.get(request)
         if before is not None and before.match == match:
             return
-        seq = TokenSequence(ids, space)
+        seq = sequence_of(ids, space, limit=len(ids))
         granted = EXACT_ONLY if ask is None or self._is_shadow else ask.decision.policy
         decision = self._decision
         is_exact = is_exact or self._is_shadow or decision is None

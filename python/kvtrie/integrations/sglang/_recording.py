@@ -1,6 +1,6 @@
 """Finished requests for the log of ``kvtrie.record``: setting ``record``.
 
-A request is handed over when it ends, if it was admitted and its tokens are token ids. Its tokens
+A request is handed over when it ends, if it was admitted and has no image or sound. Its tokens
 are copied, and read once more for their kinds; digests and the disk are the business of a thread.
 """
 
@@ -57,17 +57,12 @@ class RequestLog:
         computed: dict[str, int],
         would: Would | None,
     ) -> None:
-        """Hand a request over, if it is in the sample.
-
-        Raises:
-            OverflowError: It has an id beyond 32 bits.
-        """
+        """Hand a request over, if it is in the sample and all its tokens are of text."""
         if not self._recorder.wants(request.rid, session):
             return
         ids: Any = np.array(request.origin_input_ids + request.output_ids, dtype=np.int64)
         if ids.size and int(ids.max()) >= 1 << 32:
-            msg = f"the token id {ids.max()} is beyond 32 bits"
-            raise OverflowError(msg)
+            return
         # SGLang's clock of durations.
         times, now = request.time_stats, time.perf_counter()
         began = times.scheduler_recv_time

@@ -53,6 +53,7 @@ from kvtrie.integrations._asked import SettingsError
 from kvtrie.integrations._filled_plan import FilledPlan
 from kvtrie.integrations._served import LEAST_RUN
 from kvtrie.integrations.sglang._events import PageEvents
+from kvtrie.integrations.sglang._ids import sequence_of, text_of
 from kvtrie.integrations.sglang._metrics import Metrics
 from kvtrie.integrations.sglang._moving import Built, num_tokens
 from kvtrie.integrations.sglang._namespaces import Namespaces
@@ -70,7 +71,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
-    from kvtrie._core import ComputedSource, Imported, Match, Namespace, ReusePlan, Span
+    from kvtrie._core import ComputedSource, Imported, Match, ReusePlan, Span
     from kvtrie.integrations._snapshots import SnapshotSource
     from kvtrie.integrations.sglang._moving import Ask, Moving
     from kvtrie.integrations.sglang._recording import RequestLog
@@ -282,11 +283,11 @@ class KvtrieCache(BasePrefixCache):
         known, ask, stored = found.num_tokens, None, 0
         if params.req is not None:
             arrived = None if self._store is None else self._arrived(self._store, params.req)
-            if self._moving is not None:
+            if self._moving is not None and not seq.items:
                 ask = self._asked(self._moving, seq, known, params.req, arrived)
             asked = ask
             if self._reasons is not None:
-                self._look(self._reasons, params.req, seq.namespace, known, ask)
+                self._look(self._reasons, params.req, seq, known, ask)
             if ask is not None and (not ask.promised or self._is_shadow):
                 ask = None
             if self._store is not None:
@@ -455,7 +456,7 @@ class KvtrieCache(BasePrefixCache):
         """The kinds of a prompt's tokens."""
         if self._tagger is None:
             return []
-        return list(self._tagger.spans(np.asarray(req.origin_input_ids)))
+        return list(self._tagger.spans(text_of(req.origin_input_ids)))
 
     @_guarded(lambda _: EvictResult())
     def evict(self, params: EvictParams) -> EvictResult:
@@ -564,7 +565,7 @@ class KvtrieCache(BasePrefixCache):
     # --- matches -----------------------------------------------------------------------------
 
     def _sequence(self, key: RadixKey) -> TokenSequence | None:
-        """The whole pages of a key; None if there are none, or an id is beyond 32 bits."""
+        """The whole pages of a key; None if there are none, or an id is negative."""
         token_ids, limit = key.token_ids, key.limit
         count = len(token_ids)
         if limit is not None and limit < count:
@@ -574,9 +575,8 @@ class KvtrieCache(BasePrefixCache):
             return None
         space = self._namespaces.of(key.extra_key, key.cache_salt)
         try:
-            return TokenSequence(token_ids, space, limit=count)
+            return sequence_of(token_ids, space, limit=count)
         except ValueError as error:
-            # Pad values of images are hashes of 64 bits.
             self._failed("uncacheable", error)
             return None
 
@@ -610,12 +610,12 @@ class KvtrieCache(BasePrefixCache):
 
     @_guarded(_none)
     def _look(
-        self, reasons: ComputedReasons, req: Req, space: Namespace, known: int, ask: Ask | None
+        self, reasons: ComputedReasons, req: Req, seq: TokenSequence, known: int, ask: Ask | None
     ) -> None:
         """Label what a request that is matched computes."""
         moving = self._moving
-        is_exact = moving is None or moving.is_exact(self._wish(req))
-        reasons.look(req, space, known, ask, is_exact=is_exact)
+        is_exact = moving is None or bool(seq.items) or moving.is_exact(self._wish(req))
+        reasons.look(req, seq.namespace, known, ask, is_exact=is_exact)
 
     @_guarded(_none)
     def _loaded(self, handle: Handle, count: int, req: Req) -> Handle | None:
@@ -794,7 +794,7 @@ class KvtrieCache(BasePrefixCache):
         if self._reasoning is None:
             return None
         stopped = isinstance(req.finished_reason, FINISH_MATCHED_TOKEN | FINISH_MATCHED_STR)
-        return self._reasoning.read(np.asarray(req.full_untruncated_fill_ids), complete=stopped)
+        return self._reasoning.read(text_of(req.full_untruncated_fill_ids), complete=stopped)
 
     @_guarded(_none)
     def release_aborted_request(self, handle: CacheRequestHandle) -> None:
