@@ -1055,6 +1055,31 @@ class KvIndexer:
             >>> index.workers
             ()
         """
+    def set_certain_for(self, /, worker: SupportsIndex, milliseconds: SupportsIndex | None) -> None:
+        """
+        Say that no event of a worker waits to be applied.
+
+        So whoever feeds an index and then sleeps, or falls behind, leaves no old scores that count as
+        certain. `kvtrie.cluster.subscribe` says it while it keeps up.
+
+        Args:
+            worker: Its number.
+            milliseconds: How long from now on its scores stay certain, if it is not said again; 1 to
+                2**31 - 1. None: as long as nothing else makes them uncertain.
+
+        Raises:
+            StaleHandleError: There is no such worker.
+            ValueError: The time is out of range.
+
+        Example:
+            >>> import time
+            >>> index = kvtrie.KvIndexer(16, b"a secret of yours")
+            >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+            >>> index.set_certain_for(index.add_worker("a", space), 1)
+            >>> time.sleep(0.002)
+            >>> index.find_matches(kvtrie.TokenSequence(range(100), space)).uncertain
+            array([ True])
+        """
     def set_uncertain(self, /, worker: SupportsIndex, uncertain: bool) -> None:
         """
         Say whether events of a worker may be missing.

@@ -53,9 +53,12 @@ class Publisher:
         endpoint: str = "tcp://127.0.0.1:0",
         replay: str = "tcp://127.0.0.1:0",
         snapshot: str = "tcp://127.0.0.1:0",
+        kernel_buffer: int = -1,
     ) -> None:
         self.context = zmq.Context()
         self.pub = self.context.socket(zmq.PUB)
+        # Bytes that wait there for who does not read; -1: as the system has it.
+        self.pub.set(zmq.SNDBUF, kernel_buffer)
         self.router = self.context.socket(zmq.ROUTER)
         self.source = self.context.socket(zmq.ROUTER)
         for socket, at in ((self.pub, endpoint), (self.router, replay), (self.source, snapshot)):

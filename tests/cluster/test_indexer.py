@@ -154,6 +154,10 @@ def test_wrong_arguments_name_the_value_and_the_limit() -> None:
         (ValueError, "worker is -1", lambda: api.clear_worker(-1)),
         (kvtrie.StaleHandleError, "no worker 99", lambda: api.apply(99, packed(CLEARED))),
         (kvtrie.StaleHandleError, "no worker 99", lambda: api.remove_worker(99)),
+        (ValueError, "milliseconds is 0;", lambda: api.set_certain_for(worker, 0)),
+        (ValueError, "milliseconds is 2147483648;", lambda: api.set_certain_for(worker, 1 << 31)),
+        (TypeError, "milliseconds is of type 'float'", lambda: api.set_certain_for(worker, 0.5)),
+        (kvtrie.StaleHandleError, "no worker 99", lambda: api.set_certain_for(99, None)),
         (TypeError, "seq is of type 'list'", lambda: api.find_matches([1, 2])),
         (
             ValueError,

@@ -33,6 +33,13 @@ _SETTLE: Final = 0.1
 # What is kept of batches while ZMQ's own queue is full is lost; the gap shows it.
 _HIGH_WATER: Final = 100_000
 _HEARTBEAT: Final = 2_000
+# Milliseconds for which scores are certain after nothing was found to wait. So they do not stay so
+# in a process that was stopped, or in a thread that falls behind.
+_CERTAIN_FOR: Final = 2_000
+# Seconds between two looks after which the process may have been stopped, and then until what has
+# waited for it outside has arrived.
+_STOPPED: Final = 1.0
+_ARRIVES: Final = 0.5
 _VERSION: Final = 1
 _LONGEST_HEADER: Final = 256
 # Numbers are signed there, and negative ones have meanings of their own.
@@ -240,6 +247,8 @@ class Subscription:
         # Whether what the engine publishes now arrives.
         self._takes_effect = False
         self._due = float("inf")
+        # When nothing was found to wait, and from when on that says that nothing waits anywhere.
+        self._looked_at = self._trusts_at = time.monotonic()
         # The engine's life, and its last batch when it was asked before.
         self._incarnation: str | None = None
         self._had = -1
@@ -277,7 +286,8 @@ class Subscription:
 
         `"syncing"`: not everything yet; `"live"`: all of its batches, or a snapshot and all after
         it; `"gapped"`: batches are missing, and no snapshot has come; `"stale"`: the connection is
-        lost, and nothing counts. The worker's scores are uncertain in all states but `"live"`.
+        lost, and nothing counts. The worker's scores are uncertain in all states but `"live"`, and
+        in that one if the subscription has not kept up with the engine for 2 seconds.
         """
         return self._state
 
@@ -345,15 +355,18 @@ class Subscription:
         ready = dict(poller.poll(wait))
         if self._monitor in ready and self._lost_connection():
             return
-        if self._socket in ready:
+        if self._socket not in ready:
+            self._keeps_up()
+        else:
             for _ in range(_MOST_AT_ONCE):
                 try:
                     frames = self._socket.recv_multipart(zmq.NOBLOCK)
                 except zmq.Again:
+                    self._keeps_up()
                     break
                 self._take(frames)
             self._due = time.monotonic() + (self._check_every or float("inf"))
-        elif time.monotonic() >= self._due:
+        if self._socket not in ready and time.monotonic() >= self._due:
             self._due = time.monotonic() + (self._check_every or float("inf"))
             self._takes_effect = True
             self._fill(None)
@@ -437,8 +450,18 @@ class Subscription:
     def _become(self, state: SubscriptionState) -> None:
         # The index says it first: who waits for a state finds the index in it.
         if not self._approximate:
+            self._index.set_certain_for(self.worker, _CERTAIN_FOR)
             self._index.set_uncertain(self.worker, state != "live")
         self._announce(state)
+
+    def _keeps_up(self) -> None:
+        """Nothing waits here: scores are of this moment, unless the process was stopped."""
+        now = time.monotonic()
+        if now - self._looked_at > _STOPPED:
+            self._trusts_at = now + _ARRIVES
+        self._looked_at = now
+        if now >= self._trusts_at and not self._approximate:
+            self._index.set_certain_for(self.worker, _CERTAIN_FOR)
 
     def _announce(self, state: SubscriptionState) -> None:
         with self._changed:
@@ -558,6 +581,8 @@ class Subscription:
             while time.monotonic() < patience and not self._stop.is_set():
                 if self._socket.poll(0):
                     self._lacks()
+                else:
+                    self._keeps_up()
                 if not dealer.poll(_TICK):
                     continue
                 patience = time.monotonic() + self._replay_timeout

@@ -1,6 +1,7 @@
 //! The calls of an index, and what it knows of its workers.
 
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use kvtrie_core::{Error, ErrorKind, Item, Namespace, Result, TokenSequence};
 
@@ -136,6 +137,8 @@ struct Worker {
     group: Option<u64>,
     rank: Option<u64>,
     is_uncertain: bool,
+    /// When its figures are no longer promised, if nobody says so again.
+    certain_until: Option<Instant>,
     /// Events were left out that bear on what a prompt finds.
     is_incomplete: bool,
     has_slow: bool,
@@ -250,6 +253,7 @@ impl KvIndexer {
             group: None,
             rank: None,
             is_uncertain: false,
+            certain_until: None,
             is_incomplete: false,
             has_slow: false,
             stats: WorkerStats::default(),
@@ -304,6 +308,20 @@ impl KvIndexer {
     pub fn set_uncertain(&mut self, worker: WorkerId, uncertain: bool) -> Result<()> {
         let at = self.column(worker, "KvIndexer::set_uncertain")?;
         self.workers[at].is_uncertain = uncertain;
+        Ok(())
+    }
+
+    /// Says that no event of a worker waits to be applied. From so long after this call on its figures are not
+    /// promised, unless it is said again; without a time, they are until [`set_uncertain`](Self::set_uncertain) says
+    /// otherwise, as those of a new worker. So whoever feeds an index and sleeps, or falls behind, leaves no old figures
+    /// that count as certain.
+    ///
+    /// # Errors
+    /// [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle) if there is no such worker.
+    pub fn set_certain_for(&mut self, worker: WorkerId, time: Option<Duration>) -> Result<()> {
+        let at = self.column(worker, "KvIndexer::set_certain_for")?;
+        // A time that no clock reaches has no end.
+        self.workers[at].certain_until = time.and_then(|time| Instant::now().checked_add(time));
         Ok(())
     }
 
@@ -628,14 +646,19 @@ impl KvIndexer {
             tier: Vec::with_capacity(self.workers.len()),
             uncertain: Vec::with_capacity(self.workers.len()),
         };
+        // Asked once, and only if a worker has such a time.
+        let mut now = None;
         for worker in &self.workers {
+            let is_late = worker
+                .certain_until
+                .is_some_and(|until| *now.get_or_insert_with(Instant::now) >= until);
             let lane = worker.lane as usize;
             let tokens = front.blocks[lane] as usize * size;
             scores.exact.push(u32::try_from(tokens).unwrap_or(u32::MAX));
             scores.tier.push(front.tiers[lane]);
             scores
                 .uncertain
-                .push(worker.is_uncertain || worker.is_incomplete);
+                .push(worker.is_uncertain || worker.is_incomplete || is_late);
         }
         if let (true, Some(fingerprints)) = (options.moved, &blocks.fingerprints) {
             let count = (usable + 1).saturating_sub(size).min(prompt.windows.len());

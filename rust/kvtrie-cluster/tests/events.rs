@@ -8,6 +8,7 @@
 mod common;
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use common::{Event, Value, batch, cleared, ints, removed, stored};
 use kvtrie_cluster::{
@@ -52,6 +53,29 @@ fn with(mut event: Event, name: &'static str, value: Value) -> Event {
     event.retain(|field| field.0 != name);
     event.push((name, value));
     event
+}
+
+#[test]
+fn scores_are_certain_for_the_time_that_was_said() {
+    let (mut index, worker) = new_index();
+    let other = index.add_worker(space(None, None)).unwrap();
+    let uncertain = |index: &KvIndexer| ask(index, space(None, None), &[1, 2, 3, 4]).uncertain;
+    index.set_certain_for(worker, Some(Duration::ZERO)).unwrap();
+    assert_eq!(uncertain(&index), [true, false]);
+    index.set_certain_for(worker, Some(Duration::MAX)).unwrap();
+    assert_eq!(uncertain(&index), [false, false]);
+    index
+        .set_certain_for(worker, Some(Duration::from_secs(1 << 20)))
+        .unwrap();
+    index.set_uncertain(worker, true).unwrap();
+    assert_eq!(uncertain(&index), [true, false]);
+    index.set_uncertain(worker, false).unwrap();
+    assert_eq!(uncertain(&index), [false, false]);
+    index.set_certain_for(worker, Some(Duration::ZERO)).unwrap();
+    index.set_certain_for(worker, None).unwrap();
+    assert_eq!(uncertain(&index), [false, false]);
+    index.remove_worker(other).unwrap();
+    assert!(index.set_certain_for(other, None).is_err());
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! The classes of an index of many workers: `KvIndexer`, `PromptDigests` and `OverlapScores`.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use kvtrie_cluster::{
     EventReader, FindOptions, IndexerConfig, KvIndexer, OverlapScores, Prompt, Refused, Stream,
@@ -375,6 +376,48 @@ impl PyKvIndexer {
         py.enter(Cost::Short, |keys| {
             let mut named = keys.lock(&self.named, INDEXER)?;
             Ok(named.core.set_uncertain(worker, uncertain)?)
+        })
+    }
+
+    /// Say that no event of a worker waits to be applied.
+    ///
+    /// So whoever feeds an index and then sleeps, or falls behind, leaves no old scores that count as
+    /// certain. `kvtrie.cluster.subscribe` says it while it keeps up.
+    ///
+    /// Args:
+    ///     worker: Its number.
+    ///     milliseconds: How long from now on its scores stay certain, if it is not said again; 1 to
+    ///         2**31 - 1. None: as long as nothing else makes them uncertain.
+    ///
+    /// Raises:
+    ///     StaleHandleError: There is no such worker.
+    ///     ValueError: The time is out of range.
+    ///
+    /// Example:
+    ///     >>> import time
+    ///     >>> index = kvtrie.KvIndexer(16, b"a secret of yours")
+    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    ///     >>> index.set_certain_for(index.add_worker("a", space), 1)
+    ///     >>> time.sleep(0.002)
+    ///     >>> index.find_matches(kvtrie.TokenSequence(range(100), space)).uncertain
+    ///     array([ True])
+    #[pyo3(signature = (worker: "SupportsIndex", milliseconds: "SupportsIndex | None"))]
+    fn set_certain_for(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = int::<call::KvIndexerSetCertainFor, arg::Worker>)] worker: i128,
+        #[pyo3(from_py_with = optional_int::<call::KvIndexerSetCertainFor, arg::Milliseconds>)]
+        milliseconds: Option<i128>,
+    ) -> PyResult<()> {
+        let name = "KvIndexer.set_certain_for";
+        let worker = Self::worker(name, worker)?;
+        let time = milliseconds
+            .map(|time| Arg::new(name, "milliseconds").within(time, 1, i32::MAX))
+            .transpose()?
+            .map(|time| Duration::from_millis(time.unsigned_abs().into()));
+        py.enter(Cost::Short, |keys| {
+            let mut named = keys.lock(&self.named, INDEXER)?;
+            Ok(named.core.set_certain_for(worker, time)?)
         })
     }
 
