@@ -823,7 +823,7 @@ impl EventReader {
         let root = self.keys.root(seq.namespace(), None, None);
         let mut digest = root;
         let digests = tokens.chunks_exact(self.block_size).map(|block| {
-            digest = self.keys.child(digest, self.keys.block(block).0, false);
+            digest = self.keys.child(digest, self.keys.contents(block), false);
             digest
         });
         Prompt {

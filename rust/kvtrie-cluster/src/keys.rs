@@ -122,16 +122,26 @@ impl Keys {
 
     /// The contents and the fingerprint of one block.
     pub(crate) fn block(&self, tokens: &[u32]) -> (u128, u64) {
+        let [first, second, fingerprint] = self.sums(tokens);
+        (u128::from(first) << 64 | u128::from(second), fingerprint)
+    }
+
+    /// The contents alone.
+    pub(crate) fn contents(&self, tokens: &[u32]) -> u128 {
+        let [first, second] = self.sums(tokens);
+        u128::from(first) << 64 | u128::from(second)
+    }
+
+    fn sums<const N: usize>(&self, tokens: &[u32]) -> [u64; N] {
         // A product has 94 bits at most and a block 2¹² tokens, so that no sum overflows.
-        let mut sums = [0_u128; 3];
+        let mut sums = [0_u128; N];
         for (&token, factors) in tokens.iter().zip(&*self.factors) {
             let value = u128::from(value(token));
             for (sum, &factor) in sums.iter_mut().zip(factors) {
                 *sum += value * u128::from(factor);
             }
         }
-        let [first, second, fingerprint] = sums.map(reduced);
-        (u128::from(first) << 64 | u128::from(second), fingerprint)
+        sums.map(reduced)
     }
 
     /// The contents of a block whose KV depends on more than its tokens.

@@ -496,6 +496,36 @@ fn groups_without_positions_are_refused_by_name() {
     }
 }
 
+/// Token ids are read into blocks at once, before the rest of the event says whether they count.
+#[test]
+fn blocks_of_a_batch_are_those_that_it_stores() {
+    let ids = |tokens: [u64; 4]| ("token_ids", ints(tokens));
+    let first = stored(&[1, 2], None, &[1, 2, 3, 4], "GPU");
+    // The ids come before the hashes, and once more: the last ones count, as of any field.
+    let mut last = vec![ids([9; 4]), ("token_ids", ints([8]))];
+    last.extend(stored(&[3, 4], Some(2), &[0; 4], "GPU"));
+    last.push(ids([5, 6, 7, 8]));
+    for (name, value) in [
+        ("kv_cache_spec_kind", Value::Text("mamba")),
+        ("lookahead_token_ids", Value::List(vec![ints([9])])),
+        ("locality", Value::Text("REMOTE")),
+        ("type", Value::Text("BlockPinned")),
+        ("type", Value::Text("AllBlocksCleared")),
+        ("type", Value::Text("BlockRemoved")),
+    ] {
+        let mut other = with(stored(&[7, 8], None, &[9; 4], "GPU"), name, value.clone());
+        other.insert(0, ids([6; 4]));
+        let (mut index, worker) = new_index();
+        let raw = batch(&[other, first.clone(), last.clone()], true, None);
+        let read = index.reader().read(&raw).unwrap();
+        assert_eq!((read.num_events(), read.num_blocks()), (3, 4), "{value:?}");
+        index.apply(worker, Stream::Engine, &read).unwrap();
+        index.check().unwrap();
+        assert_eq!(exact(&index, &[1, 2, 3, 4, 5, 6, 7, 8]), 8, "{value:?}");
+        assert_eq!(index.worker_stats(worker).unwrap().entries, 4);
+    }
+}
+
 #[test]
 fn what_cannot_be_read_is_refused_as_a_whole() {
     let (mut index, worker) = new_index();

@@ -190,34 +190,49 @@ impl<'a> EventCursor<'a> {
         }
     }
 
-    /// Appends the token ids of an array.
-    pub(super) fn tokens(&mut self, into: &mut Vec<u32>) -> Read<()> {
-        let what = "token_ids";
-        let count = self.array(what)?;
-        into.reserve(count);
-        for _ in 0..count {
-            let rest = &self.raw[self.at..];
-            // The four encodings that writers use for ids.
-            let (token, len) = match *rest {
-                [byte @ 0..=0x7f, ..] => (u32::from(byte), 1),
-                [0xcd, a, b, ..] => (u32::from(u16::from_be_bytes([a, b])), 3),
-                [0xce, a, b, c, d, ..] => (u32::from_be_bytes([a, b, c, d]), 5),
-                [0xcc, byte, ..] => (u32::from(byte), 2),
-                _ => {
-                    let token = self.uint("a token id")?;
-                    let token = u32::try_from(token).map_err(|_| {
-                        self.wrong(format!(
-                            "a token id is {token}; it must be in [0, {})",
-                            1_u64 << 32
-                        ))
-                    })?;
-                    (token, 0)
+    /// Reads so many token ids.
+    ///
+    /// Each id says where the next one begins, and reading waits for that. So its length is computed without a branch,
+    /// which a processor would guess wrong for many ids of a large vocabulary, and two ids share one load.
+    pub(super) fn tokens(&mut self, into: &mut [u32]) -> Read<()> {
+        let (pairs, last) = into.as_chunks_mut::<2>();
+        for [first, second] in pairs {
+            if let Some(word) = self.word(self.at) {
+                let len = len_of_id(word);
+                // Nonsense where the word is no id.
+                let after = word.wrapping_shr(8 * len);
+                let end = self.at + len as usize;
+                if is_id(word)
+                    && is_id(after)
+                    && let Some(next) = self.word(end)
+                {
+                    self.at = end + len_of_id(after) as usize;
+                    (*first, *second) = (id_of(word), id_of(next));
+                    continue;
                 }
-            };
-            self.at += len;
-            into.push(token);
+            }
+            (*first, *second) = (self.token()?, self.token()?);
+        }
+        for token in last {
+            *token = self.token()?;
         }
         Ok(())
+    }
+
+    /// The eight bytes from `at` on, the first one lowest, if there are so many.
+    fn word(&self, at: usize) -> Option<u64> {
+        let bytes = self.raw.get(at..)?.first_chunk()?;
+        Some(u64::from_le_bytes(*bytes))
+    }
+
+    fn token(&mut self) -> Read<u32> {
+        let token = self.uint("a token id")?;
+        u32::try_from(token).map_err(|_| {
+            self.wrong(format!(
+                "a token id is {token}; it must be in [0, {})",
+                1_u64 << 32
+            ))
+        })
     }
 
     /// Skips one value, however deep it is.
@@ -264,6 +279,28 @@ impl<'a> EventCursor<'a> {
     }
 }
 
+/// Whether a word begins with a number below 2³², as all writers of token ids encode it.
+fn is_id(word: u64) -> bool {
+    matches!(word & 0xff, 0..=0x7f | 0xcc..=0xce)
+}
+
+/// Number of bytes of such a number: the marker, and none or 1, 2 or 4 for the markers cc, cd and ce.
+#[expect(clippy::cast_possible_truncation, reason = "the first byte is wanted")]
+fn len_of_id(word: u64) -> u32 {
+    let marker = word as u32 & 0xff;
+    1 + ((marker >> 7) << (marker & 3))
+}
+
+/// Such a number.
+#[expect(clippy::cast_possible_truncation, reason = "it has four bytes at most")]
+fn id_of(word: u64) -> u32 {
+    let digits = 8 * (len_of_id(word) - 1);
+    // Nothing of the word is left where there is no digit, and the marker is the number.
+    let long = (word.swap_bytes() << 8 >> 1 >> (63 - digits)) as u32;
+    let short = if digits == 0 { word as u32 & 0xff } else { 0 };
+    long | short
+}
+
 /// How an event is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum EventForm {
@@ -271,4 +308,55 @@ pub(super) enum EventForm {
     Map(usize),
     /// So many values, the event's name first.
     Array(usize),
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use rmp::encode::{ByteBuf, write_u8, write_u16, write_u32, write_u64, write_uint};
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn token_ids_are_read_in_every_encoding(
+            ids in proptest::collection::vec((any::<u32>(), 0_u32..32, 0_u8..5), 0..40),
+            after in 0_usize..20,
+        ) {
+            let mut raw = ByteBuf::new();
+            let mut expected = Vec::new();
+            for (id, shift, encoding) in ids {
+                let mut id = id >> shift;
+                // The shortest that holds it, or a longer one.
+                match encoding {
+                    0 => {
+                        write_uint(&mut raw, id.into()).unwrap();
+                    }
+                    1 => {
+                        id &= 0xff;
+                        write_u8(&mut raw, u8::try_from(id).unwrap()).unwrap();
+                    }
+                    2 => {
+                        id &= 0xffff;
+                        write_u16(&mut raw, u16::try_from(id).unwrap()).unwrap();
+                    }
+                    3 => write_u32(&mut raw, id).unwrap(),
+                    _ => write_u64(&mut raw, id.into()).unwrap(),
+                }
+                expected.push(id);
+            }
+            let mut raw = raw.into_vec();
+            let end = raw.len();
+            raw.resize(end + after, 0xcd);
+            let mut cursor = EventCursor::new(&raw);
+            let mut read = vec![0; expected.len()];
+            cursor.tokens(&mut read).unwrap();
+            prop_assert_eq!((read, cursor.at()), (expected, end));
+            // The last one is cut short.
+            if let (true, Some(cut)) = (after == 0, end.checked_sub(1)) {
+                let mut ids = vec![0; cursor.at().max(1)];
+                prop_assert!(EventCursor::new(&raw[..cut]).tokens(&mut ids).is_err());
+            }
+        }
+    }
 }

@@ -9,6 +9,8 @@ mod cursor;
 use std::ops::Range;
 use std::sync::Arc;
 
+use smallvec::SmallVec;
+
 use crate::error::{EventError, EventRefusal};
 use crate::events::cursor::{EventCursor, EventForm, RawHash, Read};
 use crate::keys::Keys;
@@ -189,6 +191,8 @@ const REMOVED: [&str; 4] = ["block_hashes", "medium", "group_idx", "locality"];
 #[derive(Default)]
 #[expect(clippy::struct_excessive_bools, reason = "fields of an event")]
 struct Fields<'a> {
+    /// Number of blocks of the events before.
+    first: usize,
     name: Option<&'a str>,
     has_hashes: bool,
     parent: Option<u64>,
@@ -208,8 +212,11 @@ struct Fields<'a> {
 /// What is reused from event to event.
 #[derive(Default)]
 struct Scratch {
-    hashes: Vec<u64>,
+    hashes: SmallVec<[u64; 16]>,
+    /// The tokens of one block.
     tokens: Vec<u32>,
+    /// Number of token ids of the event.
+    num_tokens: usize,
     /// The bytes of each block's extra keys; empty ranges where there are none.
     extra: Vec<Range<usize>>,
     kept: Vec<u8>,
@@ -270,20 +277,26 @@ impl EventReader {
         scratch: &mut Scratch,
     ) -> Read<Event> {
         scratch.hashes.clear();
-        scratch.tokens.clear();
+        scratch.num_tokens = 0;
         scratch.extra.clear();
-        let fields = self.fields(cursor, scratch)?;
+        let fields = self.fields(cursor, batch, scratch)?;
         let Some(name) = fields.name else {
             return Err(cursor.wrong("the event has no type"));
         };
+        let is_stored = matches!(name, "BlockStored" | "ApproximateBlockStored");
+        if is_stored && !fields.is_remote {
+            let event = self.stored(raw, cursor, &fields, batch, scratch)?;
+            if !matches!(event, Event::Stored(_)) {
+                batch.blocks.truncate(fields.first);
+            }
+            return Ok(event);
+        }
+        batch.blocks.truncate(fields.first);
         if fields.is_remote {
             return Ok(Event::Refused(Refused::Remote));
         }
         let tier = Tier::of(fields.medium);
         match name {
-            "BlockStored" | "ApproximateBlockStored" => {
-                self.stored(raw, cursor, &fields, batch, scratch)
-            }
             "BlockRemoved" => {
                 if !fields.has_hashes {
                     return Err(cursor.wrong("BlockRemoved has no block_hashes"));
@@ -301,20 +314,28 @@ impl EventReader {
         }
     }
 
-    fn fields<'a>(&self, cursor: &mut EventCursor<'a>, scratch: &mut Scratch) -> Read<Fields<'a>> {
-        let mut fields = Fields::default();
+    fn fields<'a>(
+        &self,
+        cursor: &mut EventCursor<'a>,
+        batch: &mut EventBatch,
+        scratch: &mut Scratch,
+    ) -> Read<Fields<'a>> {
+        let mut fields = Fields {
+            first: batch.blocks.len(),
+            ..Fields::default()
+        };
         match cursor.fields("an event")? {
             EventForm::Map(entries) => {
                 for _ in 0..entries {
                     let name = cursor.text("a field's name")?;
-                    self.field(name, &mut fields, cursor, scratch)?;
+                    self.field(name, &mut fields, cursor, batch, scratch)?;
                 }
             }
             EventForm::Array(entries) => {
                 if entries == 0 {
                     return Err(cursor.wrong("the event is empty"));
                 }
-                self.field("type", &mut fields, cursor, scratch)?;
+                self.field("type", &mut fields, cursor, batch, scratch)?;
                 let names: &[&str] = match fields.name {
                     Some("BlockStored") => &STORED,
                     Some("BlockRemoved") => &REMOVED,
@@ -322,7 +343,7 @@ impl EventReader {
                 };
                 for at in 0..entries - 1 {
                     let name = names.get(at).copied().unwrap_or_default();
-                    self.field(name, &mut fields, cursor, scratch)?;
+                    self.field(name, &mut fields, cursor, batch, scratch)?;
                 }
             }
         }
@@ -334,6 +355,7 @@ impl EventReader {
         name: &str,
         fields: &mut Fields<'a>,
         cursor: &mut EventCursor<'a>,
+        batch: &mut EventBatch,
         scratch: &mut Scratch,
     ) -> Read<()> {
         match name {
@@ -356,8 +378,8 @@ impl EventReader {
                 }
             }
             "token_ids" => {
-                scratch.tokens.clear();
-                cursor.tokens(&mut scratch.tokens)?;
+                batch.blocks.truncate(fields.first);
+                self.tokens(cursor, &mut batch.blocks, scratch)?;
             }
             "block_size" => fields.block_size = Some(cursor.uint(name)?),
             "lora_id" => fields.lora_id = cursor.optional_uint(name)?,
@@ -401,6 +423,36 @@ impl EventReader {
         Ok(())
     }
 
+    /// Reads the token ids of an event, and appends its blocks, as yet without their hashes.
+    fn tokens(
+        &self,
+        cursor: &mut EventCursor<'_>,
+        blocks: &mut Vec<EventBlock>,
+        scratch: &mut Scratch,
+    ) -> Read<()> {
+        scratch.num_tokens = cursor.array("token_ids")?;
+        let (whole, rest) = (
+            scratch.num_tokens / self.block_size,
+            scratch.num_tokens % self.block_size,
+        );
+        blocks.reserve(whole);
+        scratch.tokens.resize(self.block_size, 0);
+        for _ in 0..whole {
+            cursor.tokens(&mut scratch.tokens)?;
+            let (contents, fingerprint) = if self.moved_runs {
+                self.keys.block(&scratch.tokens)
+            } else {
+                (self.keys.contents(&scratch.tokens), 0)
+            };
+            blocks.push(EventBlock {
+                hash: 0,
+                contents,
+                fingerprint,
+            });
+        }
+        cursor.tokens(&mut scratch.tokens[..rest])
+    }
+
     fn hash(&self, hash: RawHash<'_>) -> u64 {
         match hash {
             RawHash::Int(number) => self.keys.spread(number),
@@ -437,10 +489,10 @@ impl EventReader {
                 format!("blocks of {theirs} tokens; those of the index have {size}"),
             ));
         }
-        if scratch.tokens.len() != count * size {
+        if scratch.num_tokens != count * size {
             return Err(cursor.wrong(format!(
                 "{} token ids for {count} blocks of {size}",
-                scratch.tokens.len()
+                scratch.num_tokens
             )));
         }
         if !scratch.extra.is_empty() && scratch.extra.len() != count {
@@ -450,25 +502,23 @@ impl EventReader {
             )));
         }
         let mut salt = fields.cache_salt.filter(|salt| !salt.is_empty());
-        let first = batch.blocks.len();
-        batch.blocks.reserve(count);
-        for (at, tokens) in scratch.tokens.chunks_exact(size).enumerate() {
+        let blocks = &mut batch.blocks[fields.first..];
+        for (block, &hash) in blocks.iter_mut().zip(&scratch.hashes) {
+            block.hash = hash;
+        }
+        for (at, extra) in scratch.extra.iter().enumerate() {
+            if extra.is_empty() {
+                continue;
+            }
             scratch.kept.clear();
-            let extra = scratch.extra.get(at).cloned().unwrap_or_default();
-            if !extra.is_empty() {
-                let is_first = at == 0 && fields.parent.is_none();
-                let found = kept_keys(&raw[extra], fields.lora_name, is_first, &mut scratch.kept)?;
-                salt = salt.or(found);
-            }
-            let (mut contents, fingerprint) = self.keys.block(tokens);
+            let is_first = at == 0 && fields.parent.is_none();
+            let extra = &raw[extra.clone()];
+            let found = kept_keys(extra, fields.lora_name, is_first, &mut scratch.kept)?;
+            salt = salt.or(found);
             if !scratch.kept.is_empty() {
-                contents = self.keys.with_extra(contents, &scratch.kept);
+                let contents = &mut blocks[at].contents;
+                *contents = self.keys.with_extra(*contents, &scratch.kept);
             }
-            batch.blocks.push(EventBlock {
-                hash: scratch.hashes[at],
-                contents,
-                fingerprint,
-            });
         }
         let adapter = match (fields.lora_name, fields.lora_id) {
             (Some(name), _) => Some(name.into()),
@@ -479,7 +529,7 @@ impl EventReader {
             parent: fields.parent,
             adapter,
             salt: salt.map(|salt| self.keys.salt(salt.as_bytes())),
-            blocks: first..batch.blocks.len(),
+            blocks: fields.first..batch.blocks.len(),
             tier: Tier::of(fields.medium),
             group: fields.group,
             is_approximate: fields.is_approximate || fields.name == Some("ApproximateBlockStored"),
