@@ -196,7 +196,7 @@ fn measure(num_workers: usize, moved_runs: bool) -> Result<(), Failure> {
 }
 
 fn main() -> Result<(), Failure> {
-    for num_workers in [8, 256] {
+    for num_workers in [8, 64, 256] {
         for moved_runs in [false, true] {
             measure(num_workers, moved_runs)?;
         }

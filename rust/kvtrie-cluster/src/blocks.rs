@@ -15,6 +15,15 @@ pub(crate) enum Above {
     Block(Slot),
 }
 
+impl Above {
+    fn apart(self, tree: &Tree) -> u64 {
+        match self {
+            Self::Root(root) => Keys::apart(root),
+            Self::Block(slot) => tree.apart(slot),
+        }
+    }
+}
+
 /// Why a block was not stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum NotStored {
@@ -178,6 +187,17 @@ impl Blocks {
         }
     }
 
+    /// Reads ahead what is there of blocks that are stored next: where their hashes and fingerprints will be is known at
+    /// once, and memory answers many questions in the time of one.
+    pub(crate) fn touch(&self, lane: Lane, above: Above, blocks: &[EventBlock]) {
+        let holdings = self.holdings(lane);
+        holdings.touch(blocks.iter().map(|block| block.hash));
+        if let Some(fingerprints) = &self.fingerprints {
+            let apart = above.apart(&self.tree);
+            fingerprints.touch(blocks.iter().map(|block| plus(block.fingerprint, apart)));
+        }
+    }
+
     /// Stores copies of a block after another one, and returns its slot.
     pub(crate) fn store(
         &mut self,
@@ -233,10 +253,7 @@ impl Blocks {
             if *charged as usize >= self.most {
                 return Err(NotStored::Full);
             }
-            let apart = match above {
-                Above::Root(root) => Keys::apart(root),
-                Above::Block(slot) => self.tree.apart(slot),
-            };
+            let apart = above.apart(&self.tree);
             let slot = self.tree.grow(parent, digest, lane, apart);
             let slot = slot.ok_or(NotStored::Full)?;
             *charged += 1;

@@ -133,6 +133,11 @@ impl Holdings {
         })
     }
 
+    /// Reads ahead what is under hashes that are asked for next.
+    pub(crate) fn touch(&self, hashes: impl Iterator<Item = u64>) {
+        self.entries.touch(hashes);
+    }
+
     /// Stores what is held under a hash; nothing if there are no copies.
     pub(crate) fn set(&mut self, hash: u64, held: Held) {
         if held.copies.fastest().is_none() {

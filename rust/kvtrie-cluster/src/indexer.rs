@@ -20,6 +20,9 @@ const RECLAIMED: usize = 4;
 /// The same for each life that ends, so that lives cannot end faster than they are forgotten.
 const RECLAIMED_AT_ENDS: usize = 64;
 
+/// Number of blocks that are read ahead, few enough for a processor to wait for at once.
+const READ_AHEAD: usize = 16;
+
 /// Where a worker's events come from.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Stream {
@@ -522,6 +525,10 @@ impl KvIndexer {
                 parent = block.hash;
                 continue;
             };
+            if done % READ_AHEAD == 0 {
+                let next = all.len().min(done + READ_AHEAD);
+                blocks.touch(lane, before, &all[done..next]);
+            }
             let copies = Copies::of(event.tier);
             match blocks.store(&keys, lane, before, block, copies) {
                 Ok(slot) => {
@@ -782,7 +789,7 @@ impl KvIndexer {
     /// What is counted of the index.
     ///
     /// # Complexity
-    /// O(edges).
+    /// O(edges + blocks/64).
     #[must_use]
     pub fn stats(&self) -> IndexerStats {
         let lanes = self.blocks.live().iter();

@@ -2,7 +2,10 @@
 //!
 //! Keys are spread evenly over 64 bits, so the place at which a cell would be alone follows its key. A cell whose place
 //! is taken goes after it. A search stops at the first larger key, so it looks at few neighbouring cells, and growing
-//! by a quarter is one pass from front to back.
+//! by an eighth is one pass from front to back without a branch for a processor to guess. 8 to 9 places of 10 are taken
+//! while a table grows.
+
+use std::hint::black_box;
 
 pub(crate) trait Cell: Copy {
     const EMPTY: Self;
@@ -55,6 +58,13 @@ impl<C: Cell> Table<C> {
         at
     }
 
+    /// Reads the places of keys that are asked for next, so that their memory is waited for once and not key by key.
+    pub(crate) fn touch(&self, keys: impl Iterator<Item = u64>) {
+        for key in keys {
+            black_box(self.cells.get(self.home(key)).map(C::key));
+        }
+    }
+
     /// The cells with this key.
     pub(crate) fn all(&self, key: u64) -> impl Iterator<Item = &C> {
         let cells = self.cells.get(self.lower(key)..).unwrap_or_default();
@@ -70,9 +80,8 @@ impl<C: Cell> Table<C> {
     }
 
     pub(crate) fn insert(&mut self, cell: C) {
-        // At most 17 of 20 places are taken.
-        if (self.len + 1) * 20 > self.places * 17 {
-            self.resize(self.places + self.places / 4);
+        if (self.len + 1) * 10 > self.places * 9 {
+            self.resize(self.places + self.places / 8);
         }
         let at = self.lower(cell.key());
         let empty = self.cells[at.min(self.cells.len())..]
@@ -120,17 +129,19 @@ impl<C: Cell> Table<C> {
     fn resize(&mut self, places: usize) {
         self.places = places.max(FEWEST);
         let size = self.places + self.places / 64 + 8;
-        let old = std::mem::replace(&mut self.cells, Vec::with_capacity(size));
-        for cell in old.into_iter().filter(|cell| !cell.is_empty()) {
-            let home = self.home(cell.key());
-            if home > self.cells.len() {
-                self.cells.resize(home, C::EMPTY);
+        let old = std::mem::take(&mut self.cells);
+        let mut new = vec![C::EMPTY; size];
+        // The first cell that is free; an empty cell is written there too, and replaced by the next one.
+        let mut free = 0;
+        for cell in old {
+            let at = self.home(cell.key()).max(free);
+            if at >= new.len() {
+                new.resize(at + 1, C::EMPTY);
             }
-            self.cells.push(cell);
+            new[at] = cell;
+            free = if cell.is_empty() { free } else { at + 1 };
         }
-        if self.cells.len() < size {
-            self.cells.resize(size, C::EMPTY);
-        }
+        self.cells = new;
     }
 
     /// All cells, by key.

@@ -10,6 +10,7 @@ use smallvec::SmallVec;
 use crate::events::Tier;
 use crate::keys::{Digest, low};
 use crate::lanes::{Lane, Lanes};
+use crate::owners::Owners;
 use crate::runs::Runs;
 
 pub(crate) type Slot = u32;
@@ -156,10 +157,12 @@ fn split(parts: &mut Vec<Part>, at: u32) -> Vec<Part> {
     after
 }
 
-/// Makes room for more in steps of an eighth. A list that doubles would be half empty at worst.
+/// Makes room for more in steps of an eighth, and of a 32nd where the list is long, whose memory most allocators move
+/// without a copy. A list that doubles would be half empty at worst.
 pub(crate) fn make_room<T>(list: &mut Vec<T>) {
-    if list.len() == list.capacity() {
-        list.reserve_exact(list.len() / 8 + 64);
+    let len = list.len();
+    if len == list.capacity() {
+        list.reserve_exact((len / 8).min(len / 32 + 4_096) + 64);
     }
 }
 
@@ -176,8 +179,7 @@ pub(crate) struct Tree {
     /// By the digest of the first block.
     heads: HashTable<EdgeIndex>,
     digests: Vec<Digest>,
-    /// The edge of each slot.
-    owners: Vec<EdgeIndex>,
+    owners: Owners,
     /// Runs of free slots.
     free_slots: Vec<(Slot, u32)>,
     num_blocks: u32,
@@ -200,7 +202,7 @@ impl Tree {
     }
 
     pub(crate) fn edge_of(&self, slot: Slot) -> EdgeIndex {
-        self.owners[slot as usize]
+        self.owners.get(slot)
     }
 
     /// The edge of a block, and the number of its blocks before it.
@@ -330,7 +332,7 @@ impl Tree {
 
     fn put(&mut self, slot: Slot, digest: Digest, edge: EdgeIndex) {
         self.digests[slot as usize] = digest;
-        self.owners[slot as usize] = edge;
+        self.owners.set(slot, 1, edge);
         self.num_blocks += 1;
     }
 
@@ -350,8 +352,6 @@ impl Tree {
         }
         make_room(&mut self.digests);
         self.digests.push(0);
-        make_room(&mut self.owners);
-        self.owners.push(NONE);
         Some(slot)
     }
 
@@ -450,8 +450,7 @@ impl Tree {
         let edge = &self.edges[index as usize];
         for (at, run) in edge.slots.iter().enumerate() {
             let end = edge.slots.get(at + 1).map_or(edge.len, |next| next.start);
-            let first = run.slot as usize;
-            self.owners[first..first + (end - run.start) as usize].fill(index);
+            self.owners.set(run.slot, end - run.start, index);
         }
     }
 
@@ -590,12 +589,13 @@ impl Tree {
             + self.free_edges.capacity() * size_of::<EdgeIndex>()
             + self.heads.allocation_size()
             + self.digests.capacity() * size_of::<Digest>()
-            + self.owners.capacity() * size_of::<EdgeIndex>()
+            + self.owners.heap_bytes()
             + self.free_slots.capacity() * size_of::<(Slot, u32)>()
             + self.cut.capacity() * size_of::<EdgeIndex>()
     }
 
     pub(crate) fn check(&self, live: &Lanes, num_lanes: u32) -> Result<(), String> {
+        self.owners.check()?;
         let mut children = vec![0; self.edges.len()];
         let mut known = 0;
         for (index, edge) in self.edges() {

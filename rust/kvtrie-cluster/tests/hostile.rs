@@ -286,6 +286,37 @@ fn a_worker_that_restarts_often_costs_what_it_holds() {
     index.check().unwrap();
 }
 
+/// Whatever the numbers are at which tables and lists grow.
+#[test]
+fn bytes_of_a_block_of_a_long_path_have_a_bound() {
+    const PER_EVENT: u64 = 1_000;
+    for (moved_runs, most) in [(false, 33), (true, 49)] {
+        let config = IndexerConfig {
+            moved_runs,
+            ..IndexerConfig::new(common::SIZE)
+        };
+        let mut index = KvIndexer::new(config, &[3; 16]).unwrap();
+        let worker = index.add_worker(space()).unwrap();
+        for first in (0..300_000).step_by(PER_EVENT as usize) {
+            let hashes: Vec<u64> = (first..first + PER_EVENT).collect();
+            let tokens: Vec<u32> = (0..2 * PER_EVENT as u32)
+                .map(|at| 2 * first as u32 + at)
+                .collect();
+            let event = stored(&hashes, first.checked_sub(1), &tokens, "GPU");
+            apply(&mut index, worker, &[event]);
+            let stats = index.stats();
+            assert_eq!(stats.entries, first + PER_EVENT);
+            if stats.entries >= 100_000 {
+                let (bytes, entries) = (stats.bytes, stats.entries);
+                assert!(
+                    bytes <= most * entries,
+                    "{bytes} bytes for {entries} blocks, moved runs {moved_runs}"
+                );
+            }
+        }
+    }
+}
+
 proptest! {
     /// Whatever the bytes are, reading them ends, and what is read can be applied.
     #[test]
