@@ -263,6 +263,9 @@ impl Tree {
                 let next = edge.slot(at + 1);
                 return (self.digest(next) == digest).then_some(next);
             }
+            if edge.children == 0 {
+                return None;
+            }
         }
         self.head(digest).map(|edge| self.edge(edge).slots[0].slot)
     }

@@ -9,6 +9,7 @@ use kvtrie_cluster::{
 };
 use numpy::PyArray1;
 use pyo3::exceptions::PyValueError;
+use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyTuple};
 
@@ -474,9 +475,9 @@ impl PyKvIndexer {
             Ok(applied?)
         })?;
         let counts = PyDict::new(py);
-        counts.set_item("events", applied.events)?;
-        counts.set_item("refused", applied.refused)?;
-        counts.set_item("cleared", applied.cleared)?;
+        counts.set_item(intern!(py, "events"), applied.events)?;
+        counts.set_item(intern!(py, "refused"), applied.refused)?;
+        counts.set_item(intern!(py, "cleared"), applied.cleared)?;
         Ok(counts.into())
     }
 

@@ -63,14 +63,15 @@ impl<'a> EventCursor<'a> {
         Ok(Marker::from_u8(self.take(1, what)?[0]))
     }
 
-    fn number(&mut self, bytes: usize, what: &str) -> Read<u64> {
-        let digits = self.take(bytes, what)?.iter();
-        Ok(digits.fold(0, |number, &digit| number << 8 | u64::from(digit)))
+    fn number<const N: usize>(&mut self, what: &str) -> Read<u64> {
+        let mut digits = [0; 8];
+        digits[8 - N..].copy_from_slice(self.take(N, what)?);
+        Ok(u64::from_be_bytes(digits))
     }
 
     /// A length; every element takes a byte or more.
-    fn len(&mut self, bytes: usize, each: u64, what: &str) -> Read<usize> {
-        let len = self.number(bytes, what)?;
+    fn len<const N: usize>(&mut self, each: u64, what: &str) -> Read<usize> {
+        let len = self.number::<N>(what)?;
         self.fitting(len, each, what)
     }
 
@@ -93,8 +94,8 @@ impl<'a> EventCursor<'a> {
     pub(super) fn array(&mut self, what: &str) -> Read<usize> {
         match self.marker(what)? {
             Marker::FixArray(len) => self.fitting(len.into(), 1, what),
-            Marker::Array16 => self.len(2, 1, what),
-            Marker::Array32 => self.len(4, 1, what),
+            Marker::Array16 => self.len::<2>(1, what),
+            Marker::Array32 => self.len::<4>(1, what),
             other => Err(self.unexpected(what, other)),
         }
     }
@@ -103,11 +104,11 @@ impl<'a> EventCursor<'a> {
     pub(super) fn fields(&mut self, what: &str) -> Read<EventForm> {
         match self.marker(what)? {
             Marker::FixMap(len) => Ok(EventForm::Map(self.fitting(len.into(), 2, what)?)),
-            Marker::Map16 => Ok(EventForm::Map(self.len(2, 2, what)?)),
-            Marker::Map32 => Ok(EventForm::Map(self.len(4, 2, what)?)),
+            Marker::Map16 => Ok(EventForm::Map(self.len::<2>(2, what)?)),
+            Marker::Map32 => Ok(EventForm::Map(self.len::<4>(2, what)?)),
             Marker::FixArray(len) => Ok(EventForm::Array(self.fitting(len.into(), 1, what)?)),
-            Marker::Array16 => Ok(EventForm::Array(self.len(2, 1, what)?)),
-            Marker::Array32 => Ok(EventForm::Array(self.len(4, 1, what)?)),
+            Marker::Array16 => Ok(EventForm::Array(self.len::<2>(1, what)?)),
+            Marker::Array32 => Ok(EventForm::Array(self.len::<4>(1, what)?)),
             other => Err(self.unexpected(what, other)),
         }
     }
@@ -116,9 +117,9 @@ impl<'a> EventCursor<'a> {
     fn bytes_of(&mut self, marker: Marker, what: &str) -> Read<&'a [u8]> {
         let len = match marker {
             Marker::FixStr(len) => len.into(),
-            Marker::Str8 | Marker::Bin8 => self.len(1, 1, what)?,
-            Marker::Str16 | Marker::Bin16 => self.len(2, 1, what)?,
-            Marker::Str32 | Marker::Bin32 => self.len(4, 1, what)?,
+            Marker::Str8 | Marker::Bin8 => self.len::<1>(1, what)?,
+            Marker::Str16 | Marker::Bin16 => self.len::<2>(1, what)?,
+            Marker::Str32 | Marker::Bin32 => self.len::<4>(1, what)?,
             other => return Err(self.unexpected(what, other)),
         };
         self.take(len, what)
@@ -153,14 +154,14 @@ impl<'a> EventCursor<'a> {
         Ok(match marker {
             Marker::FixPos(number) => (number.into(), false),
             Marker::FixNeg(number) => signed(number.into()),
-            Marker::U8 => (self.number(1, what)?, false),
-            Marker::U16 => (self.number(2, what)?, false),
-            Marker::U32 => (self.number(4, what)?, false),
-            Marker::U64 => (self.number(8, what)?, false),
+            Marker::U8 => (self.number::<1>(what)?, false),
+            Marker::U16 => (self.number::<2>(what)?, false),
+            Marker::U32 => (self.number::<4>(what)?, false),
+            Marker::U64 => (self.number::<8>(what)?, false),
             Marker::I8 => signed(i8::from_be_bytes([self.take(1, what)?[0]]).into()),
-            Marker::I16 => signed((self.number(2, what)? << 48).cast_signed() >> 48),
-            Marker::I32 => signed((self.number(4, what)? << 32).cast_signed() >> 32),
-            Marker::I64 => signed(self.number(8, what)?.cast_signed()),
+            Marker::I16 => signed((self.number::<2>(what)? << 48).cast_signed() >> 48),
+            Marker::I32 => signed((self.number::<4>(what)? << 32).cast_signed() >> 32),
+            Marker::I64 => signed(self.number::<8>(what)?.cast_signed()),
             other => return Err(self.unexpected(what, other)),
         })
     }
@@ -257,19 +258,19 @@ impl<'a> EventCursor<'a> {
                 Marker::FixExt4 => (5, 0),
                 Marker::FixExt8 => (9, 0),
                 Marker::FixExt16 => (17, 0),
-                Marker::Ext8 => (self.len(1, 1, what)? + 1, 0),
-                Marker::Ext16 => (self.len(2, 1, what)? + 1, 0),
-                Marker::Ext32 => (self.len(4, 1, what)? + 1, 0),
+                Marker::Ext8 => (self.len::<1>(1, what)? + 1, 0),
+                Marker::Ext16 => (self.len::<2>(1, what)? + 1, 0),
+                Marker::Ext32 => (self.len::<4>(1, what)? + 1, 0),
                 Marker::FixStr(len) => (len.into(), 0),
-                Marker::Str8 | Marker::Bin8 => (self.len(1, 1, what)?, 0),
-                Marker::Str16 | Marker::Bin16 => (self.len(2, 1, what)?, 0),
-                Marker::Str32 | Marker::Bin32 => (self.len(4, 1, what)?, 0),
+                Marker::Str8 | Marker::Bin8 => (self.len::<1>(1, what)?, 0),
+                Marker::Str16 | Marker::Bin16 => (self.len::<2>(1, what)?, 0),
+                Marker::Str32 | Marker::Bin32 => (self.len::<4>(1, what)?, 0),
                 Marker::FixArray(len) => (0, u64::from(len)),
-                Marker::Array16 => (0, self.len(2, 1, what)? as u64),
-                Marker::Array32 => (0, self.len(4, 1, what)? as u64),
+                Marker::Array16 => (0, self.len::<2>(1, what)? as u64),
+                Marker::Array32 => (0, self.len::<4>(1, what)? as u64),
                 Marker::FixMap(len) => (0, 2 * u64::from(len)),
-                Marker::Map16 => (0, 2 * self.len(2, 2, what)? as u64),
-                Marker::Map32 => (0, 2 * self.len(4, 2, what)? as u64),
+                Marker::Map16 => (0, 2 * self.len::<2>(2, what)? as u64),
+                Marker::Map32 => (0, 2 * self.len::<4>(2, what)? as u64),
                 Marker::Reserved => return Err(self.unexpected(what, marker)),
             };
             self.take(bytes, what)?;
