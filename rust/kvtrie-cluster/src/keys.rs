@@ -26,6 +26,7 @@ const PRIME: u64 = (1 << 61) - 1;
 #[derive(Clone)]
 pub(crate) struct Keys {
     extra: SipHasher24,
+    wide: SipHasher24,
     chain: SipHasher24,
     approximate: SipHasher24,
     namespace: SipHasher24,
@@ -100,6 +101,7 @@ impl Keys {
         }
         Ok(Self {
             extra: sip(b"kvtrie.extra"),
+            wide: sip(b"kvtrie.wide"),
             chain: sip(b"kvtrie.chain"),
             approximate: sip(b"kvtrie.moved"),
             namespace: sip(b"kvtrie.space"),
@@ -149,6 +151,18 @@ impl Keys {
         let mut hasher = self.extra;
         hasher.write(&contents.to_le_bytes());
         hasher.write(extra);
+        hasher.finish128().as_u128()
+    }
+
+    /// The contents of a block with token ids beyond 32 bits, as some engines write them in the place of images: these,
+    /// and their places in the block.
+    pub(crate) fn with_wide(&self, contents: u128, ids: &[(usize, u64)]) -> u128 {
+        let mut hasher = self.wide;
+        hasher.write(&contents.to_le_bytes());
+        for &(at, id) in ids {
+            hasher.write(&(at as u64).to_le_bytes());
+            hasher.write(&id.to_le_bytes());
+        }
         hasher.finish128().as_u128()
     }
 

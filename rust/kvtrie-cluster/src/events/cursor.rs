@@ -191,13 +191,14 @@ impl<'a> EventCursor<'a> {
         }
     }
 
-    /// Reads so many token ids.
+    /// Reads so many token ids, of those beyond 32 bits the low half. These go to `wide` as they are, with their places.
     ///
     /// Each id says where the next one begins, and reading waits for that. So its length is computed without a branch,
     /// which a processor would guess wrong for many ids of a large vocabulary, and two ids share one load.
-    pub(super) fn tokens(&mut self, into: &mut [u32]) -> Read<()> {
+    pub(super) fn tokens(&mut self, into: &mut [u32], wide: &mut Vec<(usize, u64)>) -> Read<()> {
         let (pairs, last) = into.as_chunks_mut::<2>();
-        for [first, second] in pairs {
+        let num_paired = 2 * pairs.len();
+        for (pair, [first, second]) in pairs.iter_mut().enumerate() {
             if let Some(word) = self.word(self.at) {
                 let len = len_of_id(word);
                 // Nonsense where the word is no id.
@@ -212,10 +213,11 @@ impl<'a> EventCursor<'a> {
                     continue;
                 }
             }
-            (*first, *second) = (self.token()?, self.token()?);
+            *first = self.token(2 * pair, wide)?;
+            *second = self.token(2 * pair + 1, wide)?;
         }
         for token in last {
-            *token = self.token()?;
+            *token = self.token(num_paired, wide)?;
         }
         Ok(())
     }
@@ -226,14 +228,13 @@ impl<'a> EventCursor<'a> {
         Some(u64::from_le_bytes(*bytes))
     }
 
-    fn token(&mut self) -> Read<u32> {
+    #[expect(clippy::cast_possible_truncation, reason = "the low half is wanted")]
+    fn token(&mut self, at: usize, wide: &mut Vec<(usize, u64)>) -> Read<u32> {
         let token = self.uint("a token id")?;
-        u32::try_from(token).map_err(|_| {
-            self.wrong(format!(
-                "a token id is {token}; it must be in [0, {})",
-                1_u64 << 32
-            ))
-        })
+        if token >= 1 << 32 {
+            wide.push((at, token));
+        }
+        Ok(token as u32)
     }
 
     /// Skips one value, however deep it is.
@@ -351,12 +352,12 @@ mod tests {
             raw.resize(end + after, 0xcd);
             let mut cursor = EventCursor::new(&raw);
             let mut read = vec![0; expected.len()];
-            cursor.tokens(&mut read).unwrap();
+            cursor.tokens(&mut read, &mut Vec::new()).unwrap();
             prop_assert_eq!((read, cursor.at()), (expected, end));
             // The last one is cut short.
             if let (true, Some(cut)) = (after == 0, end.checked_sub(1)) {
                 let mut ids = vec![0; cursor.at().max(1)];
-                prop_assert!(EventCursor::new(&raw[..cut]).tokens(&mut ids).is_err());
+                prop_assert!(EventCursor::new(&raw[..cut]).tokens(&mut ids, &mut Vec::new()).is_err());
             }
         }
     }

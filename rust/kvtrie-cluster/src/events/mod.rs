@@ -213,8 +213,9 @@ struct Fields<'a> {
 #[derive(Default)]
 struct Scratch {
     hashes: SmallVec<[u64; 16]>,
-    /// The tokens of one block.
+    /// The tokens of one block, and those beyond 32 bits with their places in it.
     tokens: Vec<u32>,
+    wide: Vec<(usize, u64)>,
     /// Number of token ids of the event.
     num_tokens: usize,
     /// The bytes of each block's extra keys; empty ranges where there are none.
@@ -438,19 +439,23 @@ impl EventReader {
         blocks.reserve(whole);
         scratch.tokens.resize(self.block_size, 0);
         for _ in 0..whole {
-            cursor.tokens(&mut scratch.tokens)?;
-            let (contents, fingerprint) = if self.moved_runs {
+            scratch.wide.clear();
+            cursor.tokens(&mut scratch.tokens, &mut scratch.wide)?;
+            let (mut contents, fingerprint) = if self.moved_runs {
                 self.keys.block(&scratch.tokens)
             } else {
                 (self.keys.contents(&scratch.tokens), 0)
             };
+            if !scratch.wide.is_empty() {
+                contents = self.keys.with_wide(contents, &scratch.wide);
+            }
             blocks.push(EventBlock {
                 hash: 0,
                 contents,
                 fingerprint,
             });
         }
-        cursor.tokens(&mut scratch.tokens[..rest])
+        cursor.tokens(&mut scratch.tokens[..rest], &mut scratch.wide)
     }
 
     fn hash(&self, hash: RawHash<'_>) -> u64 {
