@@ -164,6 +164,19 @@ def test_a_snapshot_is_what_all_events_leave(
     assert {one.get("medium", "GPU") for one in events} == {"GPU"}
 
 
+def test_a_snapshot_has_images(made: Callable[..., tuple[Side, SnapshotSource]]) -> None:
+    """An id beyond 32 bits ended the source."""
+    side, source = made()
+    ids = [1, 2, 2**40, 2**62 + 1, 3, 4]
+    side.insert(ids)
+    side.cache.take_events()
+    until(lambda: source._number == 0)
+    batch = asking.answers(source, 0)
+    assert claims(batch, [1, 2, 0, 1, 3, 4]) == 2
+    _, events, _ = msgspec.msgpack.decode(batch)
+    assert [one for event in events[1:] for one in event["token_ids"]] == ids
+
+
 def test_pages_of_a_key_that_no_event_tells_are_left_out(
     made: Callable[..., tuple[Side, SnapshotSource]],
 ) -> None:

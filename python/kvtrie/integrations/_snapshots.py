@@ -130,7 +130,10 @@ class StreamBlocks:
         kind = self._form.shared_of(event)
         blocks, copies, children = self._blocks, self._copies, self._children
         extra = getattr(event, "extra_keys", None)
-        all_tokens = array("I", event.token_ids).tobytes()
+        try:
+            all_tokens = array("I", event.token_ids).tobytes()
+        except OverflowError:  # SGLang's ids in the place of images
+            all_tokens = array("q", event.token_ids).tobytes()
         width = len(all_tokens) // max(len(event.block_hashes), 1)
         for at, one in enumerate(event.block_hashes):
             if one not in blocks:
@@ -225,9 +228,14 @@ class StreamBlocks:
         return self._form.stored(
             block_hashes=hashes,
             parent_block_hash=blocks[0][0],
-            token_ids=array("I", b"".join(block[1] for block in blocks)).tolist(),
+            token_ids=[one for block in blocks for one in _ids(block[1], given["block_size"])],
             **given,
         )
+
+
+def _ids(kept: bytes, count: int) -> array[int]:
+    """So many token ids, of 32 bits or of 64."""
+    return array("I" if len(kept) == 4 * count else "q", kept)
 
 
 class SnapshotSource:
