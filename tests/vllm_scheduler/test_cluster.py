@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import pytest
 from tests.vllm.prompts import words
 from tests.vllm.traffic import Traffic
 from tests.vllm_scheduler.test_events import UNCHECKED, enabled, finds, in_flight, listen
@@ -76,3 +80,95 @@ def test_an_index_of_workers_answers_what_vllm_finds(
     assert num_moved > 0
     fed.index.check()
     assert vllm.counts["errors"] == 0
+
+
+class DynamoTree:
+    """Dynamo's index of workers, which its publisher feeds with an engine's events."""
+
+    def __init__(self, vllm: Core) -> None:
+        self._core = pytest.importorskip("dynamo._core", reason="ai-dynamo-runtime is missing")
+        listen(vllm)
+        self.tree = self._core.RadixTree()
+        vllm.scheduler.kv_event_publisher.publish = self.take
+        self.num_events = self.num_removed = 0
+        self._copies: Counter[int] = Counter()
+        # Blocks of tenants, which Dynamo's hashes do not tell apart.
+        self._salted: set[int] = set()
+
+    def take(self, batch: Any) -> None:
+        for event in batch.events:
+            hashes = [self._named(one) for one in getattr(event, "block_hashes", ())]
+            kind = type(event).__name__
+            if kind == "BlockStored":
+                self._store(event, hashes)
+            elif kind == "BlockRemoved":
+                self._remove(hashes)
+            else:
+                assert kind == "AllBlocksCleared"
+                self.tree.clear_all_blocks(0)
+                self._copies.clear()
+
+    def _store(self, event: Any, hashes: list[int]) -> None:
+        parent = event.parent_block_hash
+        above = None if parent is None else self._named(parent)
+        if any(event.extra_keys or ()) or above in self._salted:
+            self._salted.update(hashes)
+            return
+        self._copies.update(hashes)
+        contents = self._core.compute_block_hash_for_seq(list(event.token_ids), BLOCK)
+        blocks = [
+            {"block_hash": name, "tokens_hash": tokens}
+            for name, tokens in zip(hashes, contents, strict=True)
+        ]
+        self._apply({"stored": {"parent_hash": above, "blocks": blocks}})
+
+    def _remove(self, hashes: list[int]) -> None:
+        gone = []
+        for name in hashes:
+            if name not in self._salted:
+                self._copies[name] -= 1
+                gone += [name] if not self._copies[name] else []
+        if gone:
+            self.num_removed += len(gone)
+            self._apply({"removed": {"block_hashes": gone}})
+
+    def _apply(self, data: dict[str, Any]) -> None:
+        self.num_events += 1
+        said = json.dumps({"event_id": self.num_events, "data": data}).encode()
+        # It forgets what follows a block that is removed, and refuses what is said of that later.
+        with suppress(RuntimeError):
+            self.tree.apply_event(0, said)
+
+    @staticmethod
+    def _named(one: int | bytes) -> int:
+        return int.from_bytes(one[-8:], "big") if isinstance(one, bytes) else one & (1 << 64) - 1
+
+    def claims(self, tokens: Sequence[int]) -> int:
+        whole = list(tokens[: (len(tokens) - 1) // BLOCK * BLOCK])
+        if not whole:
+            return 0
+        hashes = self._core.compute_block_hash_for_seq(whole, BLOCK)
+        return BLOCK * max(self.tree.find_matches(hashes).scores.values(), default=0)
+
+
+@in_flight
+def test_an_index_of_dynamo_claims_no_more_than_vllm_finds(
+    core: Callable[..., Core], in_flight: bool
+) -> None:
+    """While approximate blocks were published as plain ones it claimed 352 tokens of 128."""
+    options = SMALL | {"kv_events_config": enabled()}
+    vllm = core(connector=UNCHECKED, gaps=True, in_flight=in_flight, **options)
+    fed = DynamoTree(vllm)
+    run = Run(vllm, seed=91 + in_flight)
+    run.go(360)
+    seen = [list(ask.prompt) + vllm.answers[name].tokens for name, (ask, _) in run.asked.items()]
+    rng, num_over, num_found, num_moved = Traffic(seed=5).random, 0, 0, 0
+    for _ in range(NUM_PROBES):
+        history = rng.choice(seen)
+        probe = history[: rng.randrange(1, len(history) + 1)] + words(rng.randrange(3), 1)
+        claimed = fed.claims(probe)
+        num_over += claimed > finds(vllm, probe)
+        num_found += claimed > 0
+    num_moved = vllm.counts["tokens_moved"]
+    assert num_over == 0
+    assert min(num_found, fed.num_removed, num_moved) > NUM_PROBES // 100
