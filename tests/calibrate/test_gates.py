@@ -262,6 +262,18 @@ def test_verdict_says_value_and_limit(own: gates.Figures, state: str, said: str)
     assert said in str(verdict.reason)
 
 
+def test_mean_beyond_its_limit_clears_nothing_however_few_conversations_make_it() -> None:
+    """The evidence caps what one conversation counts, which hid the top 1 of these three."""
+    few = 3 * (0.6,) + 57 * (0.0,)
+    own = replace(GOOD, top1=FLOOR.top1 - 0.03, top1_drop=few)
+    verdict = kind(own=own).verdict(gates.Thresholds())
+    assert (verdict.state, verdict.looks_worse) == ("undecided", True)
+    assert "96.00% of the likeliest tokens agree, the limit is 98.00%" in str(verdict.reason)
+    own = replace(GOOD, kl_mean=FLOOR.kl_mean + 0.03, kl_excess=few)
+    verdict = kind(own=own).verdict(gates.Thresholds())
+    assert (verdict.state, verdict.looks_worse) == ("undecided", True)
+
+
 def test_accuracy_per_kind_takes_more_questions() -> None:
     limits = gates.Thresholds(loss_per_kind=True)
     verdict = kind().verdict(limits)

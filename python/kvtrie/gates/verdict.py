@@ -113,7 +113,7 @@ class Kind:
         return (
             self._excess > limits.max_kl
             or self.figures.kl_p99 - self.floor.kl_p99 > limits.max_kl_p99
-            or self.floor.top1 - self.figures.top1 > self._most_drop(limits)
+            or self._drop > self._most_drop(limits)
         )
 
     def _shown_worse(self, limits: Thresholds) -> list[str]:
@@ -148,7 +148,8 @@ class Kind:
                 f"{limits.max_kl_p99:.4g}"
             )
         drop = self._most_drop(limits)
-        if not is_below(one.top1_drop, drop, _most(drop)):
+        # The evidence counts a conversation with at most SPAN limits, so the mean itself counts too.
+        if self._drop > drop or not is_below(one.top1_drop, drop, _most(drop)):
             found.append(f"{self._top1(limits)}: not shown by {one.cases} conversations")
         if limits.loss_per_kind and not is_below(one.losses, limits.max_loss, 1.0):
             needed = questions_needed(one.lost, one.gained, limits.max_loss)
@@ -202,6 +203,10 @@ class Kind:
     @property
     def _excess(self) -> float:
         return self.figures.kl_mean - self.floor.kl_mean
+
+    @property
+    def _drop(self) -> float:
+        return self.floor.top1 - self.figures.top1
 
     def _most_drop(self, limits: Thresholds) -> float:
         return (1 - limits.min_top1) * self.floor.top1
