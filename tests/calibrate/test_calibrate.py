@@ -7,6 +7,7 @@ import shutil
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 from tests.pretended import pretended_gpu
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -215,6 +216,27 @@ def test_probe_is_measured_with_records() -> None:
     assert lax.computed < probe.computed
     assert abs(fronts.computed - probe.computed) < 0.1 * fronts.computed
     assert fronts.kl_mean != probe.kl_mean
+
+
+def test_plan_without_records_is_not_measured_as_the_probes() -> None:
+    """An engine plans it again with fronts, so the verdict on the probe would be of fronts."""
+    path = shipped.model_path("gqa")
+    model = Model(AutoModelForCausalLM.from_pretrained(path).eval(), 16)
+    renderer = Renderer(AutoTokenizer.from_pretrained(path))
+    first, last = [renderer.step(prompt) for prompt in edits.case("prune", 1).prompts]
+    pool = model.pool(tokens_needed([first, last], 16))
+    space = Workspace(model, pool, 16, has_records=True)
+    probe, fronts = (policies.policy(f"rotated+{name}30") for name in ("probe", "fronts"))
+    space.keep(first, probe)
+    reply = first.reply[:4]
+    assert space.try_(last, reply, probe).terms is not None
+    space._repair.forget(np.arange(pool.num_blocks, dtype=np.int32))
+    trial, want = (space.try_(last, reply, one) for one in (probe, fronts))
+    assert trial.terms is None
+    assert want.terms is not None
+    assert trial.usage == want.usage
+    assert torch.equal(trial.rows, want.rows)
+    assert space._store.index.stats().live_plans == 0
 
 
 def test_on_a_gpu_it_measures_what_it_does_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

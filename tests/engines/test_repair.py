@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from tests.cleared import gate, kind
 from tests.engines.architectures import CONFIGS
 from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import kvtrie
+from kvtrie import gates
 from kvtrie.engines import _repair, _runner
+from kvtrie.engines._repair import RepairCounts
 from kvtrie.engines._runner import Runner
 from kvtrie.engines.transformers import Generator
 from kvtrie.kernels import reference as reference_kernels
@@ -171,6 +174,75 @@ def test_fronts_where_records_are_missing_or_do_not_fit(make: Make, ids: Ids) ->
     generator.generate(text, max_new_tokens=1)
     generator._repair.forget(np.arange(128, dtype=np.int32))
     check(generator)
+
+
+PROBE = kvtrie.ReusePolicy(min_run=16, recompute_share=0.25, repair="probe", scope="namespace")
+FRONTS = PROBE.replace(repair="fronts")
+
+
+def gated(generator: Generator, *policies: kvtrie.ReusePolicy) -> gates.Gate:
+    """A gate that clears these for every plan."""
+    own = generator.namespace()
+    named = [gates.Measured(one.repair, one, (kind(),)) for one in policies]
+    return gate(
+        model=own.model, kv_dtype=own.kv_dtype, rope=own.rope, measured=tuple(named), policy=FRONTS
+    )
+
+
+@pytest.mark.parametrize("records", [None, "model"])
+@pytest.mark.parametrize("cleared", [(PROBE,), (PROBE, FRONTS)], ids=["probe", "both"])
+def test_a_gate_that_clears_the_probe_does_not_clear_fronts(
+    cleared: tuple[kvtrie.ReusePolicy, ...],
+    records: str | None,
+    make: Make,
+    ids: Ids,
+    check_drained: Check,
+) -> None:
+    """What lacks records got fronts under the verdict on the probe."""
+    text, prompt = edited(ids)
+    generator = make(num_blocks=128, gate=gated(make(), *cleared), records=records)
+    generator.generate(text, max_new_tokens=1)
+    generator._repair.forget(np.arange(128, dtype=np.int32))
+    request = generator.submit(prompt, max_new_tokens=1, policy=PROBE)
+    generator.step()
+    assert generator.repair_counts == RepairCounts(chosen=0, without_records=1)
+    assert request.decision.policy == (FRONTS if len(cleared) == 2 else kvtrie.EXACT_ONLY)
+    assert request.usage is not None
+    assert (request.usage.moved > 0) == (len(cleared) == 2)
+    check_drained(generator)
+
+
+def test_a_ladder_without_records_is_that_of_a_generator_without_them(
+    make: Make, ids: Ids, check_drained: Check
+) -> None:
+    text, prompt = edited(ids)
+    own = [one.replace(scope="conversation") for one in (PROBE, FRONTS)]
+    for cleared, is_moved in ((own[:1], False), (own, True)):
+        generator = make(num_blocks=128, gate=gated(make(), *cleared), records="model")
+        generator.generate(text, max_new_tokens=1, session="chat")
+        assert generator.generate(prompt, max_new_tokens=1, session="chat").usage.moved > 0
+        generator.forget()
+        generator.generate(text, max_new_tokens=1, session="chat")
+        generator._repair.forget(np.arange(128, dtype=np.int32))
+        done = generator.generate(prompt, max_new_tokens=1, session="chat")
+        assert (done.usage.moved > 0) == is_moved
+        assert done.decision.policy.repair == "fronts"
+        check_drained(generator)
+
+
+def test_fronts_in_place_of_the_probe_are_not_reused_as_its_own(make: Make, ids: Ids) -> None:
+    """A plan under the probe's policy used KV that was built with fronts."""
+    text, prompt = edited(ids)
+    generator = make(num_blocks=128, gate="unchecked", records="model")
+    generator.generate(text, max_new_tokens=1)
+    generator._repair.forget(np.arange(128, dtype=np.int32))
+    assert generator.generate(prompt, max_new_tokens=1, policy=PROBE).usage.moved > 0
+    assert generator.repair_counts.without_records == 1
+    seq = kvtrie.TokenSequence(prompt, generator.namespace())
+    with generator.index.plan(seq, FRONTS) as plan:
+        assert len(plan.blocks) == (len(prompt) - 1) // 4
+    with generator.index.plan(seq, PROBE) as plan:
+        assert len(plan.blocks) < (len(prompt) - 1) // 4
 
 
 def test_the_probe_runs_what_is_computed_before_the_last_moved_token(

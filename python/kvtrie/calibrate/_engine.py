@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -79,6 +79,9 @@ class Model:
         """The probe that an engine with records has; LayoutError if the model has none."""
         if self.layout.v_head_dim == 0:
             msg = "records are of heads with K and V; this model caches latent rows"
+            raise LayoutError(msg)
+        if not self.is_sparse:
+            msg = "this model computes gap by gap, so no engine chooses by records: measure fronts"
             raise LayoutError(msg)
         return LayerProbe(self.model)
 
@@ -243,12 +246,21 @@ class Workspace:
             return terms(plan), left
 
     def try_(self, step: Step, reply: list[int], policy: Policy) -> Trial:
-        """Build a prompt's KV under a policy and predict each token of a reply; keep nothing."""
+        """Build a prompt's KV under a policy and predict each token of a reply; keep nothing.
+
+        A plan that lacks records is none of this policy's: it is made again with fronts, as engines
+        do, and has no terms.
+        """
         store, size = self._store, self._model.layout.block_size
         self._copier.rotates = policy.rotates
         seq = TokenSequence(np.array(step.prompt + reply[:-1], dtype=np.uint32), self._space)
-        with self._plan(step, policy) as plan:
+        with contextlib.ExitStack() as stack:
+            plan = stack.enter_context(self._plan(step, policy))
             found = terms(plan)
+            if self._repair.lacks_records(plan, policy.reuse):
+                plan.release()
+                policy = replace(policy, reuse=policy.reuse.replace(repair="fronts"))
+                plan, found = stack.enter_context(self._plan(step, policy)), None
             needed = -(-len(seq) // size) - len(plan.blocks)
             fresh = store.allocator.allocate(needed, evict_from=store.index)
             self._repair.forget(fresh)

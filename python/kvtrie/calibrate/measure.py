@@ -44,6 +44,7 @@ from kvtrie.calibrate._steps import (
 from kvtrie.calibrate._tally import FLOOR, Observed, Tally
 from kvtrie.calibrate.logged import Session
 from kvtrie.engines._products import speed_up
+from kvtrie.engines._repair import BY_RECORDS
 from kvtrie.models.directory import checked_model_dir
 from kvtrie.models.fingerprint import (
     CheckpointError,
@@ -432,8 +433,7 @@ class _Bench:
         self._ways = [named.policy(FLOOR), self._base, *chosen]
         self._min_run = min(one.reuse.min_run or named.LEAST_RUN for one in chosen)
         self._has_records = any(
-            one.reuse.repair in ("probe", "question", "adaptive") and one.reuse.recompute_share
-            for one in chosen
+            one.reuse.repair in BY_RECORDS and one.reuse.recompute_share for one in chosen
         )
 
     @property

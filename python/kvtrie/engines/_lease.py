@@ -27,7 +27,9 @@ class Lease:
     works after an exception at any point, none is held. Until then only the ledger changes ``seq``.
     ``headroom`` blocks stay available for others; `OutOfBlocksError` evicts nothing. A plan that
     ``decision`` does not clear is made again under the policy that it names, and judged again;
-    ``decision`` is then the one that holds.
+    ``decision`` is then the one that holds. A plan that lacks the records by which its policy has
+    tokens chosen is made again under ``without_records``, and judged by it; without a decision,
+    with fronts of runs.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class Lease:
         moved_end: int | None = None,
         headroom: int = 0,
         decision: Decision | None = None,
+        without_records: Decision | None = None,
         watch: Watched = UNWATCHED,
     ) -> None:
         self._store = store
@@ -50,13 +53,27 @@ class Lease:
         def planned(policy: ReusePolicy) -> ReusePlan:
             return store.index.plan(seq, policy, keep_last=1, session=session, moved_end=moved_end)
 
-        with watch.phase("plan", len(seq)):
+        def judged(policy: ReusePolicy, decision: Decision | None) -> ReusePolicy:
             self.plan = planned(policy)
-            while decision is not None and (judged := decision.of(self.plan)) is not decision:
+            while decision is not None and (other := decision.of(self.plan)) is not decision:
                 self.plan.release()
-                decision, policy = judged, judged.policy
+                decision, policy = other, other.policy
                 self.plan = planned(policy)
-        self.decision = decision
+            self.decision = decision
+            return policy
+
+        with watch.phase("plan", len(seq)):
+            policy = judged(policy, decision)
+            repair = store.repair
+            lacks_records = repair is not None and repair.lacks_records(self.plan, policy)
+            if lacks_records:
+                self.plan.release()
+                if decision is None:
+                    policy = judged(policy.replace(repair="fronts"), None)
+                elif without_records is None:
+                    policy = judged(policy.replace(approximate=False), None)
+                else:
+                    policy = judged(without_records.policy, without_records)
         fresh = np.empty(0, dtype=np.int32)
         try:
             watch.planned(Planned(seq, self.plan, policy, session, moved_end, decision is None))
@@ -65,9 +82,10 @@ class Lease:
             moves = self.plan.moves(table)
             with watch.phase("copy", int(moves["num_tokens"].sum())):
                 store.pool.apply(moves, items=self.plan.items)
-                if store.repair is not None:
+                if repair is not None:
                     # The tokens that it chooses are computed over their copies.
-                    store.repair.apply(self.plan, policy, seq, table, moves)
+                    repair.apply(self.plan, policy, seq, table, moves)
+                    repair.counts.without_records += lacks_records
             # Copies and later writes run on one stream, in this order.
             self.plan.release_sources()
             store.ledger.begin(self, seq, table, source=self.plan, session=session)

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import torch
 
+from kvtrie._core import LayoutError
 from kvtrie.kernels import reference
-from kvtrie.repair.choice import Adaptive, Fronts, Moved, Probed, as_ranges
+from kvtrie.repair.choice import Adaptive, Moved, Probed, as_ranges
 from kvtrie.repair.ngrams import Ngrams
 
 if TYPE_CHECKING:
@@ -31,6 +32,9 @@ _QUESTION: Final = 64
 # Tokens to compute before the last moved one that the probe runs through the layers up to its own.
 _MOST_SEEN: Final = 1024
 
+BY_RECORDS: Final = ("probe", "question", "adaptive")
+"""Ways to choose tokens that need records of them."""
+
 
 @dataclass(slots=True)
 class RepairCounts:
@@ -38,9 +42,9 @@ class RepairCounts:
 
     Attributes:
         chosen: Plans whose policy leaves the choice to the engine, and got what it asks for.
-        without_records: Plans that got fronts instead, because a token has no record, the records
-            are of another layer, size or element type, or too much before the last moved token is
-            to compute anyway.
+        without_records: Plans that were made again without a choice by records, because a token has
+            none, they are of another layer, size or element type, or too much before the last moved
+            token is to compute anyway.
     """
 
     chosen: int = 0
@@ -81,6 +85,30 @@ class Repair:
         if self._records is not None:
             self._records.forget(blocks)
 
+    def lacks_records(self, plan: ReusePlan, policy: ReusePolicy) -> bool:
+        """Whether the policy chooses by records, and the plan moves what it cannot choose from.
+
+        Such a plan is to be made again, under a policy that needs no records: what another choice
+        computes must not pass for KV of this policy.
+
+        Args:
+            plan: A plan without copies.
+            policy: Its policy.
+        """
+        if policy.repair not in BY_RECORDS or not policy.recompute_share:
+            return False
+        moved = Moved.of(plan, np.empty(0, dtype=np.int64), self._pool.layout.block_size)
+        if not len(moved.numbers):
+            return False
+        probe, records = self._probe, self._records
+        if probe is None or records is None or not self._fits(probe, records):
+            return True
+        if not self._runner.is_sparse or not records.has(plan.source_blocks):
+            return True
+        # The probe attends to what is before the last moved token; a question is after it.
+        end = None if policy.repair == "question" else int(moved.runs[-1][1])
+        return sum(last - first for first, last in _gaps(moved, end)) > _MOST_SEEN
+
     def apply(
         self,
         plan: ReusePlan,
@@ -89,7 +117,10 @@ class Repair:
         table: NDArray[np.int32],
         moves: NDArray[np.void],
     ) -> None:
-        """Move records with KV that was copied; have the plan compute what the policy asks for."""
+        """Move records with KV that was copied; have the plan compute what the policy asks for.
+
+        The plan does not lack records.
+        """
         if self._records is not None:
             self._records.move(moves)
         if policy.repair == "fronts" or policy.recompute_share == 0:
@@ -101,35 +132,21 @@ class Repair:
         )
         if not len(moved.runs):
             return
-        chooser = self._chooser(policy, moved, table)
-        if chooser is None:
-            self.counts.without_records += 1
-            chooser = Fronts()
-        else:
-            self.counts.chosen += 1
+        chooser = Ngrams() if policy.repair == "ngrams" else self._by_records(policy, moved, table)
+        self.counts.chosen += 1
         plan.recompute(chooser.choose(moved, policy.recompute_share))
 
     def _contexts(self, moved: Moved, moves: NDArray[np.void]) -> _Contexts:
         return _Contexts(self._index, moved, moves, self._pool.layout.block_size)
 
-    def _chooser(
-        self, policy: ReusePolicy, moved: Moved, table: NDArray[np.int32]
-    ) -> Chooser | None:
-        if policy.repair == "ngrams":
-            return Ngrams()
-        probe, records = self._probe, self._records
-        if probe is None or records is None or not self._fits(probe, records):
-            return None
-        positions = moved.positions
-        slots = _slots(self._pool, table, positions)
-        kept = records.read(slots)
-        if kept is None or not self._runner.is_sparse:
-            return None
-        # The probe attends to what is before the last moved token; a question is after it.
+    def _by_records(self, policy: ReusePolicy, moved: Moved, table: NDArray[np.int32]) -> Chooser:
+        probe, records, positions = self._probe, self._records, moved.positions
+        kept = None if records is None else records.read(_slots(self._pool, table, positions))
+        if probe is None or kept is None:
+            msg = f"repair={policy.repair!r}: a moved token has no record"
+            raise LayoutError(msg)
         end = len(moved.tokens) if policy.repair == "question" else int(positions[-1]) + 1
-        gaps = [tuple(gap) for gap in moved.gaps.tolist() if gap[0] < end]
-        if sum(stop - start for start, stop in gaps) > _MOST_SEEN:
-            return None
+        gaps = _gaps(moved, end)
         with probe.seeing(stop=True) as seen:
             if gaps:
                 self._runner.begin(moved.tokens, table, gaps)
@@ -199,6 +216,11 @@ class _Contexts:
 
     def __call__(self, number: int) -> NDArray[np.uint32] | None:
         return self._index.path_tokens(self._blocks[number])
+
+
+def _gaps(moved: Moved, end: int | None) -> list[tuple[int, int]]:
+    """What a plan computes anyway, as far as it begins before ``end``; None: all of it."""
+    return [(first, last) for first, last in moved.gaps.tolist() if end is None or first < end]
 
 
 def _ranks(scores: torch.Tensor) -> torch.Tensor:

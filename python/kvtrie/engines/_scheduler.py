@@ -39,6 +39,7 @@ class Job:
     stop_ids: frozenset[int]
     max_len: int
     decision: Decision
+    without_records: Decision | None
     return_logits: bool
     session: str | None = None
     moved_end: int | None = None
@@ -144,6 +145,7 @@ class Scheduler:
             moved_end=job.moved_end,
             headroom=headroom,
             decision=decision,
+            without_records=job.without_records,
             watch=job.watch,
         )
 

@@ -49,7 +49,7 @@ except ImportError as error:
 from kvtrie.engines._images import Image, vision_of
 from kvtrie.engines._probe import check_model, checked_rope, context_of, language_config
 from kvtrie.engines._products import speed_up
-from kvtrie.engines._repair import Repair, RepairCounts
+from kvtrie.engines._repair import BY_RECORDS, Repair, RepairCounts
 from kvtrie.engines._request import Completion, Event, Options, Request, Usage
 from kvtrie.engines._runner import Runner
 from kvtrie.engines._sampling import Sampling
@@ -96,7 +96,7 @@ __all__ = [
 
 DEFAULT_MAX_NEW_TOKENS: Final = 256
 _MAX_SESSION: Final = 256
-_REPAIRS: Final = ("fronts", "ngrams", "probe", "question", "adaptive")
+_WITHOUT_RECORDS: Final = ("fronts", "ngrams")
 
 
 class Generator:
@@ -133,7 +133,7 @@ class Generator:
             of every cached token, at one layer of full attention about two thirds up: ``"model"``
             in the model's element type, ``"fp8"`` in about half of that.
             ``records_bytes_per_token`` is what it takes.
-            None: nothing is kept, and these policies compute fronts.
+            None: nothing is kept, and such a policy means fronts of runs, if the gate clears them.
 
     Raises:
         LayoutError: The model's KV cannot be held, or differs from its config; what it does with
@@ -213,6 +213,7 @@ class Generator:
             repair=self._repair,
         )
         self._default = self._decide(policy)
+        self._default_without_records = self._without_records(policy)
         self._scheduler = Scheduler(self._store, runner, prefill_chunk)
         self._watchers: list[Watcher] = []
         self._num_submitted = 0
@@ -519,7 +520,10 @@ class Generator:
         seq, images = self._sequence(prompt, options)
         prompt_len = len(seq)
         policy = options.get("policy")
-        decision = self._default if policy is None else self._decide(policy)
+        if policy is None:
+            decision, without_records = self._default, self._default_without_records
+        else:
+            decision, without_records = self._decide(policy), self._without_records(policy)
         max_new_tokens = operator.index(options.get("max_new_tokens", DEFAULT_MAX_NEW_TOKENS))
         if prompt_len == 0:
             msg = "Generator: the prompt is empty"
@@ -567,6 +571,7 @@ class Generator:
             stop_ids=eos_ids | frozenset(options.get("stop_token_ids", ())),
             max_len=max_len,
             decision=decision,
+            without_records=without_records,
             return_logits=options.get("return_logits", False),
             session=options.get("session"),
             moved_end=self._moved_end(seq, decision.policy, options),
@@ -628,13 +633,24 @@ class Generator:
         stream.feed(seq[:])
         return stream.moved_end
 
-    def _decide(self, policy: ReusePolicy | None) -> Decision:
+    def _without_records(self, policy: ReusePolicy | None) -> Decision | None:
+        """What a plan may reuse that lacks the records by which its policy has tokens chosen."""
+        if policy is None:
+            return self._decide(None, _WITHOUT_RECORDS)
+        if policy.repair not in BY_RECORDS or not policy.recompute_share:
+            return None
+        return self._decide(policy.replace(repair="fronts"))
+
+    def _decide(
+        self,
+        policy: ReusePolicy | None,
+        repairs: tuple[str, ...] = (*_WITHOUT_RECORDS, *BY_RECORDS),
+    ) -> Decision:
         own, gate = self._namespace, self._gate
         template = template_id(getattr(self._tokenizer, "chat_template", None))
         if policy is None and isinstance(gate, Gate) and self._cannot_move is None:
-            repairs = ("fronts", "ngrams") if self._records is None else _REPAIRS
             return gate.ladder(
-                repairs=repairs,
+                repairs=_WITHOUT_RECORDS if self._records is None else repairs,
                 min_run=self.index.min_run,
                 model=own.model,
                 kv_dtype=own.kv_dtype,

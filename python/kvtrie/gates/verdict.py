@@ -148,7 +148,7 @@ class Kind:
                 f"{limits.max_kl_p99:.4g}"
             )
         drop = self._most_drop(limits)
-        # The evidence counts a conversation with at most SPAN limits, so the mean itself counts too.
+        # The evidence counts a conversation with at most SPAN limits: so the mean counts, too.
         if self._drop > drop or not is_below(one.top1_drop, drop, _most(drop)):
             found.append(f"{self._top1(limits)}: not shown by {one.cases} conversations")
         if limits.loss_per_kind and not is_below(one.losses, limits.max_loss, 1.0):

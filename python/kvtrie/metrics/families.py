@@ -116,7 +116,7 @@ FAMILIES: Final = (
         "kvtrie_plans_without_records",
         "counter",
         "generator",
-        "Plans that got fronts of runs instead, because records were missing.",
+        "Plans made again without a choice by records, because some were missing.",
     ),
     MetricFamily("kvtrie_free_blocks", "gauge", "generator", "Blocks in the free list."),
     MetricFamily("kvtrie_pool_blocks", "gauge", "index", "Blocks of the pool."),

@@ -86,6 +86,11 @@ class Records:
         h, out = rows.unbind(1)
         return h, out
 
+    def has(self, blocks: NDArray[np.integer[Any]]) -> bool:
+        """Whether all rows of blocks are known."""
+        ids = torch.as_tensor(blocks, dtype=torch.int64, device=self._known.device)
+        return bool(self._known.view(-1, self._block_size)[ids].all())
+
     def move(self, moves: NDArray[np.void]) -> None:
         """Copy rows as ``KVPool.apply`` copies KV. They do not depend on the position."""
         pieces = check_moves(moves, len(self._known))
