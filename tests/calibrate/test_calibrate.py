@@ -147,7 +147,10 @@ def test_shipped_edits_move_what_they_are_for(edit: str) -> None:
 
 @pytest.mark.parametrize(
     ("edit", "names"),
-    [("reorder", {"replaced", "reordered"}), ("assembled", {"other conversation"})],
+    [
+        ("reorder", {"one change", "replaced", "reordered"}),
+        ("assembled", {"other conversation"}),
+    ],
 )
 def test_notes_in_another_order_or_of_others_are_moved(edit: str, names: set[str]) -> None:
     """Regression: they were in the last message, where nothing is moved."""

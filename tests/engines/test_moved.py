@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import transformers
+from tests.byte_tokenizer import byte_tokenizer
 from tests.cleared import BAD, GOOD, gate, kind
 from tests.engines.architectures import WINDOWS
 from transformers import DynamicCache
 
 import kvtrie
 from kvtrie import gates
-from kvtrie.engines.transformers import Generator
+from kvtrie.calibrate._steps import Renderer, Scenario
+from kvtrie.engines.transformers import Generator, Planned, Request, Watcher
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -405,6 +407,55 @@ def test_moved_runs_come_from_the_session_of_the_request(make: Make, ids: Ids) -
         usage = generator.generate(prompt, max_new_tokens=1, session=session).usage
         assert usage.moved == moved, session
         assert generator.index.stats().plans_without_scope == (session is None)
+
+
+class Ends(Watcher):
+    """Where plans were told that the last message begins."""
+
+    def __init__(self) -> None:
+        self.found: list[int | None] = []
+
+    def planned(self, request: Request, planned: Planned) -> None:
+        del request
+        self.found.append(planned.moved_end)
+
+
+def test_nothing_moves_into_the_last_message_of_a_template_that_no_preset_reads(
+    models: Callable[[str], PreTrainedModel],
+) -> None:
+    """A question's moved tail made a model answer the question before; see `calibrate`, too."""
+    tokenizer = byte_tokenizer()
+    policy = APPROXIMATE.replace(scope="conversation")
+    generator = Generator(
+        models("llama-gqa"),
+        tokenizer,
+        num_blocks=256,
+        block_size=4,
+        policy=policy,
+        gate="unchecked",
+    )
+    tail = " as the notes say, in a few words of your own, please?"
+    first = [{"role": "system", "content": "x"}, {"role": "user", "content": "How is A" + tail}]
+    reply = {"role": "assistant", "content": "so"}
+    last = [*first, reply, {"role": "user", "content": "Where is B" + tail}]
+    generator.generate(first, max_new_tokens=1, session="chat")
+    ends = Ends()
+    generator.watch(ends)
+    assert generator.generate(last, max_new_tokens=1, session="chat").usage.moved == 0
+    text = tokenizer.apply_chat_template(last, tokenize=False, add_generation_prompt=True)
+    want = len(tokenizer.encode(text[: text.rindex("<eos><user>")], add_special_tokens=False))
+    assert ends.found == [want]
+    # What is measured for a gate is what is served.
+    step = Renderer(tokenizer).steps([*last, reply], Scenario("all", least_edits=0))[-1]
+    assert step.prompt == list(generator.encode(last))
+    assert step.moved_end == want
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }} {% endfor %}"
+    bare = Generator(
+        models("llama-gqa"), tokenizer, num_blocks=64, block_size=4, policy=policy, gate="unchecked"
+    )
+    bare.watch(ends)
+    bare.generate(first, max_new_tokens=1)
+    assert ends.found == [want, None]
 
 
 def test_moved_runs_stop_at_moved_end(make: Make, ids: Ids) -> None:

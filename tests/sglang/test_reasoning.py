@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, FINISH_MATCHED_TOKEN
+from tests.byte_tokenizer import TEMPLATE, byte_tokenizer
 from tests.sglang.caches import Pool, Side, params
 
 from kvtrie.integrations import _sections
@@ -21,6 +22,7 @@ from kvtrie.integrations.sglang._settings import Wish
 from kvtrie.integrations.sglang._stored import PoolStore
 from kvtrie.integrations.sglang.cache import KvtrieCache
 from kvtrie.tags import Tagger
+from kvtrie.tags.openings import Openings
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -303,6 +305,35 @@ def test_nothing_moves_into_a_prompt_with_too_many_delimiters() -> None:
     hostile = Request(full_untruncated_fill_ids=[*TURN, *[USER, ASSISTANT] * 4096])
     assert moving._moved_end(cast("Any", ordinary)) == len(TURN)
     assert moving._moved_end(cast("Any", hostile)) == 0
+
+
+def test_nothing_moves_into_the_last_message_of_a_format_that_no_preset_reads() -> None:
+    """A question's moved tail made a model answer the question before."""
+    moving = Moving.__new__(Moving)
+    moving._tagger, moving._openings, moving._ends = None, None, WeakKeyDictionary()
+    assert moving._moved_end(cast("Any", Request(full_untruncated_fill_ids=[*TURN, USER]))) is None
+    moving._openings = Openings(((USER, 50),))
+    asked = Request(full_untruncated_fill_ids=[*TURN, USER, 50, 51, ASSISTANT])
+    assert moving._moved_end(cast("Any", asked)) == len(TURN)
+
+
+def test_openings_are_those_of_the_served_template(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    template = tmp_path / "chat.jinja"
+    template.write_text(TEMPLATE)
+    tokenizer = byte_tokenizer("{{ messages[0].content }}")
+    monkeypatch.setattr(
+        "sglang.srt.utils.hf_transformers_utils.get_tokenizer", lambda *_, **__: tokenizer
+    )
+    assert _reasoning.openings_of(server()) is None
+    found = _reasoning.openings_of(server(chat_template=str(template)))
+    assert found is not None
+    assert tokenizer.decode(found.ids[0]).startswith("<eos><u")
+    assert _reasoning.openings_of(server(skip_tokenizer_init=True)) is None
+    caplog.set_level(logging.INFO)
+    assert _reasoning.openings_of(server(chat_template="/nowhere")) is None
+    assert "kvtrie: where messages begin is not known" in caplog.text
 
 
 def test_a_prompt_with_too_many_delimiters_is_looked_up_uncut() -> None:

@@ -62,6 +62,33 @@ def test_auto_asks_the_reasoning_parser_where_the_template_is_not_understood(
     assert found.format.boundary == "never"
 
 
+def test_where_messages_begin_is_known_of_templates_that_no_preset_reads(
+    tmp_path: Path, chatting: Path
+) -> None:
+    """Moved runs supplied the last message of each model without a preset."""
+
+    def openings(model: Path, options: dict[str, Any] | None = None, **settings: Any) -> Any:
+        given, made = Settings.read(settings), config(model, **(options or {}))
+        return _tags.openings_of(given, made, _tags.tagger_of(given, made))
+
+    plain = chat.model(
+        tmp_path / "plain",
+        template="{% for m in messages %}<|im_end|>{{ m.role }}: {{ m.content }}{% endfor %}",
+    )
+    tokenizer = cached_tokenizer_from_config(config(plain).model_config)
+    begins = tokenizer.encode("<|im_end|>user", add_special_tokens=False)
+    (want,) = openings(plain).ids
+    assert len(want) > 1
+    assert list(want) == begins[: len(want)]
+    # The parser tells reasoning apart, and no messages.
+    assert openings(plain, {"reasoning_parser": "deepseek_r1"}).ids == (want,)
+    silent = chat.model(tmp_path / "silent", template="{{ messages[0].content }}")
+    assert openings(silent) is None
+    assert openings(chatting) is None
+    assert openings(plain, {"skip_tokenizer_init": True}) is None
+    assert openings(plain, chat_format={"user": 1, "assistant": 2}) is None
+
+
 def test_a_named_format_is_taken(chatting: Path) -> None:
     assert tagger(chatting, {}, chat_format="qwen3").format.name == "qwen3"
     given = {"user": 1, "assistant": 2, "reasoning": [7, 8]}

@@ -36,6 +36,7 @@ from kvtrie.integrations.vllm._tags import Reading
 from kvtrie.integrations.vllm._vllm import RequestStatus
 from kvtrie.record import Log
 from kvtrie.tags import Tagger
+from kvtrie.tags.openings import Openings
 from kvtrie.tags.reader import MessageReader
 
 if TYPE_CHECKING:
@@ -224,6 +225,18 @@ def test_a_turn_of_an_untagged_request_is_not_stored_and_its_prompt_looked_up_un
     assert bool(store._prompt(request, live).borders) == (not more)
     store.ended(request, live, range(-(-len(tokens) // BLOCK)))
     assert len(store._next.turns) == (not more)
+
+
+def test_openings_say_where_the_last_message_begins_where_tags_do_not() -> None:
+    seq = kvtrie.TokenSequence(
+        [1, 2, 9, 9, 1, 3, 9, 1, 2, 9, 1, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    )
+    live = LiveRequest(seq, kvtrie.EXACT_ONLY)
+    assert live.read_moved_end() is None
+    live.openings = Openings(((1, 2),))
+    assert live.read_moved_end() == 7
+    live.is_untagged = True
+    assert live.read_moved_end() == 0
 
 
 def test_states_of_tokens_that_are_final_are_not_kept() -> None:

@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+
+from kvtrie.tags.openings import LastMessage
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
@@ -87,6 +91,7 @@ class Renderer:
             )
             raise CalibrationError(msg)
         self._tokenizer = tokenizer
+        self._last_message = LastMessage(tokenizer)
 
     def steps(
         self,
@@ -128,9 +133,8 @@ class Renderer:
             CalibrationError: As for `steps`.
         """
         if prompt.reply is None:
-            text = self._text(prompt.messages, [], opens=True)
-            ids, end = self._ids(text), self._moved_end(text, prompt.messages)
-            found = Step(ids, [], 0, False, prompt.is_measured, end)
+            ids = self._ids(self._text(prompt.messages, [], opens=True))
+            found = Step(ids, [], 0, False, prompt.is_measured, self._moved_end(ids))
         else:
             message = {"role": "assistant", "content": prompt.reply}
             found = self._step(prompt.messages, message, [], is_measured=prompt.is_measured)
@@ -151,23 +155,19 @@ class Renderer:
         at = 0 if mark < 0 else mark + len(_CLOSE)
         while at < len(reply) and reply[at].isspace():
             at += 1
+        asked = self._ids(prompt)
         return Step(
-            prompt=self._ids(prompt),
+            prompt=asked,
             reply=ids,
             answer_start=next((n for n, start in enumerate(starts) if start >= at), 0),
             is_scored=bool(message.get("scored")),
             is_measured=is_measured,
-            moved_end=self._moved_end(prompt, history),
+            moved_end=self._moved_end(asked),
         )
 
-    def _moved_end(self, prompt: str, history: Messages) -> int | None:
-        """Tokens before the content of the last message; None if the prompt changes it."""
-        said = history[-1].get("content") if history else None
-        at = prompt.rfind(said.strip()) if isinstance(said, str) and said.strip() else -1
-        if at < 0:
-            return None
-        found = self._tokenizer(prompt, add_special_tokens=False, return_offsets_mapping=True)
-        return sum(int(end) <= at for _, end in found["offset_mapping"])
+    def _moved_end(self, prompt: list[int]) -> int | None:
+        """Where its last message begins, as engines find it: None where they do not."""
+        return self._last_message(np.array(prompt, dtype=np.int64))
 
     def _reply(
         self, prompt: str, history: Messages, message: dict[str, Any], tools: list[Any]

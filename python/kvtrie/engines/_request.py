@@ -45,7 +45,7 @@ class Options(TypedDict, total=False):
         session: The id of the conversation, 1 to 256 bytes: moved runs may come from its own
             blocks.
         moved_end: Position from which on moved runs supply no token (default: where the last
-            message of a user or a tool begins, if the tokenizer's chat template is known).
+            message of a user or a tool begins, if the tokenizer's chat template shows it).
         return_logits: Add to each event the row that its token was picked from.
         images: The images of the prompt, in order. Token ids have all tokens of each image, as a
             processor returns them; messages and text have one token per image, as chat templates

@@ -9,7 +9,6 @@ step runs one model pass per request, without batching.
 from __future__ import annotations
 
 import collections.abc
-import contextlib
 import difflib
 import operator
 from collections import deque
@@ -66,7 +65,7 @@ from kvtrie.pool.kv_pool import KVPool
 from kvtrie.pool.layout import KVLayout
 from kvtrie.repair.probe import LayerProbe
 from kvtrie.repair.records import Records
-from kvtrie.tags import Tagger
+from kvtrie.tags.openings import LastMessage
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -217,8 +216,7 @@ class Generator:
         self._scheduler = Scheduler(self._store, runner, prefill_chunk)
         self._watchers: list[Watcher] = []
         self._num_submitted = 0
-        self._tagger: Tagger | None = None
-        self._has_sought_format = False
+        self._last_message: LastMessage | None = None
 
     @classmethod
     def from_pretrained(
@@ -622,16 +620,9 @@ class Generator:
             return operator.index(given)
         if not policy.approximate or self._tokenizer is None:
             return None
-        if not self._has_sought_format:
-            self._has_sought_format = True
-            # Of an unknown template nothing is assumed: `plan.moved_end` is None then.
-            with contextlib.suppress(TypeError, ValueError):
-                self._tagger = Tagger.from_tokenizer(cast("Any", self._tokenizer))
-        if self._tagger is None:
-            return None
-        stream = self._tagger.stream()
-        stream.feed(seq[:])
-        return stream.moved_end
+        if self._last_message is None:
+            self._last_message = LastMessage(self._tokenizer)
+        return self._last_message(seq[:])
 
     def _without_records(self, policy: ReusePolicy | None) -> Decision | None:
         """What a plan may reuse that lacks the records by which its policy has tokens chosen."""

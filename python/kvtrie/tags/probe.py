@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtrie.tags.grammar import Grammar
@@ -30,7 +31,11 @@ _CALL: Final = "vundelop"
 _RESULT: Final = "brixolane"
 _TOOL: Final = "lookup"
 
+# Special tokens before a message, at most.
+_MOST_SPECIAL: Final = 4
+
 Message = dict[str, Any]
+Ids = tuple[int, ...]
 
 
 class _Unreadable(Exception):  # noqa: N818 - it never leaves this module
@@ -68,6 +73,83 @@ def recognise(tokenizer: object, arguments: Mapping[str, Any]) -> Format:
         f"Tagger.from_preset(name, tokenizer), {named}, or give delimiters, Tagger.from_ids"
     )
     raise ValueError(msg)
+
+
+def find_openings(tokenizer: object, arguments: Mapping[str, Any]) -> tuple[Ids, ...]:
+    """The ids that messages of users and tools begin with; see `Openings.of`.
+
+    An opening begins with a special token, and ends where it differs from what comes before a
+    reply: `<|im_start|>user`, `[INST]`. It is checked that it is found where it was put.
+    """
+    if not isinstance(tokenizer, Tokenizer) or not hasattr(tokenizer, "apply_chat_template"):
+        return ()
+    special = _special(tokenizer)
+    try:
+        probe = _Probe(tokenizer, arguments)
+        chat = probe.render([_user(0), _said(), _user(1)], prompt=True)
+        user, at = _opening(probe, special, chat, _USERS[1])
+        if _last(probe, (user,), chat) != at:
+            return ()
+    except (_BrokenTemplateError, _Unreadable):
+        return ()
+    style = probe.tool_style
+    if style is None:
+        return (user,)
+    loop = _loop(style)
+    try:
+        text = probe.render([_user(0), _said(), _user(1), *loop], prompt=True, **style[2])
+        tool, at = _opening(probe, special, text, _RESULT)
+        both = tuple(dict.fromkeys((user, tool)))
+        later = probe.render([_user(0), *loop, _said(), _user(1)], prompt=True, **style[2])
+        again = _opening(probe, special, later, _USERS[1])[1]
+    except _Unreadable:
+        return (user,)
+    is_found = _last(probe, both, text) == at and _last(probe, both, later) == again
+    return both if is_found else (user,)
+
+
+def _special(tokenizer: Any) -> frozenset[int]:  # noqa: ANN401 - duck-typed
+    known = getattr(tokenizer, "get_added_vocab", dict)()
+    return frozenset([*known.values(), *getattr(tokenizer, "all_special_ids", ())])
+
+
+def _opening(probe: _Probe, special: frozenset[int], text: str, word: str) -> tuple[Ids, int]:
+    """What opens the message of a word, and where."""
+    own, other = (_before(probe, text, one) for one in (word, _ANSWER))
+    own_starts, other_starts = (
+        [at for at, token in enumerate(ids) if token in special][::-1] for ids in (own, other)
+    )
+    for at, there in zip(own_starts[:_MOST_SPECIAL], other_starts, strict=False):
+        mine, theirs = own[at:], other[there:]
+        pairs = zip(mine, theirs, strict=False)
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        if same < len(theirs):
+            return mine[: same + 1], at
+    msg = f"what is before {word!r} is not told from what is before a reply"
+    raise _Unreadable(msg)
+
+
+def _before(probe: _Probe, text: str, word: str) -> Ids:
+    if word not in text:
+        msg = f"{word!r} is not in the text"
+        raise _Unreadable(msg)
+    # A token may have white space and the beginning of the word.
+    return _encoded(probe, text[: text.index(word)].rstrip())
+
+
+def _encoded(probe: _Probe, text: str) -> Ids:
+    return tuple(int(token) for token in probe.tokenizer.encode(text, add_special_tokens=False))
+
+
+def _last(probe: _Probe, openings: tuple[Ids, ...], text: str) -> int | None:
+    ids = _encoded(probe, text)
+    found = [
+        at
+        for opening in openings
+        for at in range(len(ids))
+        if ids[at : at + len(opening)] == opening
+    ]
+    return max(found, default=None)
 
 
 class _BrokenTemplateError(Exception):
@@ -155,6 +237,10 @@ class _Probe:
 
 def _user(number: int) -> Message:
     return {"role": "user", "content": _USERS[number]}
+
+
+def _said() -> Message:
+    return {"role": "assistant", "content": _ANSWER}
 
 
 def _with_reasoning(message: Message) -> Message:

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from kvtrie.integrations.sglang._settings import Wish
     from kvtrie.integrations.sglang._stored import FoundRuns
     from kvtrie.tags import Tagger
+    from kvtrie.tags.openings import Openings
 
 Gaps = tuple[tuple[int, int], ...]
 """Ranges of tokens that a plan computes, in order."""
@@ -168,7 +169,7 @@ class Moving:
 
     Args:
         decision: The gate's; approximate.
-        tagger: The model's chat format; None: messages are not identified.
+        tagger: The model's chat format; None: no preset reads it.
         pool: SGLang's K and V, a slot a block.
         stream: SGLang's forward stream, on which a step may still write what is copied; None where
             steps run on the caller's stream: on a CPU, and without overlap scheduling.
@@ -177,6 +178,7 @@ class Moving:
         max_in_gaps: How many tokens of a prompt are computed in gaps, for what comes after; 0: what
             is reused ends at the first gap.
         is_shadow: Whether what would be moved is only counted.
+        openings: How messages begin, where no format says it.
     """
 
     def __init__(
@@ -190,9 +192,11 @@ class Moving:
         is_checked: bool,
         max_in_gaps: int = 0,
         is_shadow: bool = False,
+        openings: Openings | None = None,
     ) -> None:
         self.decision = decision
         self._tagger = tagger
+        self._openings = openings
         self.pool = pool
         self._stream = stream
         self._default = default
@@ -337,6 +341,8 @@ class Moving:
                 stream = read_sections(self._tagger, np.asarray(ids))
                 # Of a prompt with too many delimiters all may be the last message.
                 end = 0 if stream is None else stream.moved_end
+            elif self._openings is not None:
+                end = self._openings.last(np.asarray(ids))
             known = self._ends[request] = len(ids), end
         return known[1]
 

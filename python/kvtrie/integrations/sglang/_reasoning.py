@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvtrie.integrations._sections import read_sections
 from kvtrie.tags import Tagger, TurnPolicy
+from kvtrie.tags.openings import Openings
 
 if TYPE_CHECKING:
     import numpy as np
@@ -34,23 +35,40 @@ def tagger_of(args: ServerArgs) -> Tagger | None:
     if args.skip_tokenizer_init:
         return None
     try:
-        from sglang.srt.utils.hf_transformers_utils import get_tokenizer  # noqa: PLC0415
-
-        tokenizer = get_tokenizer(
-            args.tokenizer_path,
-            tokenizer_mode=args.tokenizer_mode,
-            trust_remote_code=args.trust_remote_code,
-        )
-        arguments: dict[str, Any] = {}
-        if args.chat_template is not None:
-            with open(args.chat_template, encoding="utf-8") as file:  # noqa: PTH123
-                arguments["chat_template"] = file.read()
+        tokenizer, arguments = _rendering(args)
         tagger = Tagger.from_tokenizer(tokenizer, **arguments)
     except Exception as error:  # without it the cache is what it was
         _LOG.info("kvtrie: reasoning is not told apart: %s", error)
         return None
     _LOG.info("kvtrie: reasoning dropped at: %s", DROPPED_AT[tagger.format.boundary])
     return tagger
+
+
+def openings_of(args: ServerArgs) -> Openings | None:
+    """How messages begin in the served chat template; None if nothing says it."""
+    if args.skip_tokenizer_init:
+        return None
+    try:
+        tokenizer, arguments = _rendering(args)
+        return Openings.of(tokenizer, **arguments)
+    except Exception as error:  # moved runs may supply the last message then
+        _LOG.info("kvtrie: where messages begin is not known: %s", error)
+        return None
+
+
+def _rendering(args: ServerArgs) -> tuple[Any, dict[str, Any]]:
+    """The tokenizer that renders prompts, and the arguments of its method."""
+    from sglang.srt.utils.hf_transformers_utils import get_tokenizer  # noqa: PLC0415
+
+    tokenizer = get_tokenizer(
+        args.tokenizer_path,
+        tokenizer_mode=args.tokenizer_mode,
+        trust_remote_code=args.trust_remote_code,
+    )
+    if args.chat_template is None:
+        return tokenizer, {}
+    with open(args.chat_template, encoding="utf-8") as file:  # noqa: PTH123
+        return tokenizer, {"chat_template": file.read()}
 
 
 class Reasoning:

@@ -14,7 +14,7 @@ from kvtrie.integrations._asked import SettingsError
 from kvtrie.integrations.sglang import _gaps, _snapshots, _waiting
 from kvtrie.integrations.sglang._moving import Moving, pool_of, unmoved_pool_of
 from kvtrie.integrations.sglang._ranks import shared_seed
-from kvtrie.integrations.sglang._reasoning import tagger_of
+from kvtrie.integrations.sglang._reasoning import openings_of, tagger_of
 from kvtrie.integrations.sglang._recording import RequestLog
 from kvtrie.integrations.sglang._resolved import resolved
 from kvtrie.integrations.sglang._settings import VARIABLE, SGLangSettings
@@ -155,6 +155,7 @@ def _moving_of(context: TreeCacheBuildContext, tagger: Tagger | None) -> tuple[M
         is_checked=settings.gate != _served.UNCHECKED,
         max_in_gaps=_max_in_gaps(context, settings) if settings.gaps else 0,
         is_shadow=settings.shadow,
+        openings=openings_of(context.server_args) if tagger is None else None,
     )
     who = "" if settings.default == "approximate" else ", for requests that opt in"
     what = "exact reuse only, and a count of" if settings.shadow else "approximate"

@@ -9,6 +9,7 @@ from kvtrie.integrations._asked import SettingsError, hint
 from kvtrie.integrations.vllm import _template
 from kvtrie.integrations.vllm._settings import WHERE
 from kvtrie.tags import Tagger
+from kvtrie.tags.openings import Openings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,6 +54,23 @@ def tagger_of(
         return otherwise(str(error))
 
 
+def openings_of(
+    settings: Settings,
+    tagger: Tagger | None,
+    tokenizer: Any,  # noqa: ANN401 - likewise
+) -> Openings | None:
+    """How messages begin, where the chat format does not say it; None if it does, or no way.
+
+    Args:
+        settings: As for `tagger_of`.
+        tagger: What it found.
+        tokenizer: The model's; None without one.
+    """
+    if tokenizer is None or settings.chat_format != "auto" or (tagger and tagger.format.starts):
+        return None
+    return Openings.of(tokenizer, **_arguments(settings))
+
+
 def form_of(tagger: Tagger | None) -> str:
     """The chat format, and when it drops reasoning, in the words of the log."""
     if tagger is None:
@@ -74,15 +92,22 @@ def _from_preset(name: str, tokenizer: Any) -> Tagger:  # noqa: ANN401 - likewis
 
 
 def _from_template(settings: Settings, tokenizer: Any) -> Tagger:  # noqa: ANN401 - likewise
-    arguments = dict(settings.template_arguments or {})
-    template = _template.served(settings).text
-    _check_arguments(arguments, template or getattr(tokenizer, "chat_template", None))
-    if template is not None:
-        arguments["chat_template"] = template
+    arguments = _arguments(settings)
+    given = settings.template_arguments or {}
+    _check_arguments(
+        given, arguments.get("chat_template") or getattr(tokenizer, "chat_template", None)
+    )
     try:
         return Tagger.from_tokenizer(tokenizer, **arguments)
     except (TypeError, ValueError) as error:
         raise _UnknownTemplateError(str(error)) from error
+
+
+def _arguments(settings: Settings) -> dict[str, Any]:
+    """What the tokenizer's method renders prompts with, as the server does."""
+    template = _template.served(settings).text
+    given = dict(settings.template_arguments or {})
+    return given if template is None else given | {"chat_template": template}
 
 
 def _check_arguments(arguments: Mapping[str, Any], template: object) -> None:

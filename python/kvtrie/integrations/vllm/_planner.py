@@ -20,7 +20,7 @@ from kvtrie.integrations.vllm._requests import LiveRequest, Pending, Range, adap
 from kvtrie.integrations.vllm._settings import request_policy, session_of
 from kvtrie.integrations.vllm._sources import used_by
 from kvtrie.integrations.vllm._support import is_whole, window_of
-from kvtrie.integrations.vllm._tags import Reading
+from kvtrie.integrations.vllm._tags import Reading, openings_of
 from kvtrie.integrations.vllm._vllm import RequestStatus, maybe_convert_block_hash
 
 if TYPE_CHECKING:
@@ -88,6 +88,7 @@ class Planner(Half):
         )
         self._others = OtherGroups(manager, kv_cache_config, first)
         self._decision = decision
+        self._openings = openings_of(settings, vllm_config, self._tagger)
         cleared = EXACT_ONLY if settings.shadow else decision.policy
         self._cleared = cleared
         self.gaps = Gaps(self._loads, self._moved, self._live, self._pending, self.guarded)
@@ -123,7 +124,12 @@ class Planner(Half):
         seq = TokenSequence(request.prompt_token_ids, self._namespace(request))
         reading = None if self._tagger is None else Reading(self._tagger, self._counts)
         live = LiveRequest(
-            seq, policy, reading=reading, session=session, is_uncalibrated=is_uncalibrated
+            seq,
+            policy,
+            reading=reading,
+            openings=self._openings,
+            session=session,
+            is_uncalibrated=is_uncalibrated,
         )
         if self._settings.shadow:
             live.shadow_policy = might

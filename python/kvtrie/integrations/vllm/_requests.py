@@ -9,6 +9,8 @@ from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+
 from kvtrie._core import COMPUTED, Imported
 from kvtrie.gates import laxest
 from kvtrie.integrations.vllm._account import Account
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from kvtrie.integrations.vllm._metadata import FoundSpans
     from kvtrie.integrations.vllm._tags import Reading
     from kvtrie.record import Would
+    from kvtrie.tags.openings import Openings
 
 Range = tuple[int, int]
 # A range and the label of its tokens.
@@ -99,7 +102,8 @@ class LiveRequest:
         is_offered: Whether the index knows the prompt's blocks.
         session: The id of its conversation.
         first_hit: Tokens of vLLM's own hit when it began.
-        moved_end: Where the prompt's last message of a user or a tool begins, if tags say so.
+        moved_end: Where the prompt's last message of a user or a tool begins, if it is known.
+        openings: How messages begin, where tags do not say it.
         num_local: vLLM's own hit at the last admission.
         has_other_template: Whether the served chat template cannot have rendered the prompt.
         granted: The policy of its latest plan, which the gate may have narrowed.
@@ -130,6 +134,7 @@ class LiveRequest:
     is_without_room: bool = False
     is_offered: bool = False
     reading: Reading | None = None
+    openings: Openings | None = None
     account: Account = field(default_factory=Account)
     is_counted: bool = False
     session: str | None = None
@@ -235,6 +240,8 @@ class LiveRequest:
         reading = self.read()
         if self.is_untagged:
             return 0
+        if self.openings is not None:
+            return self.openings.last(np.asarray(self.seq[:]))
         return None if reading is None else reading.stream.moved_end
 
     def new_spans(self) -> list[Span]:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kvtrie.integrations.vllm._settings import Settings
     from kvtrie.integrations.vllm._stats import Counts
     from kvtrie.tags import Section, Stream
+    from kvtrie.tags.openings import Openings
 
     Kinds = tuple[list[str], NDArray[np.int64] | None]
 
@@ -61,6 +62,16 @@ def tagger_of(settings: Settings, vllm_config: VllmConfig) -> Tagger | None:
         )
         raise SettingsError(msg)
     return tagger
+
+
+def openings_of(
+    settings: Settings, vllm_config: VllmConfig, tagger: Tagger | None
+) -> Openings | None:
+    """How messages begin, where `tagger_of` does not say it; None if it does, or no way."""
+    tokenizer = None
+    if settings.chat_format == "auto":
+        tokenizer = cached_tokenizer_from_config(vllm_config.model_config)
+    return _formats.openings_of(settings, tagger, tokenizer)
 
 
 def _from_parser(
