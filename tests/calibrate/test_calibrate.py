@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from typer.testing import Result
+
+    from kvtrie.calibrate._steps import Step
 
 LIMITS = gates.Thresholds()
 
@@ -408,6 +411,41 @@ def test_conversation_longer_than_the_context_says_what_to_do() -> None:
     long[1] = {"role": "user", "content": "Draw " * 3000}
     with pytest.raises(measure.CalibrationError, match="context is 2048: leave out"):
         measure.calibrate(shipped.model_path("gqa"), conversations=[Conversation(tuple(long))])
+
+
+def test_shipped_conversations_longer_than_the_context_are_drawn_again_or_left_out() -> None:
+    """The first one of an edit alone was compared: others ran beyond the model's context."""
+    renderer = Renderer(AutoTokenizer.from_pretrained(shipped.model_path("gqa")))
+
+    def longest(steps: list[Step]) -> int:
+        return max(len(step.prompt) + max(len(step.reply), 16) for step in steps)
+
+    def source(limit: int | None) -> measure._Conversations:
+        model: Any = SimpleNamespace(most_tokens=limit)
+        (found,) = measure._shipped(renderer, model, ["reasonings"], 0, 8)
+        return found
+
+    free = [longest(source(None).make(number)[0]) for number in range(8)]
+    limit = sorted(free)[3]
+    short = source(limit)
+    assert measure._fits_ever(short)
+    found = [longest(short.make(number)[0]) for number in range(8)]
+    assert max(found) <= limit < max(free)
+    assert [a for a, b in zip(found, free, strict=True) if b <= limit] == [
+        b for b in free if b <= limit
+    ]
+    assert not measure._fits_ever(source(50))
+
+
+def test_context_too_short_for_all_shipped_conversations_says_what_to_do(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(shipped.model_path("gqa"), model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 100}))
+    said: list[str] = []
+    with pytest.raises(measure.CalibrationError, match=r"context is 100 tokens.*--conversations"):
+        measure.calibrate(model, policies=["rotated"], status=said.append)
+    assert said[-1].startswith("left out, longer than the model's context: nonce, window")
 
 
 def test_models_of_two_regimes_are_measured_in_the_short_one(tmp_path: Path) -> None:

@@ -78,10 +78,10 @@ MOST_CASES: Final = 96
 MOST_CASES_THOROUGH: Final = 1200
 LEAST_CASES: Final = 24
 """Conversations that a verdict takes at least, for the estimate."""
-
-
 ENOUGH_UNMOVED: Final = 3
 """Conversations of an edit after which it ends, if none has moved anything."""
+_DRAWS: Final = 16
+"""Conversations that are drawn until one fits into the model's context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +156,10 @@ class _Conversations:
     make: Callable[[int], tuple[list[Step], bool]]
     is_alike: bool = False
     every: int = 1
+
+
+class _TooLongError(CalibrationError):
+    """A conversation that is longer than the model's context."""
 
 
 def num_threads() -> int:
@@ -249,7 +253,16 @@ def calibrate(
     elif is_recall:
         sources, name = _recall(renderer, seed, most_cases), "the recall task"
     else:
-        sources = _shipped(renderer, chosen_edits, seed, most_cases)
+        drawn = _shipped(renderer, model, chosen_edits, seed, most_cases)
+        sources = [source for source in drawn if _fits_ever(source)]
+        if gone := [source.name for source in drawn if source not in sources]:
+            say(f"left out, longer than the model's context: {', '.join(gone)}")
+        if not sources:
+            msg = (
+                f"the model's context is {model.most_tokens} tokens, and the shipped conversations "
+                "are longer: calibrate on shorter ones, --conversations"
+            )
+            raise CalibrationError(msg)
         name = "shipped edits, replies of the model itself"
     for source in sources:
         for number in range(source.most if conversations is not None else 1):
@@ -531,8 +544,9 @@ def _chosen(policies: Sequence[str], min_run: int) -> list[Policy]:
 
 
 def _shipped(
-    renderer: Renderer, chosen: Sequence[str] | None, seed: int, most: int
+    renderer: Renderer, model: Model, chosen: Sequence[str] | None, seed: int, most: int
 ) -> list[_Conversations]:
+    """The shipped edits; of their conversations, those that are too long are drawn again."""
     names = list(edits.EDITS) if chosen is None else list(dict.fromkeys(chosen))
     for name in names:
         if name not in edits.EDITS:
@@ -541,8 +555,17 @@ def _shipped(
 
     def source(name: str) -> _Conversations:
         def make(number: int) -> tuple[list[Step], bool]:
-            case = edits.case(name, seed * 1_000_000 + number)
-            return [renderer.step(prompt) for prompt in case.prompts], case.is_chain
+            for again in range(_DRAWS):
+                case = edits.case(name, seed * 1_000_000 + again * 50_000 + number)
+                steps = [renderer.step(prompt) for prompt in case.prompts]
+                try:
+                    _check_lengths(model, steps)
+                except _TooLongError:
+                    if again + 1 == _DRAWS:
+                        raise
+                else:
+                    break
+            return steps, case.is_chain
 
         every = edits.RARELY.get(name, 1)
         return _Conversations(name, most // every, make, is_alike=True, every=every)
@@ -648,6 +671,14 @@ def _check_vocabulary(model: Model, steps: Sequence[Step]) -> None:
         raise CalibrationError(msg)
 
 
+def _fits_ever(source: _Conversations) -> bool:
+    try:
+        source.make(0)
+    except _TooLongError:
+        return False
+    return True
+
+
 def _check_lengths(model: Model, steps: Sequence[Step]) -> None:
     limit = model.most_tokens
     longest = max(len(step.prompt) + max(len(step.reply), MOST_TOKENS) for step in steps)
@@ -656,4 +687,4 @@ def _check_lengths(model: Model, steps: Sequence[Step]) -> None:
             f"a conversation has {longest} tokens with its reply, the model's context is {limit}: "
             "leave out its later messages, or calibrate on shorter conversations"
         )
-        raise CalibrationError(msg)
+        raise _TooLongError(msg)
