@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 
 from kvtrie.calibrate import recall, shipped
 from kvtrie.calibrate._steps import (
+    RECORDED,
     SCENARIOS,
     CalibrationError,
     Renderer,
@@ -18,6 +19,7 @@ from kvtrie.calibrate._steps import (
     built_in,
     count_measured,
 )
+from kvtrie.calibrate.edits import EditedPrompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -163,6 +165,32 @@ def test_tokenizer_without_a_chat_template_is_refused(tokenizer: PreTrainedToken
     tokenizer.chat_template = None
     with pytest.raises(CalibrationError, match="no chat template"):
         Renderer(tokenizer)
+
+
+def test_template_that_refuses_a_system_message_gets_its_text_from_the_user(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """As Gemma 2's and Mistral's do: no shipped edit could be rendered."""
+    asked = EditedPrompt(
+        [{"role": "system", "content": "You reply."}, {"role": "user", "content": "Draw"}]
+    )
+    whole = words(tokenizer, Renderer(tokenizer).step(asked).prompt)
+    assert whole.count("<|im_start|>") == 3
+    template = tokenizer.chat_template
+    assert isinstance(template, str)
+    refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    tokenizer.chat_template = refuses + template
+    step = Renderer(tokenizer).step(asked)
+    own = EditedPrompt([{"role": "user", "content": "You reply.\n\nDraw"}])
+    assert step == Renderer(tokenizer).step(own)
+    # A recorded conversation was not served so.
+    with pytest.raises(CalibrationError, match="no system"):
+        Renderer(tokenizer).steps(
+            [*asked.messages, {"role": "assistant", "content": "Ada"}], RECORDED
+        )
+    tokenizer.chat_template = "{{ raise_exception('nothing at all') }}"
+    with pytest.raises(CalibrationError, match="nothing at all"):
+        Renderer(tokenizer).step(asked)
 
 
 def test_nothing_moves_into_the_last_message(

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _OPEN: Final = "<think>"
 _CLOSE: Final = "</think>"
+_SYSTEM_FIRST: Final = [{"role": "system", "content": "Hello."}, {"role": "user", "content": "Hi."}]
 
 Messages = list[dict[str, Any]]
 
@@ -92,6 +93,7 @@ class Renderer:
             raise CalibrationError(msg)
         self._tokenizer = tokenizer
         self._last_message = LastMessage(tokenizer)
+        self._takes_system = not self._refuses(_SYSTEM_FIRST) or self._refuses(_SYSTEM_FIRST[1:])
 
     def steps(
         self,
@@ -129,15 +131,18 @@ class Renderer:
     def step(self, prompt: EditedPrompt) -> Step:
         """One prompt of a shipped edit, with its given reply.
 
+        A template that refuses a system message gets its text in the first message of the user.
+
         Raises:
             CalibrationError: As for `steps`.
         """
+        messages = prompt.messages if self._takes_system else _without_system(prompt.messages)
         if prompt.reply is None:
-            ids = self._ids(self._text(prompt.messages, [], opens=True))
+            ids = self._ids(self._text(messages, [], opens=True))
             found = Step(ids, [], 0, False, prompt.is_measured, self._moved_end(ids))
         else:
             message = {"role": "assistant", "content": prompt.reply}
-            found = self._step(prompt.messages, message, [], is_measured=prompt.is_measured)
+            found = self._step(messages, message, [], is_measured=prompt.is_measured)
         return replace(found, conversation=prompt.conversation)
 
     def _step(
@@ -195,12 +200,30 @@ class Renderer:
             )
         except Exception as error:
             # Templates may raise any error, including jinja2's.
-            msg = f"the chat template refuses the conversation: {error}"
+            msg = (
+                f"the chat template refuses the conversation: {error}; take out what it refuses, "
+                "or name the template that is served, --chat-template"
+            )
             raise CalibrationError(msg) from error
         return str(text)
 
+    def _refuses(self, messages: Messages) -> bool:
+        try:
+            self._text(messages, [], opens=True)
+        except CalibrationError:
+            return True
+        return False
+
     def _ids(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _without_system(messages: Messages) -> Messages:
+    first, *rest = messages
+    if first["role"] != "system" or not rest:
+        return messages
+    text = f"{first['content']}\n\n{rest[0]['content']}"
+    return [{**rest[0], "content": text}, *rest[1:]]
 
 
 def _exchanges(messages: Sequence[Mapping[str, Any]]) -> tuple[Messages, list[Messages]]:
