@@ -473,3 +473,6 @@ def test_moved_runs_stop_at_moved_end(make: Make, ids: Ids) -> None:
     for options, error in refused:
         with pytest.raises(ValueError, match=error):
             generator.submit(prompt, **options)
+    numbered: Any = 7
+    with pytest.raises(TypeError, match="session is of type 'int'; it must be a str"):
+        generator.submit(prompt, session=numbered)

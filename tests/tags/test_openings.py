@@ -111,6 +111,20 @@ def test_templates_that_say_nothing_have_no_openings() -> None:
         assert Openings.of(tokenizer) is None
         assert LastMessage(tokenizer)(np.arange(9)) is None
     assert Openings.of(object()) is None
+
+    class Odd:
+        chat_template = TEMPLATE
+
+        def apply_chat_template(self, messages: list[dict[str, Any]], **_: object) -> str:
+            return " ".join(str(one["content"]) for one in messages)
+
+        def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+            raise ValueError(text, add_special_tokens)
+
+        def decode(self, ids: list[int]) -> str:
+            return str(ids)
+
+    assert Openings.of(Odd()) is None
     assert LastMessage(None)(np.arange(9)) is None
 
 

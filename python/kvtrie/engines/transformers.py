@@ -116,8 +116,8 @@ class Generator:
         num_blocks: Blocks of the KV pool.
         block_size: Tokens per block.
         policy: Default of what requests may reuse. None: with a gate, the cheapest of the measured
-            policies that it clears for each plan (`Gate.ladder`), at most three plans per request;
-            else ``kvtrie.EXACT_ONLY``.
+            policies that it clears for each plan (`Gate.ladder`), at most three plans per request,
+            five where records are missing; else ``kvtrie.EXACT_ONLY``.
         gate: What `kvtrie calibrate` measured on this model. Approximate policies that it does not
             clear, and all of them without a gate, become ``kvtrie.EXACT_ONLY``; a plan after a kind
             of edit that it does not clear is made again, exact. ``"unchecked"``: no gate; the
@@ -609,7 +609,10 @@ class Generator:
 
     def _moved_end(self, seq: TokenSequence, policy: ReusePolicy, options: Options) -> int | None:
         given = options.get("moved_end")
-        session = options.get("session")
+        session: object = options.get("session")
+        if not isinstance(session, str | None):
+            msg = f"Generator: session is of type {type(session).__name__!r}; it must be a str"
+            raise TypeError(msg)
         if session is not None and not 1 <= len(session.encode()) <= _MAX_SESSION:
             msg = f"Generator: session has {len(session.encode())} bytes; it must have 1 to 256"
             raise ValueError(msg)

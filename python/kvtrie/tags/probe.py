@@ -83,14 +83,15 @@ def find_openings(tokenizer: object, arguments: Mapping[str, Any]) -> tuple[Ids,
     """
     if not isinstance(tokenizer, Tokenizer) or not hasattr(tokenizer, "apply_chat_template"):
         return ()
-    special = _special(tokenizer)
     try:
+        special = _special(tokenizer)
         probe = _Probe(tokenizer, arguments)
         chat = probe.render([_user(0), _said(), _user(1)], prompt=True)
         user, at = _opening(probe, special, chat, _USERS[1])
         if _last(probe, (user,), chat) != at:
             return ()
-    except (_BrokenTemplateError, _Unreadable):
+    except (_BrokenTemplateError, _Unreadable, TypeError, ValueError):
+        # Tokenizers of engines may take no special tokens in text, for example.
         return ()
     style = probe.tool_style
     if style is None:
