@@ -161,6 +161,15 @@ def test_template_that_refuses_says_so(renderer: Renderer) -> None:
         renderer.steps([*odd, reply, odd[0], reply], Scenario("all", least_edits=0))
 
 
+def test_reply_that_is_scored_by_text_is_refused(renderer: Renderer) -> None:
+    """The text "false" made it right to the letter, and no other reply was judged."""
+    asked = {"role": "user", "content": "Draw"}
+    for said in ("false", 1, None):
+        reply = {"role": "assistant", "content": "Ada", "scored": said}
+        with pytest.raises(CalibrationError, match=r'"scored" is .*; it must be true or false'):
+            renderer.steps([asked, reply], RECORDED)
+
+
 def test_tokenizer_without_a_chat_template_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
     tokenizer.chat_template = None
     with pytest.raises(CalibrationError, match="no chat template"):

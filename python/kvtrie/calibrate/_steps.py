@@ -148,6 +148,10 @@ class Renderer:
     def _step(
         self, history: Messages, message: dict[str, Any], tools: list[Any], *, is_measured: bool
     ) -> Step:
+        is_scored = message.get("scored", False)
+        if not isinstance(is_scored, bool):
+            msg = f'a reply\'s "scored" is {is_scored!r:.40}; it must be true or false'
+            raise CalibrationError(msg)
         prompt = self._text(history, tools, opens=True)
         reply = self._reply(prompt, history, message, tools)
         encoded = self._tokenizer(reply, add_special_tokens=False, return_offsets_mapping=True)
@@ -165,7 +169,7 @@ class Renderer:
             prompt=asked,
             reply=ids,
             answer_start=next((n for n, start in enumerate(starts) if start >= at), 0),
-            is_scored=bool(message.get("scored")),
+            is_scored=is_scored,
             is_measured=is_measured,
             moved_end=self._moved_end(asked),
         )
