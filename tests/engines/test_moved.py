@@ -442,7 +442,7 @@ def test_nothing_moves_into_the_last_message_of_a_template_that_no_preset_reads(
     ends = Ends()
     generator.watch(ends)
     assert generator.generate(last, max_new_tokens=1, session="chat").usage.moved == 0
-    text = tokenizer.apply_chat_template(last, tokenize=False, add_generation_prompt=True)
+    text = str(tokenizer.apply_chat_template(last, tokenize=False, add_generation_prompt=True))
     want = len(tokenizer.encode(text[: text.rindex("<eos><user>")], add_special_tokens=False))
     assert ends.found == [want]
     # What is measured for a gate is what is served.

@@ -132,14 +132,16 @@ class Repair:
         )
         if not len(moved.runs):
             return
-        chooser = Ngrams() if policy.repair == "ngrams" else self._by_records(policy, moved, table)
+        chooser = self._chooser(policy, moved, table)
         self.counts.chosen += 1
         plan.recompute(chooser.choose(moved, policy.recompute_share))
 
     def _contexts(self, moved: Moved, moves: NDArray[np.void]) -> _Contexts:
         return _Contexts(self._index, moved, moves, self._pool.layout.block_size)
 
-    def _by_records(self, policy: ReusePolicy, moved: Moved, table: NDArray[np.int32]) -> Chooser:
+    def _chooser(self, policy: ReusePolicy, moved: Moved, table: NDArray[np.int32]) -> Chooser:
+        if policy.repair == "ngrams":
+            return Ngrams()
         probe, records, positions = self._probe, self._records, moved.positions
         kept = None if records is None else records.read(_slots(self._pool, table, positions))
         if probe is None or kept is None:

@@ -110,7 +110,7 @@ def find_openings(tokenizer: object, arguments: Mapping[str, Any]) -> tuple[Ids,
 
 
 def _special(tokenizer: Any) -> frozenset[int]:  # noqa: ANN401 - duck-typed
-    known = getattr(tokenizer, "get_added_vocab", dict)()
+    known: dict[str, int] = getattr(tokenizer, "get_added_vocab", dict)()
     return frozenset([*known.values(), *getattr(tokenizer, "all_special_ids", ())])
 
 
