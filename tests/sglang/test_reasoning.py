@@ -330,10 +330,15 @@ def test_openings_are_those_of_the_served_template(
     found = _reasoning.openings_of(server(chat_template=str(template)))
     assert found is not None
     assert tokenizer.decode(list(found.ids[0])) == "<eos><u"
-    assert _reasoning.openings_of(server(skip_tokenizer_init=True)) is None
-    caplog.set_level(logging.INFO)
-    assert _reasoning.openings_of(server(chat_template="/nowhere")) is None
-    assert "kvtrie: where messages begin is not known" in caplog.text
+    for changes, why in (
+        ({"skip_tokenizer_init": True}, "there is no tokenizer"),
+        ({"chat_template": "/nowhere"}, "No such file"),
+        ({}, "the chat template does not show it"),
+    ):
+        caplog.clear()
+        assert _reasoning.openings_of(server(**changes)) is None
+        assert "kvtrie: where messages begin is not known" in caplog.text
+        assert why in caplog.text
 
 
 def test_a_prompt_with_too_many_delimiters_is_looked_up_uncut() -> None:

@@ -63,13 +63,22 @@ def test_auto_asks_the_reasoning_parser_where_the_template_is_not_understood(
 
 
 def test_where_messages_begin_is_known_of_templates_that_no_preset_reads(
-    tmp_path: Path, chatting: Path
+    tmp_path: Path, chatting: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Moved runs supplied the last message of each model without a preset."""
+    lines: list[str] = []
+    monkeypatch.setattr(_tags._LOG, "warning", lambda line, *_, **__: lines.append(line))
 
     def openings(model: Path, options: dict[str, Any] | None = None, **settings: Any) -> Any:
         given, made = Settings.read(settings), config(model, **(options or {}))
-        return _tags.openings_of(given, made, _tags.tagger_of(given, made))
+        found = _tags.tagger_of(given, made)
+        for moves in (False, True):
+            lines.clear()
+            openings = _tags.openings_of(given, made, found, moves=moves)
+            is_known = openings is not None or bool(found and found.format.starts)
+            said = any("moved runs may supply the last one" in line for line in lines)
+            assert said == (moves and not is_known)
+        return openings
 
     plain = chat.model(
         tmp_path / "plain",

@@ -46,14 +46,21 @@ def tagger_of(args: ServerArgs) -> Tagger | None:
 
 def openings_of(args: ServerArgs) -> Openings | None:
     """How messages begin in the served chat template; None if nothing says it."""
+    why, found = "the chat template does not show it", None
     if args.skip_tokenizer_init:
-        return None
-    try:
-        tokenizer, arguments = _rendering(args)
-        return Openings.of(tokenizer, **arguments)
-    except Exception as error:  # moved runs may supply the last message then
-        _LOG.info("kvtrie: where messages begin is not known: %s", error)
-        return None
+        why = "there is no tokenizer"
+    else:
+        try:
+            tokenizer, arguments = _rendering(args)
+            found = Openings.of(tokenizer, **arguments)
+        except Exception as error:  # the cache moves KV without it
+            why = str(error)
+    if found is None:
+        _LOG.warning(
+            "kvtrie: where messages begin is not known, so moved runs may supply the last one: %s",
+            why,
+        )
+    return found
 
 
 def _rendering(args: ServerArgs) -> tuple[Any, dict[str, Any]]:

@@ -88,9 +88,9 @@ class Planner(Half):
         )
         self._others = OtherGroups(manager, kv_cache_config, first)
         self._decision = decision
-        self._openings = openings_of(settings, vllm_config, self._tagger)
         cleared = EXACT_ONLY if settings.shadow else decision.policy
         self._cleared = cleared
+        self._openings = openings_of(settings, vllm_config, self._tagger, moves=cleared.approximate)
         self.gaps = Gaps(self._loads, self._moved, self._live, self._pending, self.guarded)
         self._events: Events | None = None
         if self._pool.enable_kv_cache_events and cleared.approximate:

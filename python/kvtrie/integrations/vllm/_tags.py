@@ -65,13 +65,26 @@ def tagger_of(settings: Settings, vllm_config: VllmConfig) -> Tagger | None:
 
 
 def openings_of(
-    settings: Settings, vllm_config: VllmConfig, tagger: Tagger | None
+    settings: Settings, vllm_config: VllmConfig, tagger: Tagger | None, *, moves: bool
 ) -> Openings | None:
-    """How messages begin, where `tagger_of` does not say it; None if it does, or no way."""
+    """How messages begin, where `tagger_of` does not say it; None if it does, or no way.
+
+    Args:
+        settings: The connector's settings.
+        vllm_config: vLLM's.
+        tagger: The chat format.
+        moves: Whether KV may be moved, so that the log says what is not known.
+    """
     tokenizer = None
     if settings.chat_format == "auto":
         tokenizer = cached_tokenizer_from_config(vllm_config.model_config)
-    return _formats.openings_of(settings, tagger, tokenizer)
+    found = _formats.openings_of(settings, tagger, tokenizer)
+    if moves and found is None and not (tagger and tagger.format.starts):
+        _LOG.warning(
+            "kvtrie: where messages begin is not known, so moved runs may supply the last one: "
+            'name the format in "chat_format"'
+        )
+    return found
 
 
 def _from_parser(
