@@ -420,21 +420,21 @@ def test_shipped_conversations_longer_than_the_context_are_drawn_again_or_left_o
     def longest(steps: list[Step]) -> int:
         return max(len(step.prompt) + max(len(step.reply), 16) for step in steps)
 
-    def source(limit: int | None) -> measure._Conversations:
+    def lengths(limit: int | None) -> list[int]:
         model: Any = SimpleNamespace(most_tokens=limit)
-        (found,) = measure._shipped(renderer, model, ["reasonings"], 0, 8)
-        return found
+        (found,), too_long = measure._shipped(renderer, model, ["reasonings"], 0, 8)
+        assert too_long == []
+        return [longest(found.make(number)[0]) for number in range(8)]
 
-    free = [longest(source(None).make(number)[0]) for number in range(8)]
-    limit = sorted(free)[3]
-    short = source(limit)
-    assert measure._fits_ever(short)
-    found = [longest(short.make(number)[0]) for number in range(8)]
+    free = lengths(None)
+    limit = sorted(free)[1]
+    found = lengths(limit)
     assert max(found) <= limit < max(free)
     assert [a for a, b in zip(found, free, strict=True) if b <= limit] == [
         b for b in free if b <= limit
     ]
-    assert not measure._fits_ever(source(50))
+    model: Any = SimpleNamespace(most_tokens=50)
+    assert measure._shipped(renderer, model, ["reasonings"], 0, 8) == ([], ["reasonings"])
 
 
 def test_context_too_short_for_all_shipped_conversations_says_what_to_do(tmp_path: Path) -> None:

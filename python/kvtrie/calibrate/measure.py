@@ -80,8 +80,12 @@ LEAST_CASES: Final = 24
 """Conversations that a verdict takes at least, for the estimate."""
 ENOUGH_UNMOVED: Final = 3
 """Conversations of an edit after which it ends, if none has moved anything."""
-_DRAWS: Final = 16
-"""Conversations that are drawn until one fits into the model's context."""
+_DRAWS: Final = 512
+"""Conversations that are drawn, at most, until one fits into the model's context."""
+_APART: Final = 1_000_000_000
+"""Between the seeds of two draws; those of all conversations are within it."""
+_FIRST_DRAWS: Final = 16
+"""Of an edit of which none of so many fits, none is measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,10 +160,6 @@ class _Conversations:
     make: Callable[[int], tuple[list[Step], bool]]
     is_alike: bool = False
     every: int = 1
-
-
-class _TooLongError(CalibrationError):
-    """A conversation that is longer than the model's context."""
 
 
 def num_threads() -> int:
@@ -253,10 +253,9 @@ def calibrate(
     elif is_recall:
         sources, name = _recall(renderer, seed, most_cases), "the recall task"
     else:
-        drawn = _shipped(renderer, model, chosen_edits, seed, most_cases)
-        sources = [source for source in drawn if _fits_ever(source)]
-        if gone := [source.name for source in drawn if source not in sources]:
-            say(f"left out, longer than the model's context: {', '.join(gone)}")
+        sources, too_long = _shipped(renderer, model, chosen_edits, seed, most_cases)
+        if too_long:
+            say(f"left out, longer than the model's context: {', '.join(too_long)}")
         if not sources:
             msg = (
                 f"the model's context is {model.most_tokens} tokens, and the shipped conversations "
@@ -545,32 +544,39 @@ def _chosen(policies: Sequence[str], min_run: int) -> list[Policy]:
 
 def _shipped(
     renderer: Renderer, model: Model, chosen: Sequence[str] | None, seed: int, most: int
-) -> list[_Conversations]:
-    """The shipped edits; of their conversations, those that are too long are drawn again."""
+) -> tuple[list[_Conversations], list[str]]:
+    """The shipped edits, and the names of those whose conversations are too long.
+
+    Where some are, they are drawn again.
+    """
     names = list(edits.EDITS) if chosen is None else list(dict.fromkeys(chosen))
     for name in names:
         if name not in edits.EDITS:
             msg = f"unknown edit {name!r} (known: {', '.join(edits.EDITS)})"
             raise ValueError(msg)
 
+    def made(name: str, number: int, draws: int) -> tuple[list[Step], bool]:
+        for again in range(draws):
+            # The seeds of one number are far from those of others.
+            case = edits.case(name, seed * 1_000_000 + number + again * _APART)
+            steps = [renderer.step(prompt) for prompt in case.prompts]
+            if model.most_tokens is None or _longest(steps) <= model.most_tokens:
+                break
+        return steps, case.is_chain
+
     def source(name: str) -> _Conversations:
         def make(number: int) -> tuple[list[Step], bool]:
-            for again in range(_DRAWS):
-                case = edits.case(name, seed * 1_000_000 + again * 50_000 + number)
-                steps = [renderer.step(prompt) for prompt in case.prompts]
-                try:
-                    _check_lengths(model, steps)
-                except _TooLongError:
-                    if again + 1 == _DRAWS:
-                        raise
-                else:
-                    break
-            return steps, case.is_chain
+            steps, is_chain = made(name, number, _DRAWS)
+            _check_lengths(model, steps)
+            return steps, is_chain
 
         every = edits.RARELY.get(name, 1)
         return _Conversations(name, most // every, make, is_alike=True, every=every)
 
-    return [source(name) for name in names]
+    longest = {name: _longest(made(name, 0, _FIRST_DRAWS)[0]) for name in names}
+    limit = model.most_tokens
+    too_long = [name for name in names if limit is not None and longest[name] > limit]
+    return [source(name) for name in names if name not in too_long], too_long
 
 
 def _recall(renderer: Renderer, seed: int, most: int) -> list[_Conversations]:
@@ -671,20 +677,16 @@ def _check_vocabulary(model: Model, steps: Sequence[Step]) -> None:
         raise CalibrationError(msg)
 
 
-def _fits_ever(source: _Conversations) -> bool:
-    try:
-        source.make(0)
-    except _TooLongError:
-        return False
-    return True
+def _longest(steps: Sequence[Step]) -> int:
+    return max(len(step.prompt) + max(len(step.reply), MOST_TOKENS) for step in steps)
 
 
 def _check_lengths(model: Model, steps: Sequence[Step]) -> None:
     limit = model.most_tokens
-    longest = max(len(step.prompt) + max(len(step.reply), MOST_TOKENS) for step in steps)
+    longest = _longest(steps)
     if limit is not None and longest > limit:
         msg = (
             f"a conversation has {longest} tokens with its reply, the model's context is {limit}: "
             "leave out its later messages, or calibrate on shorter conversations"
         )
-        raise _TooLongError(msg)
+        raise CalibrationError(msg)
