@@ -16,6 +16,7 @@ from tests.cleared import BAD, DETECTED, FLOOR, GOOD, POLICY, UNDETECTED, figure
 
 import kvtrie
 from kvtrie import gates
+from kvtrie.cli._calibrated import summary
 
 if TYPE_CHECKING:
     from kvtrie.gates.boxes import Plan
@@ -291,6 +292,27 @@ def test_accuracy_is_bounded_over_all_cleared_kinds() -> None:
     assert half is not None
     assert together < half < 0.1
     assert gates.Measured("rotated", POLICY, ()).most_lost(limits) is None
+
+
+def test_a_loss_that_all_cleared_kinds_show_together_is_said() -> None:
+    """No kind shows by itself that it loses more than a point, so each is cleared."""
+    ranges = gates.Range(most=1), gates.Range(1, 3), gates.Range(above=3)
+    some = figures(lost=4)
+    kinds = [kind(str(at), gates.Box(cuts=cuts), some) for at, cuts in enumerate(ranges)]
+    limits = gates.Thresholds()
+    one = gates.Measured("rotated", POLICY, tuple(kinds))
+    assert len(one.cleared(limits)) == 3
+    least, most = one.least_lost(limits), one.most_lost(limits)
+    assert least is not None
+    assert most is not None
+    assert limits.max_loss < least < 12 / 180 < most
+    said = summary(one, limits)
+    assert f"12 replies lost and 0 gained of 180, {100 * least:.2f} to {100 * most:.2f}" in said
+    assert said.endswith("(each end 95 %): more than 1.00, which no kind alone shows")
+    alone = gates.Measured("rotated", POLICY, (kind(),))
+    assert alone.least_lost(limits) == 0
+    assert summary(alone, limits).endswith("points (95 %)")
+    assert gates.Measured("rotated", POLICY, ()).least_lost(limits) is None
 
 
 @pytest.mark.parametrize("name", ["kl_mean", "kl_p99", "top1"])

@@ -43,6 +43,7 @@ def document(report: Report, thresholds: gates.Thresholds) -> dict[str, Any]:
             {
                 "policy": one.name,
                 "cleared": [kind.name for kind in one.cleared(thresholds)],
+                "least_lost": one.least_lost(thresholds),
                 "most_lost": one.most_lost(thresholds),
                 "kinds": [_kind(kind, thresholds) for kind in one.kinds],
             }
@@ -141,11 +142,16 @@ def summary(one: gates.Measured, thresholds: gates.Thresholds) -> str:
     kept = one.cleared(thresholds)
     if not kept:
         return f"{one.name}: nothing is cleared for this model"
-    most, lost = one.most_lost(thresholds), sum(kind.figures.lost for kind in kept)
+    least, most = one.least_lost(thresholds), one.most_lost(thresholds)
+    lost = sum(kind.figures.lost for kind in kept)
     gained = sum(kind.figures.gained for kind in kept)
     questions = sum(kind.figures.questions for kind in kept)
     names = ", ".join(kind.name for kind in kept)
     bound = "" if most is None else f", at most {100 * most:.2f} points (95 %)"
+    if least and most is not None:
+        bound = f", {100 * least:.2f} to {100 * most:.2f} points (each end 95 %)"
+        if least > thresholds.max_loss:
+            bound += f": more than {100 * thresholds.max_loss:.2f}, which no kind alone shows"
     return (
         f"{one.name}: cleared for this model after {names}: {lost} replies lost and {gained} "
         f"gained of {questions}{bound}"

@@ -267,8 +267,22 @@ class Measured:
         Args:
             thresholds: What must be kept.
         """
-        losses = [loss for one in self.cleared(thresholds) for loss in one.figures.losses]
+        losses = self._losses(thresholds)
         return loss_bound(losses) if losses else None
+
+    def least_lost(self, thresholds: Thresholds) -> float | None:
+        """The lower bound of it, at least 0, or None if no kind is cleared.
+
+        Each kind may be cleared while all of them together show a loss beyond the limit.
+
+        Args:
+            thresholds: What must be kept.
+        """
+        losses = self._losses(thresholds)
+        return max(0.0, -loss_bound([-loss for loss in losses])) if losses else None
+
+    def _losses(self, thresholds: Thresholds) -> list[float]:
+        return [loss for one in self.cleared(thresholds) for loss in one.figures.losses]
 
 
 def loss_bound(losses: tuple[float, ...] | list[float]) -> float:
