@@ -66,6 +66,7 @@ class Plan:
         for at in range(0, 20 * count, 20):
             rows += [(at, at + 16, at, 0, kind, 0), (at + 16, at + 20, 0, 0, 2, 0)]
         self.segments = np.array(rows, SEGMENTS)
+        self.num_exact, self.num_approximate = (16 * count * (kind == one) for one in (0, 1))
 
 
 def pieces(history: Sequence[int], length: int, gap: int) -> list[int]:

@@ -96,6 +96,8 @@ class Automaton:
         """Positions of tokens with which a delimiter begins, ascending."""
         if isinstance(tokens, list):
             begin = self._table[0]
+            if begin.keys().isdisjoint(tokens):
+                return []
             return [at for at, token in enumerate(tokens) if token in begin]
         if self._begins is None:
             mask = np.isin(tokens, self._first)

@@ -39,9 +39,11 @@ class Account:
 
     def admit(self, num_local: int, exact: int) -> None:
         """Record vLLM's own hit, its first ``exact`` tokens exact; drop a refused admission's."""
-        self._keep(self.reached)
-        self._add(0, exact, is_approximate=False, is_copied=False)
-        self._add(exact, num_local, is_approximate=True, is_copied=False)
+        if self.reused:
+            self._keep(self.reached)
+        if num_local > self.reached:
+            self._add(0, exact, is_approximate=False, is_copied=False)
+            self._add(exact, num_local, is_approximate=True, is_copied=False)
 
     def copy(self, start: int, end: int, *, is_approximate: bool) -> None:
         self._add(start, end, is_approximate=is_approximate, is_copied=True)

@@ -25,7 +25,7 @@ from kvtrie.integrations.vllm._formats import form_of
 from kvtrie.integrations.vllm._groups import OtherGroups
 from kvtrie.integrations.vllm._half import Half
 from kvtrie.integrations.vllm._metadata import StepMetadata
-from kvtrie.integrations.vllm._requests import LiveRequest, Pending
+from kvtrie.integrations.vllm._requests import LiveRequest, Pending, adapter_of
 from kvtrie.integrations.vllm._retention import HEADS, Retention
 from kvtrie.integrations.vllm._settings import is_last, request_policy, session_of
 from kvtrie.integrations.vllm._sources import used_by
@@ -103,7 +103,8 @@ class ExactPlanner(Half):
         request_policy(request.kv_transfer_params, EXACT_ONLY, "exact")
         session = session_of(request)
         is_last(request)
-        seq = TokenSequence(request.prompt_token_ids, self._namespace(request))
+        space = self._space_of(request.cache_salt, adapter_of(request))
+        seq = TokenSequence(request.prompt_token_ids, space)
         reading = None if self._tagger is None else Reading(self._tagger, self._counts)
         self._live[request.request_id] = LiveRequest(
             seq, EXACT_ONLY, reading=reading, session=session

@@ -16,7 +16,7 @@ from kvtrie.integrations.vllm._loads import Loads
 from kvtrie.integrations.vllm._offers import Offers
 from kvtrie.integrations.vllm._reasons import Reasons
 from kvtrie.integrations.vllm._recording import Recording
-from kvtrie.integrations.vllm._requests import LiveRequest, adapter_of
+from kvtrie.integrations.vllm._requests import LiveRequest
 from kvtrie.integrations.vllm._runners import MovedRequests
 from kvtrie.integrations.vllm._sources import Sources
 from kvtrie.integrations.vllm._stored import StoreRequests
@@ -144,9 +144,6 @@ class Half:
             return False
         return True
 
-    def _namespace(self, request: Request) -> Namespace:
-        return self._space_of(request.cache_salt, adapter_of(request))
-
     def _new_namespace(self, salt: str | None, adapter: str | None) -> Namespace:
         return Namespace(
             model=self._vllm_config.model_config.model,
@@ -163,7 +160,8 @@ class Half:
         live.begins_with(num_local)
         if request.skip_reading_prefix_cache:
             return None
-        self._drop_pending(request.request_id, live)
+        if live.pending is not None:
+            self._drop_pending(request.request_id, live)
         if live.num_refused >= _MAX_REFUSALS:
             return None
         live.follow(request)
@@ -315,7 +313,7 @@ class Half:
         self._offers.forget(request.request_id)
         if self.stored is not None:
             self.stored.forget(request.request_id)
-        if live is not None:
+        if live is not None and live.pending is not None:
             self._drop_pending(request.request_id, live)
         return live
 

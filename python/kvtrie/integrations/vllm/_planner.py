@@ -121,7 +121,8 @@ class Planner(Half):
         might = policy
         if self._settings.shadow:
             policy = EXACT_ONLY
-        seq = TokenSequence(request.prompt_token_ids, self._namespace(request))
+        space = self._space_of(request.cache_salt, adapter)
+        seq = TokenSequence(request.prompt_token_ids, space)
         reading = None if self._tagger is None else Reading(self._tagger, self._counts)
         live = LiveRequest(
             seq,

@@ -40,6 +40,8 @@ def usable(
         resumes: Whether reuse continues after a gap.
         may_begin: Whether KV may become approximate at a token; None: it already is.
     """
+    if plan.num_exact + plan.num_approximate < LEAST_COPIED:
+        return (num_local, num_local), []
     reusable = [
         (max(segment[0], num_local), segment[1], segment[4] == APPROXIMATE)
         for segment in plan.segments.tolist()
@@ -54,7 +56,7 @@ def usable(
         else:
             break
     ranges = [one for one in ranges if one[1] - one[0] >= LEAST_COPIED]
-    if may_begin is not None:
+    if may_begin is not None and plan.num_approximate:
         first = _first_approximate(reusable, ranges)
         if first is not None and not may_begin(first):
             ranges = [(start, min(end, first)) for start, end in ranges if start < first]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from vllm.v1.request import Request
 
-    from kvtrie._core import Explanation, ReusePlan, ReusePolicy
+    from kvtrie._core import ReusePlan, ReusePolicy
     from kvtrie.gates import Decision
     from kvtrie.gates.widening import Step
     from kvtrie.integrations._filled_plan import FilledPlan
@@ -75,6 +75,8 @@ _EXPLAINED: Final = {
     # A wider plan says whose fault it is.
     "approximate_only": "diverged",
 }
+# What it says where the tokens of a block are not known.
+_UNKNOWN: Final = ("diverged", "not_cached")
 _MAX_FIRST_BLOCKS: Final = 1024
 _MAX_POLICIES: Final = 64
 
@@ -117,14 +119,14 @@ class Reasons:
 
         May be called again; what the request has computed before a preemption keeps its labels.
         """
-        num_reused = plan.num_exact + plan.num_approximate
-        signature = (num_local, plan.num_exact, plan.num_approximate, live.granted, len(live.seq))
+        num_exact, num_approximate = plan.num_exact, plan.num_approximate
+        signature = (num_local, num_exact, num_approximate, live.granted, len(live.seq))
         before = live.why
         if before is not None and before.signature == signature:
             return
         count = request.num_prompt_tokens
-        wider = self._wider(live, num_reused)
-        if before is None and not (num_reused or num_local or wider):
+        wider = self._wider(live, num_exact + num_approximate)
+        if not (num_exact or num_approximate or num_local or before or wider):
             _, only = self._rest(request, live, 0, ())
             live.why = Why([(0, count, only)], signature, only)
             return
@@ -174,36 +176,42 @@ class Reasons:
     ) -> tuple[int, int]:
         """Where the last range after the exact match ends, or 0, and the reason of what is left."""
         why = self._sources.index.explain(live.seq, EXACT_ONLY, context=0)
-        start = max(why.position, num_local)
-        last = max((end for _, end in reused if end > start), default=0)
-        return last, _CODES[self._explained(request, live, why, start, goes_on=last > 0)]
+        start, last = max(why.position, num_local), 0
+        if reused:
+            last = max((end for _, end in reused if end > start), default=0)
+        return last, _CODES[self._explained(request, live, why.reason, start, goes_on=last > 0)]
 
     def _explained(
-        self, request: Request, live: LiveRequest, why: Explanation, start: int, *, goes_on: bool
+        self, request: Request, live: LiveRequest, found: str, start: int, *, goes_on: bool
     ) -> str:
-        """The reason at ``start``, where the exact match ends."""
-        reason = _EXPLAINED.get(why.reason, why.reason)
-        hashes, block = request.block_hashes, start // self._block_size
+        """The reason at ``start``, where the exact match ends for what the index has ``found``."""
+        reason = _EXPLAINED.get(found, found)
         if reason == "new":
             return reason
+        hashes, block = request.block_hashes, start // self._block_size
         if block < len(hashes) and self._was_dead(hashes[block]):
             return "dead_reasoning"
-        if reason not in ("diverged", "not_cached"):
+        if reason not in _UNKNOWN:
             return reason
         if goes_on:
             return "diverged"
-        if start >= self._block_size:
+        if block:
             return "new" if reason == "not_cached" else reason
-        salt = self._salts.get(self._first_block(live), request.cache_salt)
-        return "first_seen" if salt == request.cache_salt else "other_salt"
+        salt = request.cache_salt
+        known = self._salts.get(self._first_block(live), salt)
+        return "first_seen" if known == salt else "other_salt"
 
     def _wider(self, live: LiveRequest, num_reused: int) -> list[tuple[str, list[Range]]]:
         """What plans under wider policies would reuse, from the narrowest on, if it is more."""
-        steps = self._steps_of(live.granted or live.policy, live.policy)
+        latest, asked = self._latest, live.policy
+        granted = live.granted or asked
+        if latest[0] is not granted or latest[1] is not asked:
+            latest = self._latest = (granted, asked, self._steps(granted, asked))
+        steps = latest[2]
         if not steps:
             return []
         moved_end = live.moved_end
-        if not live.policy.approximate:
+        if not asked.approximate:
             moved_end = live.read_moved_end()
         widest = self._plan(live, steps[-1][1], moved_end)
         num_widest = widest.num_exact + widest.num_approximate
@@ -215,12 +223,6 @@ class Reasons:
             judged, found = self._reused(live, policy, moved_end)
             wider.append((self._why_exact(live, judged) if name == "exact_asked" else name, found))
         return wider
-
-    def _steps_of(self, granted: ReusePolicy, asked: ReusePolicy) -> tuple[Step, ...]:
-        latest = self._latest
-        if latest[0] is not granted or latest[1] is not asked:
-            latest = self._latest = (granted, asked, self._steps(granted, asked))
-        return latest[2]
 
     def _plan(self, live: LiveRequest, policy: ReusePolicy, moved_end: int | None) -> ReusePlan:
         return self._sources.index.plan(
@@ -256,7 +258,9 @@ class Reasons:
         return tuple(widening.steps(granted, wide, judged))
 
     def _first_block(self, live: LiveRequest) -> int:
-        return hash(live.seq[: self._block_size].tobytes())
+        if live.first_block is None:
+            live.first_block = hash(live.seq[: self._block_size].tobytes())
+        return live.first_block
 
     # --- the counts --------------------------------------------------------------------------
 
@@ -276,10 +280,11 @@ class Reasons:
             counted: The same tokens by how they were reused and by kind.
         """
         first = self._first_block(live)
-        self._salts[first] = request.cache_salt
-        self._salts.move_to_end(first)
-        if len(self._salts) > _MAX_FIRST_BLOCKS:
-            self._salts.popitem(last=False)
+        salts = self._salts
+        salts[first] = request.cache_salt
+        salts.move_to_end(first)
+        if len(salts) > _MAX_FIRST_BLOCKS:
+            salts.popitem(last=False)
         why, live.why = live.why, None
         only = why.only if why is not None else self._without(request)
         if only is not None:
@@ -287,12 +292,11 @@ class Reasons:
         else:
             paints = why.paints if why is not None else []
             found = self._by_label(request.num_prompt_tokens, live, paints, kinds)
-        totals: dict[str, int] = {}
+        totals = live.computed = {}
         for code, kind, number in found:
             name = _NAMES[code]
             self._counts.add_computed(name, kind, number)
             totals[name] = totals.get(name, 0) + number
-        live.computed = totals
         if _LOG.isEnabledFor(logging.DEBUG):
             self._say(request, live, totals)
 
@@ -316,7 +320,7 @@ class Reasons:
         totals = np.bincount(labels[labels >= 0])
         return [
             (at % _PLANNED, names[at // _PLANNED], int(totals[at]))
-            for at in np.flatnonzero(totals).tolist()
+            for at in totals.nonzero()[0].tolist()
         ]
 
     def _say(self, request: Request, live: LiveRequest, totals: dict[str, int]) -> None:

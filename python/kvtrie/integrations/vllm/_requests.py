@@ -122,6 +122,7 @@ class LiveRequest:
         is_before_reset: Whether it may have KV from before a reset; it is not stored then.
         is_untagged: Whether it has more delimiters than are read. Its tokens are of no kind, where
             its last message begins is not known, and what it leaves is not stored.
+        first_block: A digest of its first block's tokens, once it is needed.
     """
 
     seq: TokenSequence
@@ -154,6 +155,7 @@ class LiveRequest:
     ticket: int = 0
     is_before_reset: bool = False
     is_untagged: bool = False
+    first_block: int | None = None
 
     def is_built_under(self, policy: ReusePolicy) -> None:
         """Take note of a plan with approximate KV. Its request may have used others before."""

@@ -10,7 +10,7 @@ from kvtrie._core import COMPUTED, RadixIndex
 from kvtrie.integrations._served import LEAST_RUN
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -96,28 +96,29 @@ class Sources:
         ids = block_ids[: sum([count for count, _ in stretches])]
         # Blocks that the index already has need no work.
         known = self.index.lookup(seq, touch=False).blocks.tolist()
-        start = _num_equal(known, ids)
+        start = _num_equal(known, ids) if known else 0
         records, hashes = self._pool.blocks, self._hashes
-        blocks, replaced = [], []
+        found: dict[int, bytes] = {}
+        replaced = []
         for number in ids[start:]:
             block = records[number]
             block_hash = block.block_hash
-            if block.is_null or not block_hash:
+            if not block_hash or block.is_null:
                 break
-            blocks.append(block)
+            found[number] = block_hash
             if hashes.get(number, block_hash) != block_hash:
                 # The index has it elsewhere.
                 replaced.append(number)
-        self.forget(replaced)
-        end, first = start + len(blocks), 0
-        if session is not None and start and not blocks:
+        if replaced:
+            self.forget(replaced)
+        end, first = start + len(found), 0
+        if session is not None and start and not found:
             # All are known, perhaps from other conversations.
-            self._take(seq, [], start, COMPUTED, session)
-        for count, source in stretches if blocks else ():
+            self._take(seq, [], found, start, COMPUTED, session)
+        for count, source in stretches if found else ():
             last = min(first + count, end)
             if start < last:
-                taken, blocks = blocks[: last - start], blocks[last - start :]
-                self._take(seq, taken, start, source, session)
+                self._take(seq, ids[start:last], found, start, source, session)
                 start = last
             first += count
         spans = list(spans)
@@ -127,17 +128,18 @@ class Sources:
     def _take(
         self,
         seq: TokenSequence,
-        blocks: list[KVCacheBlock],
+        ids: Sequence[int],
+        found: Mapping[int, bytes],
         start: int,
         source: ComputedSource | Imported,
         session: str | None,
     ) -> None:
+        """Insert blocks that follow each other in a sequence; ``found`` has their hashes."""
         hashes = self._hashes
-        ids = [block.block_id for block in blocks]
         done = self.index.insert(
             seq,
             np.array(ids, np.int32),
-            num_computed=(start + len(blocks)) * self._block_size,
+            num_computed=(start + len(ids)) * self._block_size,
             start=start * self._block_size,
             source=source,
             session=session,
@@ -146,11 +148,12 @@ class Sources:
             hashes.pop(number, None)
         backing = done.blocks.tolist()
         if backing != ids:
-            pairs = zip(blocks, backing, strict=False)
-            blocks = [block for block, now in pairs if block.block_id == now]
-        for block in blocks:
-            if block.block_hash is not None:
-                hashes[block.block_id] = block.block_hash
+            ids = [number for number, now in zip(ids, backing, strict=False) if number == now]
+        if len(ids) == len(found):
+            hashes.update(found)
+        else:
+            hashes.update({number: found[number] for number in ids})
+        blocks = self.blocks(ids)
         # Take and return a reference at once: the pool then reports when it hands the block out.
         self._pool.touch(blocks)
         self._pool.unpin_blocks(blocks, on_reuse=self._on_reuse)
@@ -167,6 +170,9 @@ class Sources:
             plan = self.index.plan(
                 seq, policy, keep_last=1, pin=False, session=session, moved_end=moved_end
             )
+            if not plan.num_exact and not plan.num_approximate:
+                # It uses no block.
+                return plan
             stale = [number for number in used_by(plan) if self.is_stale(number)]
             if not stale:
                 return plan

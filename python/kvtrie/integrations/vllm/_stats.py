@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -61,7 +61,7 @@ class Counts:
     """Counters since the last `take`."""
 
     def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
+        self._counts: defaultdict[str, int] = defaultdict(int)
 
     def add(self, name: str, count: int = 1) -> None:
         self._counts[name] += count
@@ -76,7 +76,7 @@ class Counts:
         """The counters since the last call; None if nothing was counted."""
         if not self._counts:
             return None
-        counts, self._counts = self._counts, Counter()
+        counts, self._counts = self._counts, defaultdict(int)
         return Stats(data=dict(counts))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -38,6 +37,7 @@ OTHER: Final = "other"
 RECOMPUTED: Final = "recomputed"
 REUSES: Final = ("exact", "moved", RECOMPUTED)
 """The sources of the KV of prompt tokens."""
+_RECOMPUTED: Final = REUSES.index(RECOMPUTED)
 
 _MAX_BLANK: Final = 4
 
@@ -198,27 +198,23 @@ def kinds_of(num_tokens: int, spans: Iterable[Span]) -> Kinds:
 
 def count_by_kind(
     num_tokens: int, reused: Iterable[Reused], kinds: Kinds
-) -> Counter[tuple[str, str]]:
+) -> dict[tuple[str, str], int]:
     """Tokens of a prompt by (one of `REUSES`, kind); of nested spans the inner one counts."""
     names, numbers = kinds
     if numbers is None:
         totals = [0] * len(REUSES)
         for one in reused:
             totals[one.is_approximate] += max(0, min(one.end, num_tokens) - one.start)
-        totals[REUSES.index(RECOMPUTED)] = num_tokens - sum(totals)
-        return Counter(
-            {(how, OTHER): count for how, count in zip(REUSES, totals, strict=True) if count}
-        )
-    reuse = np.full(num_tokens, REUSES.index(RECOMPUTED), np.int64)
+        totals[_RECOMPUTED] = num_tokens - sum(totals)
+        return {(how, OTHER): count for how, count in zip(REUSES, totals, strict=True) if count}
+    reuse = np.full(num_tokens, _RECOMPUTED, np.int64)
     for one in reused:
         reuse[one.start : one.end] = int(one.is_approximate)
     counts = np.bincount(numbers * len(REUSES) + reuse)
-    return Counter(
-        {
-            (REUSES[at % len(REUSES)], names[at // len(REUSES)]): int(counts[at])
-            for at in np.flatnonzero(counts).tolist()
-        }
-    )
+    return {
+        (REUSES[at % len(REUSES)], names[at // len(REUSES)]): int(counts[at])
+        for at in counts.nonzero()[0].tolist()
+    }
 
 
 def is_blank(section: Section) -> bool:
