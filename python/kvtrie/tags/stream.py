@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kvtrie.tags.sections import TurnState
 
 _INPUTS: Final = ("user", "tool_result")
+_BEGIN: Final = State()
 
 
 class Stream:
@@ -78,7 +79,7 @@ class Stream:
         self._view: tuple[State, list[Section], list[tuple[int, int, int, int]]] | None = None
         self.num_steps: int = 0
         """Tokens that were processed so far; the others were skipped."""
-        state = State(start=start, body=start, turn=start)
+        state = State(start=start, body=start, turn=start) if start else _BEGIN
         role = tagger.format.initial if role is None else role
         self._state = state if role is None else self._reader.speak(state, role, start)
 

@@ -16,7 +16,6 @@ from kvtrie.integrations.vllm._loads import Loads
 from kvtrie.integrations.vllm._offers import Offers
 from kvtrie.integrations.vllm._reasons import Reasons
 from kvtrie.integrations.vllm._recording import Recording
-from kvtrie.integrations.vllm._requests import LiveRequest
 from kvtrie.integrations.vllm._runners import MovedRequests
 from kvtrie.integrations.vllm._sources import Sources
 from kvtrie.integrations.vllm._stored import StoreRequests
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from kvtrie.gates import Decision
     from kvtrie.integrations._filled_plan import FilledPlan
     from kvtrie.integrations.vllm._metadata import Load, StoreReport, StoreStep
+    from kvtrie.integrations.vllm._requests import LiveRequest
     from kvtrie.integrations.vllm._settings import Settings
     from kvtrie.integrations.vllm._stats import Counts
 
@@ -308,13 +308,14 @@ class Half:
     def _leave(self, request: Request) -> LiveRequest | None:
         """Take a finished request out, before vLLM frees its blocks."""
         self._requests.pop(request.request_id, None)
-        self._moved.forget(request.request_id)
-        live = self._live.pop(request.request_id, None)
-        self._offers.forget(request.request_id)
+        request_id = request.request_id
+        self._moved.forget(request_id)
+        live = self._live.pop(request_id, None)
+        self._offers.forget(request_id)
         if self.stored is not None:
-            self.stored.forget(request.request_id)
+            self.stored.forget(request_id)
         if live is not None and live.pending is not None:
-            self._drop_pending(request.request_id, live)
+            self._drop_pending(request_id, live)
         return live
 
     def _store(self, request: Request, live: LiveRequest, block_ids: Sequence[int]) -> None:

@@ -287,6 +287,8 @@ class Planner(Half):
 
         After an eviction of the exact prefix it may begin earlier than at the last admission.
         """
+        if not plan.num_approximate:
+            return
         moved = [(one[0], one[1]) for one in plan.segments.tolist() if one[4] == APPROXIMATE]
         first = next((start for start, _, _ in common(ranges, moved)), None)
         if first is None:

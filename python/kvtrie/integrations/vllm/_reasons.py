@@ -127,7 +127,8 @@ class Reasons:
         count = request.num_prompt_tokens
         wider = self._wider(live, num_exact + num_approximate)
         if not (num_exact or num_approximate or num_local or before or wider):
-            _, only = self._rest(request, live, 0, ())
+            why = self._sources.index.explain(live.seq, EXACT_ONLY, context=0)
+            only = self._explained(request, live, why.reason, why.position, goes_on=False)
             live.why = Why([(0, count, only)], signature, only)
             return
         segments = [(one[0], one[1], one[4]) for one in plan.segments.tolist()]
@@ -176,32 +177,29 @@ class Reasons:
     ) -> tuple[int, int]:
         """Where the last range after the exact match ends, or 0, and the reason of what is left."""
         why = self._sources.index.explain(live.seq, EXACT_ONLY, context=0)
-        start, last = max(why.position, num_local), 0
-        if reused:
-            last = max((end for _, end in reused if end > start), default=0)
-        return last, _CODES[self._explained(request, live, why.reason, start, goes_on=last > 0)]
+        start = max(why.position, num_local)
+        last = max((end for _, end in reused if end > start), default=0)
+        return last, self._explained(request, live, why.reason, start, goes_on=last > 0)
 
     def _explained(
         self, request: Request, live: LiveRequest, found: str, start: int, *, goes_on: bool
-    ) -> str:
+    ) -> int:
         """The reason at ``start``, where the exact match ends for what the index has ``found``."""
         reason = _EXPLAINED.get(found, found)
         if reason == "new":
-            return reason
+            return _NEW
         hashes, block = request.block_hashes, start // self._block_size
         if block < len(hashes) and self._was_dead(hashes[block]):
-            return "dead_reasoning"
+            return _CODES["dead_reasoning"]
         if reason not in _UNKNOWN:
-            return reason
-        if goes_on:
-            return "diverged"
-        if block:
-            return "new" if reason == "not_cached" else reason
+            return _CODES[reason]
+        if goes_on or block:
+            return _CODES["diverged"] if goes_on or reason == "diverged" else _NEW
         salt = request.cache_salt
         known = self._salts.get(self._first_block(live), salt)
-        return "first_seen" if known == salt else "other_salt"
+        return _CODES["first_seen" if known == salt else "other_salt"]
 
-    def _wider(self, live: LiveRequest, num_reused: int) -> list[tuple[str, list[Range]]]:
+    def _wider(self, live: LiveRequest, num_reused: int) -> Sequence[tuple[str, list[Range]]]:
         """What plans under wider policies would reuse, from the narrowest on, if it is more."""
         latest, asked = self._latest, live.policy
         granted = live.granted or asked
@@ -209,7 +207,7 @@ class Reasons:
             latest = self._latest = (granted, asked, self._steps(granted, asked))
         steps = latest[2]
         if not steps:
-            return []
+            return ()
         moved_end = live.moved_end
         if not asked.approximate:
             moved_end = live.read_moved_end()
@@ -217,7 +215,7 @@ class Reasons:
         num_widest = widest.num_exact + widest.num_approximate
         widest.release()
         if num_widest <= num_reused:
-            return []
+            return ()
         wider = []
         for name, policy in steps:
             judged, found = self._reused(live, policy, moved_end)

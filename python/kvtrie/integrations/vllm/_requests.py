@@ -160,7 +160,8 @@ class LiveRequest:
     def is_built_under(self, policy: ReusePolicy) -> None:
         """Take note of a plan with approximate KV. Its request may have used others before."""
         before = self.built_under
-        self.built_under = policy if before is None else laxest([before, policy])
+        if before is not policy:
+            self.built_under = policy if before is None else laxest([before, policy])
 
     @property
     def grade(self) -> ReusePolicy:

@@ -15,7 +15,7 @@ from kvtrie.integrations.vllm._vllm import ReasoningParserManager, cached_tokeni
 from kvtrie.tags import PRESETS, Tagger
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from numpy.typing import NDArray
     from vllm.config import VllmConfig
@@ -197,10 +197,12 @@ def kinds_of(num_tokens: int, spans: Iterable[Span]) -> Kinds:
 
 
 def count_by_kind(
-    num_tokens: int, reused: Iterable[Reused], kinds: Kinds
+    num_tokens: int, reused: Sequence[Reused], kinds: Kinds
 ) -> dict[tuple[str, str], int]:
     """Tokens of a prompt by (one of `REUSES`, kind); of nested spans the inner one counts."""
     names, numbers = kinds
+    if numbers is None and not reused:
+        return {(RECOMPUTED, OTHER): num_tokens} if num_tokens else {}
     if numbers is None:
         totals = [0] * len(REUSES)
         for one in reused:
