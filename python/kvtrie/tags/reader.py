@@ -207,35 +207,46 @@ class MessageReader:
             return None
         if state.phase == BODY:
             state = self._end_message(state, start, start)
-        state = self._settle(state)._replace(
-            begin=begin, start=start, role=None, header_start=end, header=(), channel=None
-        )
+        state = self._settle(state)
         if begin.names or begin.header_end is not None:
-            return state._replace(phase=HEADER)
-        return self.speak(state, begin.role, end)
+            return state._replace(
+                phase=HEADER,
+                begin=begin,
+                start=start,
+                role=None,
+                header_start=end,
+                header=(),
+                channel=None,
+            )
+        return self._speak(state, begin.role, end, begin, start)
 
     def speak(self, state: State, role: Role | None, body: int) -> State:
         """Begin the text of a message."""
+        return self._speak(state, role, body, state.begin, state.start)
+
+    def _speak(
+        self, state: State, role: Role | None, body: int, begin: MessageStart | None, start: int
+    ) -> State:
         if self._grammar.format.boundary == "final" and state.progress == ANSWERED:
-            state = self._close_turn(state)
+            state = self._close_turn(state, start)
         progress = state.progress
         if role == "assistant" or (role == "tool" and progress == ANSWERED):
             progress = WORKING
-        return state._replace(
+        # Made anew, as it has little of the state before: quicker than `_replace`.
+        return State(
+            node=state.node,
             phase=BODY,
+            begin=begin,
             role=role,
+            start=start,
             body=body,
-            header=(),
-            channel=None,
-            kind=None,
-            final=False,
-            first=-1,
-            answer=-1,
-            stack=(),
-            reasoned=False,
-            called=False,
-            wrap=0,
+            header_start=state.header_start,
+            growing=state.growing,
+            turn=state.turn,
+            turn_sections=state.turn_sections,
             progress=progress,
+            num_sections=state.num_sections,
+            num_turns=state.num_turns,
         )
 
     def _end_message(self, state: State, start: int, end: int) -> State:
@@ -247,7 +258,7 @@ class MessageReader:
         elif role is not None:
             closes = role == "user" and self._grammar.format.boundary != "final"
             if closes and state.progress != QUIET:
-                state = self._close_turn(state)
+                state = self._close_turn(state, state.start)
             if role == "tool" and state.progress == ANSWERED:
                 state = state._replace(progress=WORKING)
             if spoken:
@@ -275,10 +286,10 @@ class MessageReader:
             state = state._replace(progress=ANSWERED)
         return state
 
-    def _close_turn(self, state: State) -> State:
-        self.turns.append((state.turn, state.start, state.turn_sections, state.num_sections))
+    def _close_turn(self, state: State, at: int) -> State:
+        self.turns.append((state.turn, at, state.turn_sections, state.num_sections))
         return state._replace(
-            turn=state.start,
+            turn=at,
             turn_sections=state.num_sections,
             progress=QUIET,
             num_turns=state.num_turns + 1,

@@ -129,10 +129,9 @@ class Offers:
         if live.is_counted:
             return
         live.is_counted = True
-        reading = live.read()
+        count, reading = request.num_prompt_tokens, live.read()
         if reading is not None:
             self._compare_template(request, live, reading)
-        count = request.num_prompt_tokens
         kinds = kinds_of(count, () if reading is None else reading.spans())
         counted = count_by_kind(count, live.account.reused, kinds)
         for (how, kind), number in counted.items():

@@ -242,13 +242,14 @@ class Planner(Half):
             self._counts.add("plans_stale")
             live.why = None
             return 0
-        if self._seeks(request, live, plan, num_local, resumes=self.gaps.resumes):
+        resumes = self.gaps.resumes
+        if self._seeks(request, live, plan, num_local, resumes=resumes):
             plan.release()
             return None
         promised, after_gaps = _ranges.usable(
             plan,
             num_local,
-            resumes=self.gaps.resumes,
+            resumes=resumes,
             # KV must not become approximate in a block that vLLM hashes by tokens alone.
             may_begin=None
             if live.exact_until is not None
@@ -261,7 +262,6 @@ class Planner(Half):
             if promised[1] < before:
                 self._counts.add("tokens_without_window", before - promised[1])
         ranges = [promised, *after_gaps]
-        resumes = self.gaps.resumes
         if self._reasons is not None:
             self.guarded(self._reasons.look, request, live, plan, num_local, ranges, resumes)
         if promised[0] == promised[1] and not after_gaps:

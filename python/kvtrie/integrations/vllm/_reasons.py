@@ -1,9 +1,9 @@
 """Why tokens of a prompt are computed, by what the index knows when the request is admitted.
 
 Each computed token has one reason, so the counts by reason add up to all computed tokens. A request
-costs one lookup, and where moved runs are allowed one plan under the widest policy; more plans only
-if that one reuses more. Labels of single tokens are made where a prompt has several, and only when
-it is computed.
+costs one call of `RadixIndex.explain`, where moved runs are allowed under the widest policy; plans
+only if that one reuses more. Labels of single tokens are made where a prompt has several, and only
+when it is computed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from vllm.v1.request import Request
 
-    from kvtrie._core import ReusePlan, ReusePolicy
+    from kvtrie._core import Explanation, ReusePlan, ReusePolicy
     from kvtrie.gates import Decision
     from kvtrie.gates.widening import Step
     from kvtrie.integrations._filled_plan import FilledPlan
@@ -74,6 +74,7 @@ _EXPLAINED: Final = {
     "other_namespace": "other_adapter",
     # A wider plan says whose fault it is.
     "approximate_only": "diverged",
+    "laxer_policy": "diverged",
 }
 # What it says where the tokens of a block are not known.
 _UNKNOWN: Final = ("diverged", "not_cached")
@@ -125,17 +126,18 @@ class Reasons:
         if before is not None and before.signature == signature:
             return
         count = request.num_prompt_tokens
-        wider = self._wider(live, num_exact + num_approximate)
+        why, wider = self._wider(live, num_exact + num_approximate)
         if not (num_exact or num_approximate or num_local or before or wider):
-            why = self._sources.index.explain(live.seq, EXACT_ONLY, context=0)
-            only = self._explained(request, live, why.reason, why.position, goes_on=False)
+            why = why or self._explain(live)
+            only = self._reason(request, live, why, why.position, goes_on=False)
             live.why = Why([(0, count, only)], signature, only)
             return
         segments = [(one[0], one[1], one[4]) for one in plan.segments.tolist()]
         planned = [(start, end) for start, end, kind in segments if kind != COMPUTE]
         paints = [(0, count, _LAST)]
         if plan.num_compute > 1:
-            paints += self._computed(request, live, planned, num_local, wider)
+            why = why or self._explain(live)
+            paints += self._computed(request, live, why, planned, num_local, wider)
         gap = next((s for s, e, kind in segments if kind == COMPUTE and e > num_local), count)
         for start, end in planned:
             ends_before = resumes or start < gap
@@ -154,13 +156,16 @@ class Reasons:
         self,
         request: Request,
         live: LiveRequest,
+        why: Explanation,
         planned: Sequence[Range],
         num_local: int,
         wider: Sequence[tuple[str, list[Range]]],
     ) -> Iterator[Paint]:
         reused = [*planned, *(one for _, found in wider for one in found)]
-        count = request.num_prompt_tokens
-        last, reason = self._rest(request, live, num_local, reused)
+        count, start = request.num_prompt_tokens, max(why.position, num_local)
+        # Where the last range after the exact match ends, or 0, and the reason of what is left.
+        last = max((end for _, end in reused if end > start), default=0)
+        reason = self._reason(request, live, why, start, goes_on=last > 0)
         yield 0, count - 1, reason
         if last:
             yield last, count - 1, _NEW
@@ -172,20 +177,12 @@ class Reasons:
             code = _CODES[name]
             yield from ((start, end, code) for start, end in found)
 
-    def _rest(
-        self, request: Request, live: LiveRequest, num_local: int, reused: Sequence[Range]
-    ) -> tuple[int, int]:
-        """Where the last range after the exact match ends, or 0, and the reason of what is left."""
-        why = self._sources.index.explain(live.seq, EXACT_ONLY, context=0)
-        start = max(why.position, num_local)
-        last = max((end for _, end in reused if end > start), default=0)
-        return last, self._explained(request, live, why.reason, start, goes_on=last > 0)
-
-    def _explained(
-        self, request: Request, live: LiveRequest, found: str, start: int, *, goes_on: bool
+    def _reason(
+        self, request: Request, live: LiveRequest, why: Explanation, start: int, *, goes_on: bool
     ) -> int:
-        """The reason at ``start``, where the exact match ends for what the index has ``found``."""
-        reason = _EXPLAINED.get(found, found)
+        """The label at ``start``, where the exact match ends."""
+        reason = why.reason
+        reason = _EXPLAINED.get(reason, reason)
         if reason == "new":
             return _NEW
         hashes, block = request.block_hashes, start // self._block_size
@@ -199,31 +196,44 @@ class Reasons:
         known = self._salts.get(self._first_block(live), salt)
         return _CODES["first_seen" if known == salt else "other_salt"]
 
-    def _wider(self, live: LiveRequest, num_reused: int) -> Sequence[tuple[str, list[Range]]]:
-        """What plans under wider policies would reuse, from the narrowest on, if it is more."""
+    def _wider(
+        self, live: LiveRequest, num_reused: int
+    ) -> tuple[Explanation | None, Sequence[tuple[str, list[Range]]]]:
+        """What plans under wider policies would reuse, from the narrowest on, if it is more.
+
+        The first is what the index says of the prompt under the widest; None if there is no wider.
+        """
         latest, asked = self._latest, live.policy
         granted = live.granted or asked
         if latest[0] is not granted or latest[1] is not asked:
             latest = self._latest = (granted, asked, self._steps(granted, asked))
         steps = latest[2]
         if not steps:
-            return ()
+            return None, ()
         moved_end = live.moved_end
         if not asked.approximate:
             moved_end = live.read_moved_end()
-        widest = self._plan(live, steps[-1][1], moved_end)
-        num_widest = widest.num_exact + widest.num_approximate
-        widest.release()
-        if num_widest <= num_reused:
-            return ()
+        why = self._explain(live, steps[-1][1], moved_end)
+        if why.num_tokens - why.would_save.compute <= num_reused:
+            return why, ()
         wider = []
         for name, policy in steps:
             judged, found = self._reused(live, policy, moved_end)
             wider.append((self._why_exact(live, judged) if name == "exact_asked" else name, found))
-        return wider
+        return why, wider
 
-    def _plan(self, live: LiveRequest, policy: ReusePolicy, moved_end: int | None) -> ReusePlan:
-        return self._sources.index.plan(
+    def _explain(
+        self, live: LiveRequest, policy: ReusePolicy = EXACT_ONLY, moved_end: int | None = None
+    ) -> Explanation:
+        """Why the exact match ends where it does, and what a plan under a policy would reuse."""
+        return self._sources.index.explain(
+            live.seq, policy, context=0, session=live.session, moved_end=moved_end
+        )
+
+    def _reused(
+        self, live: LiveRequest, policy: ReusePolicy, moved_end: int | None
+    ) -> tuple[Decision, list[Range]]:
+        plan = self._sources.index.plan(
             live.seq,
             policy,
             keep_last=1,
@@ -231,11 +241,6 @@ class Reasons:
             session=live.session,
             moved_end=moved_end,
         )
-
-    def _reused(
-        self, live: LiveRequest, policy: ReusePolicy, moved_end: int | None
-    ) -> tuple[Decision, list[Range]]:
-        plan = self._plan(live, policy, moved_end)
         judged = self._decision.of(plan)
         found = [(one[0], one[1]) for one in plan.segments.tolist() if one[4] != COMPUTE]
         plan.release()

@@ -251,7 +251,7 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
         if connector_output.invalid_block_ids:
             self.planner.failed(connector_output.invalid_block_ids)
         report: object = connector_output.kv_connector_worker_meta
-        if isinstance(report, StoreReport):
+        if report is not None and isinstance(report, StoreReport):
             self.planner.reported(report)
 
     def request_finished(
@@ -366,19 +366,21 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks whose copy failed."""
-        failed, self._not_copied = self._not_copied, set()
+        failed = self._not_copied
         if self._copies is not None:
             failed |= self._copies.take_failed()
-        if failed and self._is_among_others:
+        if not failed:
+            return set()
+        self._not_copied = set()
+        if self._is_among_others:
             msg = f"KvtrieConnector: {len(failed)} blocks were not copied, and another connector "
             msg += "may store what they hold: start vLLM again"
             raise RuntimeError(msg)
-        if failed and self._has_groups:
+        if self._has_groups:
             msg = f"KvtrieConnector: {len(failed)} blocks were not copied, and vLLM computes none "
             msg += "again in a model with several groups of KV blocks: start it again"
             raise RuntimeError(msg)
-        if failed:
-            self._counts.add("copies_failed", len(failed))
+        self._counts.add("copies_failed", len(failed))
         return failed
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
