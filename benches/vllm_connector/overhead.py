@@ -462,7 +462,7 @@ def report_model(
             print(f"| {name} | {cells} |")
 
 
-def report_calls(bench: Bench, work: Work, rng: random.Random, num_rounds: int = 20) -> None:
+def report_calls(bench: Bench, work: Work, rng: random.Random, num_rounds: int) -> None:
     spent = bench.watch_calls()
     for _ in range(num_rounds):
         bench.run("kvtrie", work, rng)
@@ -525,7 +525,7 @@ def main() -> None:
         if options.calls:
             for work in (PROMPT, SHORT, BATCH):
                 bench.fill(rng)
-                report_calls(bench, work, rng)
+                report_calls(bench, work, rng, num_rounds)
             return
         mode = "exact mode" if options.exact else "approximate reuse, without a gate"
         print(f"{bench.described()}; {mode}.\n")

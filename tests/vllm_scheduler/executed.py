@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_PLACES = ("kvtrie/integrations/", "kvtrie/tags/")
+PLACES = ("kvtrie/integrations/", "kvtrie/tags/")
 
 
 @contextmanager
@@ -26,7 +26,7 @@ def executed() -> Iterator[list[int]]:
         return inside
 
     def called(frame: Any, _: str, __: Any) -> Any:
-        if not any(place in frame.f_code.co_filename for place in _PLACES):
+        if not any(place in frame.f_code.co_filename for place in PLACES):
             return None
         frame.f_trace_opcodes = True
         frame.f_trace_lines = False
