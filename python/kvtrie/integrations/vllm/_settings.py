@@ -173,9 +173,10 @@ def request_policy(
         SettingsError: It has another value, a parameter is close to one of kvtrie's, or there are
             more than 32.
     """
+    said: object = default
     if params:
         _check_params(params)
-    said = (params or {}).get("kvtrie", default)
+        said = params.get("kvtrie", default)
     if said == "exact":
         return EXACT_ONLY
     if said == "approximate":
@@ -217,8 +218,9 @@ def session_of(request: Request) -> str | None:
     Raises:
         SettingsError: It is not a text of 1 to 256 bytes of UTF-8.
     """
-    given = (request.kv_transfer_params or {}).get("session")
-    mine = session_id(given, "kv_transfer_params: session")
+    params, mine = request.kv_transfer_params, None
+    if params:
+        mine = session_id(params.get("session"), "kv_transfer_params: session")
     return mine or session_id(request.session_id, "session_id")
 
 
@@ -228,7 +230,8 @@ def is_last(request: Request) -> bool:
     Raises:
         SettingsError: ``last`` is not true or false, or a hint for kvtrie is unknown.
     """
-    said: object = (request.kv_transfer_params or {}).get("last", False)
+    params = request.kv_transfer_params
+    said: object = params.get("last", False) if params else False
     if not isinstance(said, bool):
         msg = f"kv_transfer_params: last must be true or false, not {shown(said)}"
         raise SettingsError(msg)

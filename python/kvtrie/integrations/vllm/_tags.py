@@ -15,7 +15,7 @@ from kvtrie.integrations.vllm._vllm import ReasoningParserManager, cached_tokeni
 from kvtrie.tags import PRESETS, Tagger
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
     from vllm.config import VllmConfig
@@ -148,6 +148,8 @@ class Reading:
     def new_spans(self) -> list[Span]:
         """The spans that have ended since the last call."""
         spans = self.stream.spans
+        if not spans:
+            return spans
         # The last one may have grown since: reasoning includes the newlines after it.
         first, self._num_returned = max(0, self._num_returned - 1), len(spans)
         return spans[first:]
@@ -184,12 +186,13 @@ class Reading:
         return spans if under_way is None else [*spans, under_way]
 
 
-def kinds_of(num_tokens: int, spans: Iterable[Span]) -> Kinds:
+def kinds_of(num_tokens: int, spans: Sequence[Span]) -> Kinds:
     """Names of kinds, and the number of each token's; None if there are no spans."""
-    names, kinds = [OTHER], None
+    names = [OTHER]
+    if not spans:
+        return names, None
+    kinds = np.zeros(num_tokens, np.int64)
     for span in sorted(spans, key=lambda span: (span.start, -span.end)):
-        if kinds is None:
-            kinds = np.zeros(num_tokens, np.int64)
         if span.kind not in names:
             names.append(span.kind)
         kinds[span.start : span.end] = names.index(span.kind)
