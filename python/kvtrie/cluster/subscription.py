@@ -34,7 +34,7 @@ _SETTLE: Final = 0.1
 _HIGH_WATER: Final = 100_000
 _HEARTBEAT: Final = 2_000
 # Milliseconds for which scores are certain after nothing was found to wait. So they do not stay so
-# in a process that was stopped, or in a thread that falls behind.
+# in a process that was stopped, or in a thread that is late.
 _CERTAIN_FOR: Final = 2_000
 # Seconds between two looks after which the process may have been stopped, and then until what has
 # waited for it outside has arrived.

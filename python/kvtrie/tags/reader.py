@@ -232,7 +232,7 @@ class MessageReader:
         progress = state.progress
         if role == "assistant" or (role == "tool" and progress == ANSWERED):
             progress = WORKING
-        # Made anew, as it has little of the state before: quicker than `_replace`.
+        # Made new, as it has little of the state before: quicker than `_replace`.
         return State(
             node=state.node,
             phase=BODY,

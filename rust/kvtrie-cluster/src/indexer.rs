@@ -316,7 +316,7 @@ impl KvIndexer {
 
     /// Says that no event of a worker waits to be applied. From so long after this call on its figures are not
     /// promised, unless it is said again; without a time, they are until [`set_uncertain`](Self::set_uncertain) says
-    /// otherwise, as those of a new worker. So whoever feeds an index and sleeps, or falls behind, leaves no old figures
+    /// otherwise, as those of a new worker. So whoever feeds an index and sleeps, or is late, leaves no old figures
     /// that count as certain.
     ///
     /// # Errors

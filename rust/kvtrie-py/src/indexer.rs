@@ -382,7 +382,7 @@ impl PyKvIndexer {
 
     /// Say that no event of a worker waits to be applied.
     ///
-    /// So whoever feeds an index and then sleeps, or falls behind, leaves no old scores that count as
+    /// So whoever feeds an index and then sleeps, or is late, leaves no old scores that count as
     /// certain. `kvtrie.cluster.subscribe` says it while it keeps up.
     ///
     /// Args:
