@@ -9,13 +9,11 @@ from __future__ import annotations
 import json
 import sys
 
+from tests.cluster.publisher import SIZE
+from tests.cluster.test_subscription import KEY, NS, PROMPT
+
 import kvtrie
 from kvtrie.cluster import subscribe
-
-SIZE = 2
-KEY = b"the key of tests"
-NS = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-PROMPT = kvtrie.TokenSequence(range(40), NS)
 
 
 def main() -> None:

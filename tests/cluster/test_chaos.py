@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ import kvtrie
 from kvtrie.cluster import subscription
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCKS = 20
@@ -67,6 +68,9 @@ class Truth:
     def digest(self) -> int:
         return int(self.index.digest(self.worker))
 
+    def is_reached_by(self, fed: Fed) -> None:
+        until(lambda: fed.index.digest(fed.worker) == self.digest(), fed.__repr__)
+
 
 @pytest.mark.parametrize("source", ["replay", "snapshots", "both"])
 def test_three_replicas_agree_after_one_batch_in_ten_was_lost(
@@ -77,10 +81,12 @@ def test_three_replicas_agree_after_one_batch_in_ten_was_lost(
     rng = Random(source)
     with ExitStack() as stack:
         publisher = stack.enter_context(Publisher())
-        made: Callable[[], Fed] = lambda: (  # noqa: E731 - one of two
-            Fed(publisher) if source == "replay" else Sourced(publisher, replay=source == "both")
-        )
-        feds = [stack.enter_context(made()) for _ in range(3)]
+        made = {
+            "replay": Fed,
+            "snapshots": Sourced,
+            "both": partial(Sourced, replay=True),
+        }[source]
+        feds: list[Fed] = [stack.enter_context(made(publisher)) for _ in range(3)]
         for fed in feds:
             fed.becomes(0)
         truth = Truth(publisher, rng)
@@ -97,10 +103,7 @@ def test_three_replicas_agree_after_one_batch_in_ten_was_lost(
             truth.change(lost=False)
             for fed in feds:
                 fed.becomes(truth.exact)
-                until(
-                    lambda fed=fed: fed.index.digest(fed.worker) == truth.digest(),  # type: ignore[misc]
-                    fed.__repr__,
-                )
+                truth.is_reached_by(fed)
                 assert fed.scores() == (truth.exact, False)
         assert num_lost > 20
         for fed in feds:

@@ -754,6 +754,17 @@ def test_a_tenant_has_its_own_bytes_and_lifetime() -> None:
     assert sum(store.exists(mine)) == 2
 
 
+def outlived(backend: HostBackend, count: int) -> tuple[SpanStore, list[SpanRun]]:
+    """A store with so many runs that have outlived their time."""
+    now = [1_000.0]
+    store = make_store(backend, limits=TenantLimits(lifetime=10), clock=lambda: now[0])
+    runs = [run_of(store, list(range(32 * at, 32 * at + 32))) for at in range(count)]
+    for run in runs:
+        assert store.put(run, rows(32))
+    now[0] += 11
+    return store, runs
+
+
 def test_a_sweep_ends_at_the_first_run_that_cannot_be_deleted() -> None:
     """With a server that is gone, the writer waited for each run's time-out."""
     asked: list[str] = []
@@ -767,12 +778,8 @@ def test_a_sweep_ends_at_the_first_run_that_cannot_be_deleted() -> None:
                 raise BackendError(name, reason="unreachable")
             super().delete(name)
 
-    now = [1_000.0]
     backend = Gone(1 << 20)
-    store = make_store(backend, limits=TenantLimits(lifetime=10), clock=lambda: now[0])
-    for at in range(0, 160, 32):
-        assert store.put(run_of(store, list(range(at, at + 32))), rows(32))
-    now[0] += 11
+    store, _ = outlived(backend, 5)
     assert store.sweep() == 0
     assert len(asked) == 1
     assert "expired" not in store.counts()
@@ -790,14 +797,9 @@ def test_a_sweep_ends_where_it_cannot_ask_when_a_run_was_written() -> None:
                 raise BackendError(name, reason="unreachable")
             return None
 
-    now = [1_000.0]
     backend = Silent(1 << 20)
-    store = make_store(backend, limits=TenantLimits(lifetime=10), clock=lambda: now[0])
-    runs = [run_of(store, list(range(at, at + 32))) for at in range(0, 96, 32)]
-    for run in runs:
-        assert store.put(run, rows(32))
+    store, runs = outlived(backend, 3)
     backend.silent = runs[0].name
-    now[0] += 11
     assert [store.sweep(), store.sweep()] == [0, 2]
     assert store.exists(runs) == [True, False, False]
     assert store.counts()["exists_unreachable"] == 2
@@ -805,14 +807,9 @@ def test_a_sweep_ends_where_it_cannot_ask_when_a_run_was_written() -> None:
 
 def test_a_sweep_goes_on_after_a_run_that_cannot_be_deleted_in_the_next() -> None:
     """Each sweep began with it, and ended there."""
-    now = [1_000.0]
     backend = Locked(1 << 20)
-    store = make_store(backend, limits=TenantLimits(lifetime=10), clock=lambda: now[0])
-    runs = [run_of(store, list(range(at, at + 32))) for at in range(0, 160, 32)]
-    for run in runs:
-        assert store.put(run, rows(32))
+    store, runs = outlived(backend, 5)
     backend.locked = runs[1].name
-    now[0] += 11
     assert [store.sweep(), store.sweep(), store.sweep()] == [1, 3, 0]
     assert store.exists(runs) == [False, True, False, False, False]
     backend.locked = ""

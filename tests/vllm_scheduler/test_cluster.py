@@ -9,9 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
-from tests.vllm.prompts import words
-from tests.vllm.traffic import Traffic
-from tests.vllm_scheduler.test_events import UNCHECKED, enabled, finds, in_flight, listen
+from tests.vllm_scheduler.test_events import (
+    NUM_PROBES,
+    UNCHECKED,
+    enabled,
+    finds,
+    in_flight,
+    listen,
+    probes,
+)
 from tests.vllm_scheduler.test_traffic import SMALL, Run
 from tests.vllm_scheduler.worker import BLOCK
 
@@ -22,7 +28,6 @@ if TYPE_CHECKING:
 
     from tests.vllm_scheduler.core import Core
 
-NUM_PROBES = 10_000
 SHARED = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
 
 
@@ -63,11 +68,8 @@ def test_an_index_of_workers_answers_what_vllm_finds(
     fed = Fed(vllm)
     run = Run(vllm, seed=91 + in_flight)
     run.go(360)
-    seen = [list(ask.prompt) + vllm.answers[name].tokens for name, (ask, _) in run.asked.items()]
-    rng, num_over, num_under, num_found, num_moved = Traffic(seed=5).random, 0, 0, 0, 0
-    for _ in range(NUM_PROBES):
-        history = rng.choice(seen)
-        probe = history[: rng.randrange(1, len(history) + 1)] + words(rng.randrange(3), 1)
+    num_over = num_under = num_found = num_moved = 0
+    for probe in probes(vllm, run):
         (claimed, moved), found = fed.claims(probe), finds(vllm, probe)
         num_over += claimed > found
         num_under += claimed < found
@@ -161,14 +163,10 @@ def test_an_index_of_dynamo_claims_no_more_than_vllm_finds(
     fed = DynamoTree(vllm)
     run = Run(vllm, seed=91 + in_flight)
     run.go(360)
-    seen = [list(ask.prompt) + vllm.answers[name].tokens for name, (ask, _) in run.asked.items()]
-    rng, num_over, num_found, num_moved = Traffic(seed=5).random, 0, 0, 0
-    for _ in range(NUM_PROBES):
-        history = rng.choice(seen)
-        probe = history[: rng.randrange(1, len(history) + 1)] + words(rng.randrange(3), 1)
+    num_over = num_found = 0
+    for probe in probes(vllm, run):
         claimed = fed.claims(probe)
         num_over += claimed > finds(vllm, probe)
         num_found += claimed > 0
-    num_moved = vllm.counts["tokens_moved"]
     assert num_over == 0
-    assert min(num_found, fed.num_removed, num_moved) > NUM_PROBES // 100
+    assert min(num_found, fed.num_removed, vllm.counts["tokens_moved"]) > NUM_PROBES // 100

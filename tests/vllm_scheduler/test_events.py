@@ -22,7 +22,7 @@ from kvtrie.integrations._asked import SettingsError
 from kvtrie.integrations.vllm import _events, _settings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from tests.vllm_scheduler.core import Core
@@ -103,6 +103,15 @@ def finds(vllm: Core, tokens: Sequence[int]) -> int:
     return int(vllm.scheduler.kv_cache_manager.get_computed_blocks(request)[1])
 
 
+def probes(vllm: Core, run: Run) -> Iterator[list[int]]:
+    """Beginnings of what requests have left, some with other words after them."""
+    seen = [list(ask.prompt) + vllm.answers[name].tokens for name, (ask, _) in run.asked.items()]
+    rng = Traffic(seed=5).random
+    for _ in range(NUM_PROBES):
+        history = rng.choice(seen)
+        yield history[: rng.randrange(1, len(history) + 1)] + words(rng.randrange(3), 1)
+
+
 @in_flight
 def test_an_index_fed_by_events_has_what_plain_requests_find(
     core: Callable[..., Core], in_flight: bool
@@ -113,12 +122,9 @@ def test_an_index_fed_by_events_has_what_plain_requests_find(
     router, _ = listen(vllm, mixed)
     run = Run(vllm, seed=91 + in_flight)
     run.go(360)
-    seen = [list(ask.prompt) + vllm.answers[name].tokens for name, (ask, _) in run.asked.items()]
-    rng, num_over, num_equal, num_found = Traffic(seed=5).random, 0, 0, 0
+    num_over = num_equal = num_found = 0
     num_fooled = 0
-    for _ in range(NUM_PROBES):
-        history = rng.choice(seen)
-        probe = history[: rng.randrange(1, len(history) + 1)] + words(rng.randrange(3), 1)
+    for probe in probes(vllm, run):
         claimed, found = router.claims(probe), finds(vllm, probe)
         num_over += claimed > found
         num_equal += claimed == found
