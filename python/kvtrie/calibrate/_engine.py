@@ -248,7 +248,7 @@ class Workspace:
     def try_(self, step: Step, reply: list[int], policy: Policy) -> Trial:
         """Build a prompt's KV under a policy and predict each token of a reply; keep nothing.
 
-        A plan that lacks records is none of this policy's: it is made again with fronts, as engines
+        A plan that lacks records is not of this policy: it is made again with fronts, as engines
         do, and has no terms.
         """
         store, size = self._store, self._model.layout.block_size

@@ -205,7 +205,7 @@ class Renderer:
         except Exception as error:
             # Templates may raise any error, including jinja2's.
             msg = (
-                f"the chat template refuses the conversation: {error}; take out what it refuses, "
+                f"the chat template refuses the conversation: {error}; remove what it refuses, "
                 "or name the template that is served, --chat-template"
             )
             raise CalibrationError(msg) from error

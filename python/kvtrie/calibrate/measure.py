@@ -85,7 +85,7 @@ _DRAWS: Final = 512
 _APART: Final = 1_000_000_000
 """Between the seeds of two draws; those of all conversations are within it."""
 _FIRST_DRAWS: Final = 16
-"""Of an edit of which none of so many fits, none is measured."""
+"""An edit is left out if so many of its conversations are too long."""
 
 
 @dataclass(frozen=True, slots=True)

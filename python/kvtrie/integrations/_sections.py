@@ -45,7 +45,7 @@ def read_on(stream: Stream, ids: NDArray[np.integer]) -> bool:
     most, at = most_steps(len(stream) + count), 0
     while at < count and stream.num_steps <= most:
         end = at + max(PIECE, most - stream.num_steps)
-        stream.feed(ids if at == 0 and end >= count else ids[at:end], final=True)
+        stream.feed(ids[at:end], final=True)
         at = end
     return stream.num_steps <= most
 

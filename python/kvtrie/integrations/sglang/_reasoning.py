@@ -65,7 +65,7 @@ def openings_of(args: ServerArgs) -> Openings | None:
 
 def _rendering(args: ServerArgs) -> tuple[Any, dict[str, Any]]:
     """The tokenizer that renders prompts, and the arguments of its method."""
-    from sglang.srt.utils.hf_transformers_utils import get_tokenizer  # noqa: PLC0415
+    from sglang.srt.utils.hf_transformers_utils import get_tokenizer  # noqa: PLC0415 - slow
 
     tokenizer = get_tokenizer(
         args.tokenizer_path,
@@ -74,7 +74,7 @@ def _rendering(args: ServerArgs) -> tuple[Any, dict[str, Any]]:
     )
     if args.chat_template is None:
         return tokenizer, {}
-    with open(args.chat_template, encoding="utf-8") as file:  # noqa: PTH123
+    with open(args.chat_template, encoding="utf-8") as file:  # noqa: PTH123 - SGLang has a str
         return tokenizer, {"chat_template": file.read()}
 
 

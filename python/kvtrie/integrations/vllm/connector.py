@@ -251,7 +251,7 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
         if connector_output.invalid_block_ids:
             self.planner.failed(connector_output.invalid_block_ids)
         report: object = connector_output.kv_connector_worker_meta
-        if report is not None and isinstance(report, StoreReport):
+        if isinstance(report, StoreReport):
             self.planner.reported(report)
 
     def request_finished(
