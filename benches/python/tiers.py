@@ -15,10 +15,10 @@ it has lost all, and a tier is asked. Shares are of the prompts of users that sp
   and headers, seals and marks count. The KV is of one layer, 1 KiB per token.
 * `SmolLM2`: the same store and the same bytes, where the budget counts what each value would have
   in the layout of SmolLM2-135M in bfloat16: 30 layers, 22.5 KiB per token.
-* `by cost`: as `SmolLM2`, but what costs least to compute again per byte leaves first, and of that
-  what was used least lately (GreedyDual-Size, Cao and Irani 1997). Of its share of tokens, and of
-  the work to compute all of these prompts: in work, a token at position p costs 1 + p / 3,456, as
-  attention to 6 times the hidden size of 576 costs as much as the rest of a layer.
+* `by cost`: as `SmolLM2`, but a run stays the longer after its last use, the more it costs per byte
+  to compute again (GreedyDual-Size, Cao and Irani 1997). `in work` is the share of the work that
+  computing all of these prompts takes: a token at position p costs 1 + p / 3,456, as attention to
+  6 times the hidden size of 576 costs as much as the rest of a layer.
 * `last use`: the ceiling of a store that does not know the future. It keeps single tokens by
   content, all that the next prompt has again, and nothing besides KV. What was written or found
   last stays.
