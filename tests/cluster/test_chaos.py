@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -81,12 +80,14 @@ def test_three_replicas_agree_after_one_batch_in_ten_was_lost(
     rng = Random(source)
     with ExitStack() as stack:
         publisher = stack.enter_context(Publisher())
-        made = {
-            "replay": Fed,
-            "snapshots": Sourced,
-            "both": partial(Sourced, replay=True),
-        }[source]
-        feds: list[Fed] = [stack.enter_context(made(publisher)) for _ in range(3)]
+        feds: list[Fed] = [
+            stack.enter_context(
+                Fed(publisher)
+                if source == "replay"
+                else Sourced(publisher, replay=source == "both")
+            )
+            for _ in range(3)
+        ]
         for fed in feds:
             fed.becomes(0)
         truth = Truth(publisher, rng)
