@@ -9,7 +9,6 @@ step runs one model pass per request, without batching.
 from __future__ import annotations
 
 import collections.abc
-import difflib
 import operator
 from collections import deque
 from collections.abc import Mapping
@@ -45,6 +44,7 @@ except ImportError as error:
     )
     raise ImportError(_MISSING) from error
 
+from kvtrie._nearest import nearest
 from kvtrie.engines._images import Image, vision_of
 from kvtrie.engines._probe import check_model, checked_rope, context_of, language_config
 from kvtrie.engines._products import speed_up
@@ -723,8 +723,8 @@ def _check_names(where: str, options: Mapping[str, Any]) -> None:
     known = list(Options.__annotations__)
     for name in options:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"
+            near = nearest(name, known)
+            hint = f"did you mean {near!r}?" if near else f"known are {', '.join(known)}"
             msg = f"{where}: unknown option {name!r}; {hint}"
             raise TypeError(msg)
 

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import difflib
 import reprlib
 from collections.abc import Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from kvtrie._core import ReusePolicy
+from kvtrie._nearest import hint
 from kvtrie.record import RecordOptions, RecordOptionsError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
 MAX_SESSION: Final = 256
 """Bytes of the longest id of a conversation."""
 SNAPSHOTS: Final = "tcp://127.0.0.1:5559"
 """Where snapshots of KV events are given, without another endpoint."""
-MAX_HINTED: Final = 64
-"""Characters of the longest name that is compared with the known ones."""
 MAX_SHOWN: Final = 80
 """Characters of a value that a message shows."""
 POLICY_FIELDS: Final = (
@@ -41,14 +39,6 @@ POLICY_FIELDS: Final = (
 
 class SettingsError(ValueError):
     """A setting that is unknown or invalid; the message says what to write instead."""
-
-
-def hint(value: object, known: Iterable[str]) -> str:
-    """What a message about an unknown value ends with: the nearest known one, if one is near."""
-    if not isinstance(value, str) or len(value) > MAX_HINTED:
-        return ""
-    close = difflib.get_close_matches(value, list(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 class _Short(reprlib.Repr):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from kvtrie._core import KvTrieError
+from kvtrie._nearest import hint
 from kvtrie.record._errors import short
 from kvtrie.record.digests import MIN_RUNS, read_key
 from kvtrie.record.format import CONTENTS
@@ -65,9 +65,7 @@ class RecordOptions:
         known = [one.name for one in fields(cls)]
         for key in given:
             if key not in known:
-                close = difflib.get_close_matches(str(key), known, n=1)
-                hint = f"; did you mean {close[0]!r}?" if close else ""
-                msg = f"unknown key {key!r}{hint} (known: {', '.join(known)})"
+                msg = f"unknown key {key!r}{hint(key, known)} (known: {', '.join(known)})"
                 raise RecordOptionsError(msg)
         if "path" not in given:
             _refuse("path", None, "the path of a file")

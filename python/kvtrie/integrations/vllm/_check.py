@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from kvtrie import gates
-from kvtrie.integrations._asked import SNAPSHOTS, SettingsError, hint
+from kvtrie._nearest import hint
+from kvtrie.integrations._asked import SNAPSHOTS, SettingsError
 from kvtrie.integrations.vllm import _model, _others, _template, _version
 from kvtrie.integrations.vllm._others import MINE as CONNECTOR
 from kvtrie.integrations.vllm._others import MODULE, MULTI, SCHEDULER, TRANSFER

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from kvtrie.integrations._asked import SettingsError, hint
+from kvtrie._nearest import hint
+from kvtrie.integrations._asked import SettingsError
 from kvtrie.integrations.vllm import _template
 from kvtrie.integrations.vllm._settings import WHERE
 from kvtrie.tags import Tagger

@@ -13,7 +13,8 @@ import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-from kvtrie.integrations._asked import SettingsError, hint
+from kvtrie._nearest import hint
+from kvtrie.integrations._asked import SettingsError
 from kvtrie.integrations.vllm import _command, _formats, _template
 from kvtrie.integrations.vllm._version import refuse
 from kvtrie.models.fingerprint import CheckpointError

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from inspect import signature
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from kvtrie._core import EXACT_ONLY
+from kvtrie._nearest import hint, nearest
 from kvtrie.integrations import _asked
 from kvtrie.integrations._asked import (
-    MAX_HINTED,
     SettingsError,
     check_keys,
     check_one_of,
     check_snapshot,
-    hint,
     policy_of,
     session_id,
     shown,
@@ -199,17 +197,11 @@ def _check_params(params: Mapping[str, Any]) -> None:
         if name in _PARAMS:
             continue
         # JSON has names alone; a caller in Python may give anything.
-        if str(name).startswith("kvtrie") or _is_close(str(name)):
+        if str(name).startswith("kvtrie") or nearest(str(name), _PARAMS, _CLOSE):
             known = ", ".join(_PARAMS[:-1])
             near = hint(name, _PARAMS)
             msg = f"kv_transfer_params: unknown key {shown(name)}{near} (kvtrie's: {known})"
             raise SettingsError(msg)
-
-
-def _is_close(name: str) -> bool:
-    if len(name) > MAX_HINTED:
-        return False
-    return bool(difflib.get_close_matches(name, _PARAMS, n=1, cutoff=_CLOSE))
 
 
 def session_of(request: Request) -> str | None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from kvtrie.integrations._asked import SettingsError, hint
+from kvtrie._nearest import hint, nearest
+from kvtrie.integrations._asked import SettingsError
 from kvtrie.integrations.vllm._settings import WHERE
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ def check_transfer(extra: Mapping[str, object]) -> bytes:
         SettingsError: One of kvtrie's is unknown or invalid, or there is no key.
     """
     for name in extra:
-        close = difflib.get_close_matches(str(name), _KNOWN, n=1, cutoff=_CLOSE)
-        if name not in _KNOWN and (str(name).startswith(_PREFIX) or close):
+        is_meant = str(name).startswith(_PREFIX) or nearest(str(name), _KNOWN, _CLOSE)
+        if name not in _KNOWN and is_meant:
             near = hint(name, _KNOWN)
             msg = f"{WHERE}: unknown key {name!r}{near} (kvtrie's: {', '.join(_KNOWN)})"
             raise SettingsError(msg)
