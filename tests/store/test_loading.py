@@ -33,7 +33,9 @@ from kvtrie.store import (
     StoreKey,
     rows_of,
 )
-from kvtrie.store.loading import TakenSpans, _Arrived, _Room, _within, _without
+from kvtrie.store.loading import TakenSpans, _Room
+from kvtrie.store.placing import Arrived
+from kvtrie.store.usable import within, without
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -691,7 +693,7 @@ def test_what_is_in_gaps_and_what_is_left_of_them() -> None:
         seq = kvtrie.TokenSequence(range(200), KIT_SPACE)
         spans = []
         for run in store.runs(seq, draw.integers(0, 200, 9).tolist()):
-            parts = _within(run, gaps, [high for _, high in gaps])
+            parts = within(run, gaps, [high for _, high in gaps])
             found = [run.start + at for low, high in parts for at in range(low, high)]
             assert found == sorted(inside & set(range(run.start, run.end)))
             spans += [
@@ -700,7 +702,7 @@ def test_what_is_in_gaps_and_what_is_left_of_them() -> None:
                 if draw.random() < 0.5
             ]
         placed = {at for one in spans for at in range(one.start, one.end)}
-        left = [at for low, high in _without(gaps, spans) for at in range(low, high)]
+        left = [at for low, high in without(gaps, spans) for at in range(low, high)]
         assert left == sorted(inside - placed)
 
 
@@ -747,7 +749,7 @@ def test_short_spans_are_written_together(
     rows = torch.randn(2, 3000, 2, 4, generator=torch.Generator().manual_seed(0))
     source.scatter(rows, -rows, table, 0)
     arrived = [
-        _Arrived(one, rows_of(source, table, one.start, one.end)) for one in spans_of(*groups)
+        Arrived(one, rows_of(source, table, one.start, one.end)) for one in spans_of(*groups)
     ]
     for one in arrived:
         TakenSpans((one,)).write(alone, table, [(0, 3000)])

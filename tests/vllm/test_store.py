@@ -53,7 +53,7 @@ from kvtrie.store import (
     MooncakeBackend,
     PlacedSpan,
     TakenSpans,
-    loading,
+    rows_of,
 )
 from kvtrie.store.keys import VERSION, is_run_name
 
@@ -675,7 +675,7 @@ def test_a_step_waits_for_the_copy_of_its_own_blocks_alone(
     def slowly(*given: Any) -> Any:
         reads.set()
         assert goes.wait(60)
-        return loading.rows_of(*given)
+        return rows_of(*given)
 
     monkeypatch.setattr(_turns, "rows_of", slowly)
     name = e.add(TURN, max_tokens=2)

@@ -17,7 +17,7 @@ import numpy as np
 
 from kvtrie._core import Span
 from kvtrie.store.contexts import with_marks
-from kvtrie.store.loading import rows_of
+from kvtrie.store.placing import rows_of
 from kvtrie.store.threads import Crew
 from kvtrie.store.writing import SWEEP_SECONDS, sweep_some
 

@@ -23,17 +23,12 @@ if TYPE_CHECKING:
     from kvtrie.store.errors import BackendError, StoreRefused
     from kvtrie.store.estimate import Estimate, LoadChoice
     from kvtrie.store.keys import StoreKey
-    from kvtrie.store.loading import (
-        PlacedSpan,
-        PlacedSpans,
-        SpanLoad,
-        SpanLoader,
-        TakenSpans,
-        rows_of,
-    )
+    from kvtrie.store.loading import PlacedSpans, SpanLoad, SpanLoader, TakenSpans
+    from kvtrie.store.placing import rows_of
     from kvtrie.store.runs import SpanRun, borders_of, pieces, worth_keeping
     from kvtrie.store.shape import SpanRows, SpanShape
     from kvtrie.store.store import SpanStore
+    from kvtrie.store.usable import PlacedSpan
     from kvtrie.store.value import SpanHeader
     from kvtrie.store.writing import SpanWriter
 
@@ -77,7 +72,7 @@ _OWN = {
     "LoadChoice": "estimate",
     "MooncakeBackend": "backends",
     "ObjectBackend": "backends",
-    "PlacedSpan": "loading",
+    "PlacedSpan": "usable",
     "PlacedSpans": "loading",
     "PrefixMarks": "contexts",
     "PromptContexts": "contexts",
@@ -97,7 +92,7 @@ _OWN = {
     "TenantLimits": "budget",
     "borders_of": "runs",
     "pieces": "runs",
-    "rows_of": "loading",
+    "rows_of": "placing",
     "worth_keeping": "runs",
 }
 

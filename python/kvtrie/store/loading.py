@@ -11,70 +11,43 @@ import threading
 import time
 from bisect import bisect_right
 from dataclasses import dataclass, replace
-from itertools import accumulate, islice, pairwise
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-try:
-    import torch
-except ImportError as error:
-    _MISSING = (
-        "SpanLoader and rows_of of kvtrie.store need torch: pip install 'kvtrie[store,torch]'"
-    )
-    raise ImportError(_MISSING, name="torch") from error
-
-from kvtrie._core import EXACT_ONLY, Imported, ReusePolicy
-from kvtrie.pool.kv_pool import KVPool
+from kvtrie._core import EXACT_ONLY, Imported
 from kvtrie.rope import ItemPositionsError
-from kvtrie.store.contexts import PrefixMarks, PromptContexts, SpanContext
-from kvtrie.store.shape import SpanRows, SpanShape
+from kvtrie.store.placing import Arrived, empty_pinned, write
+from kvtrie.store.shape import SpanShape
 from kvtrie.store.threads import Crew, Shares
+from kvtrie.store.usable import (
+    Asked,
+    PlacedSpan,
+    TurnMarks,
+    approximate_in,
+    pieces_within,
+    usable_spans,
+    without,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from numpy.typing import NDArray
 
-    from kvtrie._core import Item, ReusePlan, TokenSequence
+    from kvtrie._core import Item, ReusePlan, ReusePolicy, TokenSequence
+    from kvtrie.pool.kv_pool import KVPool
     from kvtrie.rope import RopeSpec
+    from kvtrie.store.contexts import PromptContexts
     from kvtrie.store.estimate import Estimate
     from kvtrie.store.runs import SpanRun
     from kvtrie.store.store import SpanStore
-    from kvtrie.store.value import SpanHeader
+    from kvtrie.store.usable import Ranges
 
 _LOG: Final = logging.getLogger("kvtrie.store")
-_LAXEST: Final = ReusePolicy(max_hops=255, scope="namespace")
-_MIN_RUN: Final = 16
-# Tokens that are rotated at once, in a pool of twice as many.
-_STAGED: Final = 2048
-# Bytes of short runs that are written at once: some hundred tokens of a model of 8B.
-_JOINED_BYTES: Final = 64 << 20
 # The largest delta by which a pool rotates.
 _FURTHEST: Final = 1 << 27
-_MOVE: Final = [(name, "i8") for name in ("source_slot", "dest_slot", "num_tokens", "delta")]
-
-
-@dataclass(frozen=True, slots=True)
-class PlacedSpan:
-    """Tokens of a prompt whose KV came from the store.
-
-    Attributes:
-        start: First token, a position of the prompt.
-        end: One past the last.
-        is_exact: Whether it was computed at this position after these very tokens, by exact KV.
-        hops: 0 if exact; else those of the KV as it is in the pool.
-        delta: Position in the prompt minus the position that it was computed at, by which K is
-            rotated (rule D20).
-        context: What a moved span was computed after, if `SpanLoader.seek` was asked for it.
-    """
-
-    start: int
-    end: int
-    is_exact: bool
-    hops: int
-    delta: int
-    context: SpanContext | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +64,6 @@ class PlacedSpans:
     spans: tuple[PlacedSpan, ...]
     compute: tuple[tuple[int, int], ...]
     source: Imported | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Arrived:
-    """Verified rows of one piece of the prompt, of one label."""
-
-    span: PlacedSpan
-    rows: SpanRows
 
 
 class SpanLoader:
@@ -170,18 +135,18 @@ class SpanLoader:
         """
         end = len(seq) - keep_last
         gaps = [(int(low), min(int(high), end)) for low, high in plan.gaps if low < end]
-        asked = _Asked(
+        asked = Asked(
             gaps=tuple(gaps),
             all_gaps=tuple((int(low), int(high)) for low, high in plan.gaps),
             num_tokens=len(seq),
             policy=policy,
             session=self._store.session_of(seq.namespace, session),
             moved_end=len(seq) if moved_end is None else moved_end,
-            planned=_approximate(plan),
+            planned=approximate_in(plan),
             items=seq.items,
         )
         load = SpanLoad(self._store, asked, owner=_owner(seq))
-        pieces = _pieces_within(runs, gaps)
+        pieces = pieces_within(runs, gaps)
         if not pieces:
             load.finish()
         else:
@@ -222,7 +187,7 @@ class SpanLoader:
                 this one's is in scope too; 0: none is.
             done: Called when nothing more will arrive, in any thread.
         """
-        asked = _Asked(
+        asked = Asked(
             gaps=tuple(gaps),
             all_gaps=tuple(gaps),
             num_tokens=len(seq),
@@ -240,7 +205,7 @@ class SpanLoader:
 
         def work() -> None:
             named = runs()
-            self._fetch(load, asked, _pieces_within(named, gaps), _TurnMarks(seq, named))
+            self._fetch(load, asked, pieces_within(named, gaps), TurnMarks(seq, named))
 
         self._offer(load, work)
         return load
@@ -263,9 +228,9 @@ class SpanLoader:
     def _fetch(
         self,
         load: SpanLoad,
-        asked: _Asked,
-        pieces: list[tuple[SpanRun, _Ranges]],
-        contexts: _TurnMarks | None = None,
+        asked: Asked,
+        pieces: list[tuple[SpanRun, Ranges]],
+        contexts: TurnMarks | None = None,
     ) -> None:
         there = self._store.exists([run for run, _ in pieces])
         found = [one for one, is_there in zip(pieces, there, strict=True) if is_there]
@@ -306,40 +271,29 @@ class SpanLoader:
     def _one(
         self,
         load: SpanLoad,
-        asked: _Asked,
+        asked: Asked,
         run: SpanRun,
-        part: _Ranges,
-        contexts: _TurnMarks | None,
+        part: Ranges,
+        contexts: TurnMarks | None,
     ) -> int:
         """Read one run, hand over what of it may be used, and return how many tokens were read."""
         if not asked.policy.approximate:
             # Whether a run is exact here is in its header, which is small.
             head = self._store.get_ranges(run, [], [])
-            if head is None or not _pieces(self._store, asked, run, part, head[0]):
+            if head is None or not usable_spans(self._store, asked, run, part, head[0]):
                 return 0
-        into = [self._rows(high - low) for low, high in part]
+        empty = empty_pinned if self._pinned else SpanShape.empty
+        into = [empty(self._store.shape, high - low) for low, high in part]
         found = self._store.get_ranges(run, part, into)
         if found is None:
             return 0
         header, good = found
-        for span in _pieces(self._store, asked, run, part, header, contexts):
+        for span in usable_spans(self._store, asked, run, part, header, contexts):
             for (low, high), is_good, rows in zip(part, good, into, strict=True):
                 at = run.start + low
                 if is_good and at <= span.start and span.end <= run.start + high:
-                    load.arrived(_Arrived(span, rows.part(span.start - at, span.end - at)))
+                    load.arrived(Arrived(span, rows.part(span.start - at, span.end - at)))
         return sum(rows.num_tokens for rows, is_good in zip(into, good, strict=True) if is_good)
-
-    def _rows(self, num_tokens: int) -> SpanRows:
-        if not self._pinned:
-            return self._store.shape.empty(num_tokens)
-        shape = self._store.shape
-        sides = [
-            torch.empty(
-                (shape.num_layers, num_tokens, width), dtype=torch.uint8, pin_memory=True
-            ).numpy()
-            for width in (shape.k_bytes, shape.v_bytes)
-        ]
-        return SpanRows(sides[0], sides[1])
 
     def _failed(self, error: Exception) -> None:
         self._store.count("load_failed")
@@ -352,7 +306,7 @@ class SpanLoad:
     def __init__(
         self,
         store: SpanStore,
-        asked: _Asked,
+        asked: Asked,
         done: Callable[[], None] | None = None,
         *,
         owner: str | None = None,
@@ -363,7 +317,7 @@ class SpanLoad:
         self._say_done = done
         self._lock = threading.Lock()
         self._done = threading.Event()
-        self._arrived: list[_Arrived] = []
+        self._arrived: list[Arrived] = []
         self.contexts: PromptContexts | None = None
         self._is_taken = self._is_over = False
         # What its rows take of the loader's room.
@@ -390,7 +344,7 @@ class SpanLoad:
         """Wait until all has arrived, at most so many seconds; whether that is so."""
         return self._done.wait(timeout)
 
-    def arrived(self, one: _Arrived) -> None:
+    def arrived(self, one: Arrived) -> None:
         """Hand over verified rows; they are ignored once the load was taken."""
         with self._lock:
             if not self._is_taken:
@@ -456,13 +410,13 @@ class SpanLoad:
         if not self.is_done:
             self._store.count("late")
         arrived = self._usable(self._take(), pool)
-        _write(arrived, pool, table)
+        write(arrived, pool, table)
         self._give_room()
         spans = tuple(one.span for one in arrived)
         self._store.count("placed_exact", sum(one.end - one.start for one in spans if one.is_exact))
         approximate = sum(one.end - one.start for one in spans if not one.is_exact)
         self._store.count("placed_approximate", approximate)
-        left = _without(self._asked.all_gaps, spans)
+        left = without(self._asked.all_gaps, spans)
         self._store.count("recomputed", sum(high - low for low, high in left))
         return PlacedSpans(spans, left, self._source(spans))
 
@@ -481,17 +435,17 @@ class SpanLoad:
         if room is not None:
             room.give(self._num_bytes, self.owner)
 
-    def _take(self) -> list[_Arrived]:
+    def _take(self) -> list[Arrived]:
         with self._lock:
             self._is_taken = True
             found, self._arrived = self._arrived, []
         return sorted(found, key=lambda one: one.span.start)
 
-    def _rotatable(self, arrived: list[_Arrived], pool: KVPool) -> list[_Arrived]:
+    def _rotatable(self, arrived: list[Arrived], pool: KVPool) -> list[Arrived]:
         kind = pool.layout.kv_type
         most = 1 if kind is not None and kind.requantizes else 255
         usable = []
-        can_rotate = pool.rope is not None and _say_positions(pool.rope, self._asked.items)
+        can_rotate = pool.rope is not None and say_positions(pool.rope, self._asked.items)
         for one in arrived:
             is_far = abs(one.span.delta) > _FURTHEST
             if one.span.delta and (not can_rotate or is_far or one.span.hops > most):
@@ -500,7 +454,7 @@ class SpanLoad:
             usable.append(one)
         return usable
 
-    def _usable(self, arrived: list[_Arrived], pool: KVPool) -> list[_Arrived]:
+    def _usable(self, arrived: list[Arrived], pool: KVPool) -> list[Arrived]:
         usable = self._rotatable(arrived, pool)
         asked = self._asked
         approximate = asked.planned[2] + sum(
@@ -531,7 +485,7 @@ class TakenSpans:
         contexts: What the contexts of moved spans are compared by, if any was asked for.
     """
 
-    _arrived: tuple[_Arrived, ...]
+    _arrived: tuple[Arrived, ...]
     contexts: PromptContexts | None = None
 
     @property
@@ -568,8 +522,8 @@ class TakenSpans:
                     break
                 span = replace(one.span, start=low - first, end=high - first)
                 begin = one.span.start
-                some.append(_Arrived(span, one.rows.part(low - begin, high - begin)))
-        _write(some, pool, table)
+                some.append(Arrived(span, one.rows.part(low - begin, high - begin)))
+        write(some, pool, table)
         return sum(one.rows.num_tokens for one in some)
 
 
@@ -603,390 +557,10 @@ class _Room:
                 self._shares.give(owner, num_bytes)
 
 
-_Ranges = tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """What a prompt needs, and what it allows."""
-
-    gaps: _Ranges
-    all_gaps: _Ranges
-    num_tokens: int
-    policy: ReusePolicy
-    session: str | None
-    moved_end: int
-    # Of the plan: the first approximate token, the most hops, and approximate tokens.
-    planned: tuple[int, int, int]
-    items: Sequence[Item]
-    # Whether the caller cuts what arrives, and wants nothing after the first range that is missing.
-    is_whole: bool = False
-    to_first_gap: bool = False
-    # Whether the caller judges contexts, and the tokens that make two prompts one conversation.
-    contexts: bool = False
-    shared_prefix: int = 0
-
-
-class _TurnMarks:
-    """The marks of a prompt, and of the prompts that its runs were computed in, as needed."""
-
-    def __init__(self, seq: TokenSequence, runs: Sequence[SpanRun]) -> None:
-        self._seq = seq
-        self._runs = runs
-        self._own: PrefixMarks | None = None
-        self._turns: dict[str, PrefixMarks | None] = {}
-
-    def of(self, store: SpanStore, run: SpanRun, header: SpanHeader) -> PrefixMarks | None:
-        """Those of the prompt that a run was computed in; why there are none is counted."""
-        if header.turn is None or self._turns.get(header.turn) is None:
-            found = store.get_context(run, header)
-            if header.turn is None or found is None:
-                return None
-            self._turns[header.turn] = found
-        return self._turns[header.turn]
-
-    def own(self, store: SpanStore) -> PrefixMarks:
-        """Those of the prompt."""
-        if self._own is None:
-            ends = (at for run in self._runs for at in (run.start, run.end))
-            key = store.mark_key(self._seq.namespace)
-            self._own = PrefixMarks.of(key, self._seq[:], ends)
-        return self._own
-
-    def told(self, store: SpanStore) -> PromptContexts | None:
-        """What the caller compares by; None if no run has marks."""
-        turns = {name: one for name, one in self._turns.items() if one is not None}
-        if not turns:
-            return None
-        return PromptContexts(self.own(store), turns, store.mark_key(self._seq.namespace))
-
-
-def _approximate(plan: ReusePlan) -> tuple[int, int, int]:
-    segments = plan.segments
-    some = segments[segments["class"] == 1]
-    first = int(some["start"].min()) if len(some) else int(segments["end"].max(initial=0))
-    hops = int(some["hops"].max()) if len(some) else 0
-    return first, hops, int((some["end"] - some["start"]).sum())
-
-
-def _pieces_within(
-    runs: Sequence[SpanRun], gaps: Sequence[tuple[int, int]]
-) -> list[tuple[SpanRun, _Ranges]]:
-    ends = [high for _, high in gaps]
-    return [(run, part) for run in runs if (part := _within(run, gaps, ends))]
-
-
-def _within(run: SpanRun, gaps: Sequence[tuple[int, int]], ends: Sequence[int]) -> _Ranges:
-    """What of a run is in gaps, which end at ``ends``, counted from the run's first token."""
-    found = []
-    for number in range(bisect_right(ends, run.start), len(gaps)):
-        low, high = gaps[number]
-        if low >= run.end:
-            break
-        found.append((max(low, run.start) - run.start, min(high, run.end) - run.start))
-    return tuple(found)
-
-
-def _without(gaps: _Ranges, spans: Sequence[PlacedSpan]) -> _Ranges:
-    """What is left of gaps; both ascend."""
-    left: list[tuple[int, int]] = []
-    number = 0
-    for low, high in gaps:
-        at = low
-        while number < len(spans) and spans[number].end <= high:
-            if at < spans[number].start:
-                left.append((at, spans[number].start))
-            at = spans[number].end
-            number += 1
-        if at < high:
-            left.append((at, high))
-    return tuple(left)
-
-
-def _say_positions(rope: RopeSpec, items: Sequence[Item]) -> bool:
+def say_positions(rope: RopeSpec, items: Sequence[Item]) -> bool:
     """Whether the deltas of a prompt with such items are differences of positions."""
     try:
         rope.check_items(items)
     except ItemPositionsError:
         return False
     return True
-
-
-def _pieces(
-    store: SpanStore,
-    asked: _Asked,
-    run: SpanRun,
-    part: _Ranges,
-    header: SpanHeader,
-    contexts: _TurnMarks | None = None,
-) -> list[PlacedSpan]:
-    """What may be used of a run's ranges, with labels. What may not is counted by reason."""
-    judged: _Judgement | None = None
-    if header.is_at(run):
-        exact = [(low, min(high, header.exact_until), True, 0) for low, high in part]
-        rest = [(max(low, header.exact_until), high, False, header.hops) for low, high in part]
-        found = [one for one in (*exact, *rest) if one[0] < one[1]]
-    else:
-        edges = [(low, min(high, header.exact_until), 1) for low, high in part]
-        edges += [(max(low, header.exact_until), high, header.hops + 1) for low, high in part]
-        found = [(low, high, False, hops) for low, high, hops in edges if low < high]
-    usable = []
-    for low, high, is_exact, hops in sorted(found):
-        start, end, delta = run.start + low, run.start + high, run.position - header.position
-        context = None
-        if not is_exact:
-            was_moved = not header.is_at(run)
-            if was_moved:
-                end = min(end, asked.moved_end)
-            why = _refusal(asked, run, header, end - start, hops, was_moved=was_moved)
-            if why is None and was_moved:
-                judged = judged or _judge(store, asked, run, header, contexts)
-                why = judged.why
-                if why is None and judged.has_context and header.turn is not None:
-                    context = SpanContext(
-                        header.turn,
-                        header.start + low,
-                        judged.same_conversation,
-                        low < header.exact_until,
-                    )
-            if why is not None:
-                if why != _COUNTED:
-                    store.count(why)
-                continue
-            if was_moved and not asked.is_whole:
-                start += asked.policy.recompute_first
-                end -= asked.policy.recompute_last
-        if start < end:
-            usable.append(PlacedSpan(start, end, is_exact, hops, delta, context))
-    return usable
-
-
-@dataclass(frozen=True, slots=True)
-class _Judgement:
-    """Whether a run may move by what it was computed after; ``why`` not."""
-
-    why: str | None
-    same_conversation: bool = False
-    has_context: bool = False
-
-
-# Why a run has no context is counted where it is read.
-_COUNTED: Final = ""
-
-
-def _judge(
-    store: SpanStore, asked: _Asked, run: SpanRun, header: SpanHeader, contexts: _TurnMarks | None
-) -> _Judgement:
-    """Whether a moved run is in scope, and its context is known where it has to be."""
-    policy = asked.policy
-    is_own = asked.session is not None and header.session == asked.session
-    wants_prefix = not is_own and asked.shared_prefix > 0 and header.turn is not None
-    marks = None
-    if contexts is not None and (asked.contexts or (wants_prefix and policy.scope != "namespace")):
-        marks = contexts.of(store, run, header)
-        if marks is None and asked.contexts:
-            return _Judgement(_COUNTED)
-    if marks is not None and contexts is not None and wants_prefix:
-        is_own = marks.num_common(contexts.own(store)) >= asked.shared_prefix
-    if policy.scope == "conversation" and not is_own:
-        return _Judgement("scope")
-    has_limits = (
-        policy.max_cuts is not None or policy.max_lost_context < 1 or policy.max_new_context < 1
-    )
-    if has_limits and not asked.contexts:
-        # Nobody compares which tokens were before the run.
-        return _Judgement("context")
-    return _Judgement(None, is_own, has_context=asked.contexts)
-
-
-def _refusal(
-    asked: _Asked,
-    run: SpanRun,
-    header: SpanHeader,
-    num_tokens: int,
-    hops: int,
-    *,
-    was_moved: bool,
-) -> str | None:
-    """Why approximate KV may not be used; None if it may."""
-    policy = asked.policy
-    if not policy.approximate:
-        return "not_exact"
-    if hops > policy.max_hops:
-        return "hops"
-    if set(policy.forbid_kinds) & {*run.kinds, *header.kinds}:
-        return "kinds"
-    if header.exact_until < header.num_tokens:
-        built = header.policy or _LAXEST
-        if not built.is_at_least_as_strict_as(policy):
-            return "laxer_policy"
-    if not was_moved:
-        return None
-    if not asked.is_whole and num_tokens < (policy.min_run or _MIN_RUN):
-        return "short"
-    return "repair" if policy.recompute_share and not asked.is_whole else None
-
-
-@dataclass(frozen=True, slots=True)
-class _Joined:
-    """Rows of spans that continue each other, all rotated by the same."""
-
-    start: int
-    delta: int
-    hops: int
-    rows: list[SpanRows]
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(one.num_tokens for one in self.rows)
-
-    def within(self, num_tokens: int) -> Iterator[tuple[int, list[SpanRows]]]:
-        """In parts of so many tokens: where each begins, and its rows."""
-        if len(self.rows) > 1:  # which is short
-            yield self.start, self.rows
-            return
-        for at in range(0, self.num_tokens, num_tokens):
-            yield self.start + at, [self.rows[0].part(at, at + num_tokens)]
-
-
-def _joined(arrived: Sequence[_Arrived], token_bytes: int) -> list[_Joined]:
-    """Spans in their order; short ones that continue each other together.
-
-    Else whoever has many short messages in a prompt chooses how long it takes to write it.
-    """
-    most = min(_STAGED, _JOINED_BYTES // token_bytes)
-    found: list[_Joined] = []
-    end = count = 0
-    for one in arrived:
-        span = one.span
-        last = found[-1] if found else None
-        count += one.rows.num_tokens
-        if (
-            last is not None
-            and span.start == end
-            and span.delta == last.delta
-            and (not span.delta or span.hops == last.hops)
-            and count <= most
-        ):
-            last.rows.append(one.rows)
-        else:
-            found.append(_Joined(span.start, span.delta, span.hops, [one.rows]))
-            count = one.rows.num_tokens
-        end = span.end
-    return found
-
-
-def _write(arrived: list[_Arrived], pool: KVPool, table: NDArray[np.integer[Any]]) -> None:
-    """Write rows where they belong, rotated to their positions."""
-    joined = _joined(arrived, SpanShape.of(pool.layout).token_bytes)
-    for one in joined:
-        if not one.delta:
-            k, v = _tensors(one.rows, pool)
-            pool.scatter(k, v, table, one.start)
-    _rotate([one for one in joined if one.delta], pool, table)
-
-
-def _rotate(moved: list[_Joined], pool: KVPool, table: NDArray[np.integer[Any]]) -> None:
-    """Rotate rows in a small pool of their own, then write them where they belong.
-
-    Short ones are rotated together, each by its own delta: a prompt may have a thousand.
-    """
-    if not moved:
-        return
-    size = pool.layout.block_size
-    counts = [one.num_tokens for one in moved]
-    most = _JOINED_BYTES // SpanShape.of(pool.layout).token_bytes
-    together = min(_STAGED, most, sum(counts))
-    half = -(-min(_STAGED, max(together, *counts)) // size)
-    staging = KVPool(
-        replace(pool.layout, axes=None), pool.rope, num_blocks=2 * half, device=pool.device
-    )
-    from_blocks, to_blocks = np.arange(half), np.arange(half, 2 * half)
-    for some in _batches(moved, half * size, together):
-        k, v = _tensors([rows for one in some for rows in one.rows], pool)
-        staging.scatter(k, v, from_blocks, 0)
-        places = [0, *accumulate(one.num_tokens for one in some)]
-        moves = [
-            (at, half * size + at, one.num_tokens, one.delta)
-            for at, one in zip(places, some, strict=False)
-        ]
-        # The delta is one of positions, and `_rotatable` has looked at the items.
-        staging.apply(np.array(moves, dtype=_MOVE), hops=some[0].hops, items=())
-        k, v = staging.gather(to_blocks, 0, places[-1])
-        for one, (low, high) in zip(some, pairwise(places), strict=True):
-            pool.scatter(k[:, low:high], None if v is None else v[:, low:high], table, one.start)
-
-
-def _batches(moved: Iterable[_Joined], most: int, together: int) -> Iterator[list[_Joined]]:
-    """What is rotated in one call: a part of so many tokens at most, or several short ones.
-
-    Args:
-        moved: What is to be rotated.
-        most: Tokens of a part.
-        together: Tokens of several ones.
-    """
-    batch: list[_Joined] = []
-    count = 0
-    for one in sorted(moved, key=lambda one: one.hops):
-        for start, rows in one.within(most):
-            part = replace(one, start=start, rows=rows)
-            if batch and (batch[0].hops != one.hops or count + part.num_tokens > together):
-                yield batch
-                batch, count = [], 0
-            batch.append(part)
-            count += part.num_tokens
-    if batch:
-        yield batch
-
-
-def _tensors(rows: Sequence[SpanRows], pool: KVPool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Rows, one after another, as the pool's tensors ``[layers, tokens, heads, channels]``."""
-    layout = pool.layout
-
-    def tensor(sides: list[NDArray[np.uint8]], width: int) -> torch.Tensor:
-        # The rows may be gone before a copy that does not block is done.
-        if len(sides) == 1:
-            numbers = torch.from_numpy(np.ascontiguousarray(sides[0])).to(pool.device)
-        else:
-            num_layers, _, num_bytes = sides[0].shape
-            count = sum(one.shape[1] for one in sides)
-            numbers = torch.empty(
-                (num_layers, count, num_bytes), dtype=torch.uint8, device=pool.device
-            )
-            at = 0
-            for one in sides:
-                numbers[:, at : at + one.shape[1]] = torch.from_numpy(np.ascontiguousarray(one))
-                at += one.shape[1]
-        shape = (*numbers.shape[:2], layout.num_kv_heads, width)
-        return numbers.view(pool.dtype).reshape(shape)
-
-    v = tensor([one.v for one in rows], layout.v_row) if layout.v_row else None
-    return tensor([one.k for one in rows], layout.k_row), v
-
-
-def rows_of(pool: KVPool, table: NDArray[np.integer[Any]], start: int, end: int) -> SpanRows:
-    """Copy positions of a pool to the host, as `SpanStore.put` takes them.
-
-    Args:
-        pool: The pool.
-        table: A block table from position 0.
-        start: First position.
-        end: Position after the last.
-
-    Raises:
-        LayoutError: The rows of layers differ in shape.
-        ValueError: A position is outside the table.
-    """
-    return rows_from(*pool.gather(table, start, end))
-
-
-def rows_from(k: torch.Tensor, v: torch.Tensor | None) -> SpanRows:
-    """What `KVPool.gather` has returned, copied to the host."""
-    num_layers, num_tokens = k.shape[:2]
-    sides = [
-        np.empty((num_layers, num_tokens, 0), np.uint8)
-        if one is None
-        else one.reshape(num_layers, num_tokens, -1).view(torch.uint8).cpu().numpy()
-        for one in (k, v)
-    ]
-    return SpanRows(sides[0], sides[1])

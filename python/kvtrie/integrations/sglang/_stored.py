@@ -50,7 +50,7 @@ from kvtrie.integrations._turns import (
     sought_runs,
 )
 from kvtrie.store import Estimate, SpanRows
-from kvtrie.store.loading import rows_from
+from kvtrie.store.placing import rows_from
 from kvtrie.store.runs import Gone, gone_of, pieces
 from kvtrie.store.threads import Shares
 from kvtrie.tags import TurnPolicy
