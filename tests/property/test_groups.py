@@ -90,6 +90,7 @@ def test_index_with_groups_agrees_with_model_at_random() -> None:
         "discarded from groups",
         "taken freed of groups",
         "advanced",
+        "explained, cut by a group",
     ):
         assert counts[met] > 20, met
 

@@ -109,6 +109,16 @@ def _plain(value: Any) -> Any:
     return value
 
 
+class Explained:
+    """What an explanation says that the model has, too."""
+
+    def __init__(self, found: Any) -> None:
+        save = found.would_save
+        self.cut_by, self.out_of_scope = found.cut_by, save.out_of_scope
+        saved = [save.exact, save.approximate, save.compute, save.out_of_scope]
+        self.said = [found.num_exact, found.num_tokens, found.block_size, saved, found.cut_by]
+
+
 MOVED_RUN = (
     *("start", "end", "old_start", "delta", "distance"),
     *("cuts", "lost_context", "new_context", "same_conversation"),
@@ -530,6 +540,48 @@ class Twin:
         while len(self.plans) > MAX_PLANS:
             self.release()
 
+    def explain(self) -> None:
+        """What a plan would reuse, and the group that cuts it; nothing changes."""
+        pair = self.pair()
+        policy = None if self.chance(0.3) else self.policy()
+        args: dict[str, Any] = {
+            "keep_last": -1 if self.chance(0.005) else self.rng.choice([1, 1, 0, 3]),
+            "session": self.session(),
+            "moved_end": self.moved_end(len(pair.model)),
+        }
+        before = self.real.digest()
+
+        def explained(index: Any, side: str) -> Explained:
+            return Explained(index.explain(self.seq(pair, side, fresh=False), policy, **args))
+
+        what = f"explain({pair.model.tokens}, {policy}, {args})"
+        try:
+            made = self.both(what, explained, ("said",))
+        except MismatchError:
+            self.stop_if_not_all_tried(pair, policy, args)
+            raise
+        self.same(f"digest after {what}", self.real.digest(), before)
+        if made:
+            self.counts["explained"] += 1
+            self.counts["explained, cut by a group"] += made[0].cut_by is not None
+            self.counts["explained, out of scope"] += made[0].out_of_scope > 0
+
+    def stop_if_not_all_tried(
+        self, pair: Pair, policy: kvtrie.ReusePolicy | None, args: dict[str, Any]
+    ) -> None:
+        """Stop, if a plan of what was explained would not try all places."""
+        asked = kvtrie.ReusePolicy() if policy is None else policy
+        for scope in SCOPES:
+            wanted = asked.replace(scope=scope)
+            made = _try(
+                lambda index, _: index.plan(pair.fresh(), wanted, pin=False, **args),  # noqa: B023
+                self.real,
+                "real",
+            )[0]
+            if made is not None:
+                self.stop_if_dropped(made)
+                made.release()
+
     def session(self) -> str | None:
         """None, one of a few conversations, or one of more than a block belongs to."""
         if self.chance(0.3):
@@ -901,6 +953,7 @@ class Twin:
         ("truncate", 3),
         ("lookup", 10),
         ("plan", 12),
+        ("explain", 3),
         ("recompute", 6),
         ("insert", 30),
         ("validate", 8),

@@ -21,17 +21,20 @@ from kvtrie.testing.model._allocator import ModelAllocator
 from kvtrie.testing.model._index import ModelIndex
 from kvtrie.testing.model._plans import ModelPlan
 from kvtrie.testing.model._results import (
+    ModelExplanation,
     ModelGroupInsertResult,
     ModelGroupStats,
     ModelInsertResult,
     ModelMatch,
     ModelRemoveResult,
     ModelStats,
+    ModelWouldSave,
 )
 from kvtrie.testing.model._sequences import ModelSequence
 
 __all__ = [
     "ModelAllocator",
+    "ModelExplanation",
     "ModelGroupInsertResult",
     "ModelGroupStats",
     "ModelIndex",
@@ -41,4 +44,5 @@ __all__ = [
     "ModelRemoveResult",
     "ModelSequence",
     "ModelStats",
+    "ModelWouldSave",
 ]

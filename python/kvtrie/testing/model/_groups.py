@@ -98,6 +98,22 @@ class Column:
         )
 
 
+def cut(
+    known: Iterable[Column], namespace: Namespace, tokens: Tokens, end: int
+) -> tuple[str, int] | None:
+    """The group that cuts last, each asked in turn for its deepest end, and the end of all."""
+    each, agreed, last = list(known), 0, None
+    while each and agreed < len(each) and end:
+        column = each.pop(0)
+        each.append(column)
+        ends = range(end, -1, -column.block_size)
+        own = next(at for at in ends if column.can_continue(namespace, tokens, at))
+        agreed += 1
+        if own < end:
+            agreed, last, end = 1, column.group.name, own
+    return None if last is None else (last, end)
+
+
 def columns(groups: Iterable[Group], block_size: int) -> dict[str, Column]:
     """Empty columns of groups, which are checked."""
     found: dict[str, Column] = {}

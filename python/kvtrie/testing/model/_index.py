@@ -35,6 +35,7 @@ from kvtrie.testing.model._groups import (
     Offers,
     check_groups,
     columns,
+    cut,
     read_offers,
     read_stops,
     refuse_ids_in_use,
@@ -42,10 +43,12 @@ from kvtrie.testing.model._groups import (
 from kvtrie.testing.model._plans import ModelPlan, copied_from, is_moved
 from kvtrie.testing.model._removal import Removal
 from kvtrie.testing.model._results import (
+    ModelExplanation,
     ModelGroupInsertResult,
     ModelInsertResult,
     ModelMatch,
     ModelStats,
+    ModelWouldSave,
 )
 from kvtrie.testing.model._sequences import AnySequence, Tokens, read, sort_key
 from kvtrie.testing.model._store import Entry, Key, PlanState, exact_run
@@ -167,43 +170,14 @@ class ModelIndex(Removal):
     ) -> ModelPlan:
         namespace, tokens = read(seq)
         policy = EXACT_ONLY if policy is None else policy
-        expect(policy, ReusePolicy, "policy")
         keep_last = as_count(keep_last, "keep_last")
         pin = as_flag(pin, "pin")
-        session = as_session(session)
-        if moved_end is not None and as_count(moved_end, "moved_end") > len(tokens):
-            message = f"moved_end is {moved_end}, beyond the {len(tokens)} tokens of the prompt"
-            raise ValueError(message)
-        if policy.min_run is not None and policy.min_run < self.min_run:
-            message = f"policy.min_run is {policy.min_run}, below the index's {self.min_run}"
-            raise ValueError(message)
+        session = self._asked(tokens, policy, session, moved_end)
         self._refuse_for_groups(policy, path)
-        entries = {own: entry for (ns, own), entry in self._entries.items() if ns == namespace}
-        paths = list(entries)
-        if path is not None:
-            other, whole = read(path)
-            if other != namespace:
-                message = "path is of another namespace than the prompt"
-                raise ValueError(message)
-            entries = {own: entry for own, entry in entries.items() if whole[: len(own)] == own}
-        cached = Cached(
-            namespace,
-            entries,
-            self.block_size,
-            self.min_run,
-            self.moved_runs,
-            self.kinds,
-            path is not None,
-            session,
-            moved_end,
-            paths,
-        )
-        # Next to further groups, no partial block is copied.
-        searched = policy.replace(partial_blocks=False) if self._columns else policy
+        cached = self._cached(namespace, session, moved_end, path)
+        searched = self._searched(policy)
         self._plans_without_scope += cached.is_without_scope(tokens, keep_last, searched)
-        origins, moved_runs = draft(cached, tokens, keep_last, searched)
-        if self._columns and all(origin is None or origin.exact for origin in origins):
-            origins, moved_runs = self._exact_draft(cached, tokens, keep_last)
+        origins, moved_runs = self._draft(cached, tokens, keep_last, searched)
         used = [origin.source.entry for origin in origins if origin is not None]
         self._touch(used)
         end = sum(origin is not None and origin.piece == IN_PLACE for origin in origins)
@@ -232,6 +206,101 @@ class ModelIndex(Removal):
         self._plans.append(state)
         self._settle()
         return plan
+
+    def explain(
+        self,
+        seq: AnySequence,
+        policy: ReusePolicy | None = None,
+        *,
+        context: int = 8,
+        keep_last: int = 1,
+        session: str | None = None,
+        moved_end: int | None = None,
+    ) -> ModelExplanation:
+        namespace, tokens = read(seq)
+        policy = ReusePolicy() if policy is None else policy
+        as_count(context, "context")
+        keep_last = as_count(keep_last, "keep_last")
+        session = self._asked(tokens, policy, session, moved_end)
+        cached = self._cached(namespace, session, moved_end, None)
+
+        def tokens_of(policy: ReusePolicy) -> tuple[int, int, int]:
+            found, _ = self._draft(cached, tokens, keep_last, self._searched(policy))
+            exact = sum(origin is not None and origin.exact for origin in found)
+            compute = sum(origin is None for origin in found)
+            return exact, len(tokens) - exact - compute, compute
+
+        exact, approximate, compute = tokens_of(policy)
+        everywhere = tokens_of(policy.replace(scope="namespace"))[-1]
+        entries = map(self._entries.get, self._path(namespace, tokens))
+        num_exact = len(exact_run(entries)) * self.block_size
+        return ModelExplanation(
+            num_exact,
+            len(tokens),
+            self.block_size,
+            ModelWouldSave(exact, approximate, compute, max(0, compute - everywhere)),
+            # Next to moved runs, windows are rebuilt.
+            None if approximate else cut(self._columns.values(), namespace, tokens, num_exact),
+        )
+
+    def _asked(
+        self, tokens: Tokens, policy: ReusePolicy, session: str | None, moved_end: int | None
+    ) -> str | None:
+        """The session of a plan, whose arguments are checked."""
+        expect(policy, ReusePolicy, "policy")
+        session = as_session(session)
+        if moved_end is not None and as_count(moved_end, "moved_end") > len(tokens):
+            message = f"moved_end is {moved_end}, beyond the {len(tokens)} tokens of the prompt"
+            raise ValueError(message)
+        if policy.min_run is not None and policy.min_run < self.min_run:
+            message = f"policy.min_run is {policy.min_run}, below the index's {self.min_run}"
+            raise ValueError(message)
+        return session
+
+    def _cached(
+        self,
+        namespace: Namespace,
+        session: str | None,
+        moved_end: int | None,
+        path: AnySequence | None,
+    ) -> Cached:
+        """What a plan may use."""
+        entries = {own: entry for (ns, own), entry in self._entries.items() if ns == namespace}
+        paths = list(entries)
+        if path is not None:
+            other, whole = read(path)
+            if other != namespace:
+                message = "path is of another namespace than the prompt"
+                raise ValueError(message)
+            entries = {own: entry for own, entry in entries.items() if whole[: len(own)] == own}
+        return Cached(
+            namespace,
+            entries,
+            self.block_size,
+            self.min_run,
+            self.moved_runs,
+            self.kinds,
+            path is not None,
+            session,
+            moved_end,
+            paths,
+        )
+
+    def _searched(self, policy: ReusePolicy) -> ReusePolicy:
+        """Next to further groups, no partial block is copied; next to states, nothing is."""
+        if not self._columns:
+            return policy
+        groups = [column.group for column in self._columns.values()]
+        may_move = policy.approximate and all(group.kind == "window" for group in groups)
+        return policy.replace(partial_blocks=False, approximate=may_move)
+
+    def _draft(
+        self, cached: Cached, tokens: Tokens, keep_last: int, searched: ReusePolicy
+    ) -> tuple[Draft, tuple[ModelMovedRun, ...]]:
+        origins, moved_runs = draft(cached, tokens, keep_last, searched)
+        if self._columns and all(origin is None or origin.exact for origin in origins):
+            return self._exact_draft(cached, tokens, keep_last)
+        return origins, moved_runs
 
     def _refuse_for_groups(self, policy: ReusePolicy, path: AnySequence | None) -> None:
         for name, column in self._columns.items():

@@ -18,6 +18,27 @@ class ModelMatch:
 
 
 @dataclass(frozen=True)
+class ModelWouldSave:
+    """As `kvtrie.WouldSave`."""
+
+    exact: int
+    approximate: int
+    compute: int
+    out_of_scope: int
+
+
+@dataclass(frozen=True)
+class ModelExplanation:
+    """What `kvtrie.Explanation` has, except the reason and what is shown with it."""
+
+    num_exact: int
+    num_tokens: int
+    block_size: int
+    would_save: ModelWouldSave
+    cut_by: tuple[str, int] | None
+
+
+@dataclass(frozen=True)
 class ModelGroupInsertResult:
     """As `kvtrie.GroupInsertResult`."""
 
