@@ -332,6 +332,23 @@ def test_windows_next_to_a_moved_run_are_rebuilt_and_labelled() -> None:
         assert plan.rebuild("swa").tolist() == []
 
 
+def test_counts_next_to_rebuilt_windows_are_of_group_0() -> None:
+    index = made(groups=[Group.window("swa", window=9, num_blocks=16, block_size=4)], min_run=8)
+    seq = TokenSequence(TEXT, SPACE)
+    index.insert(seq, range(8), num_computed=32, source=kvtrie.COMPUTED)
+    prompt = TokenSequence([*TEXT[:8], 1, 2, *TEXT[12:30], 3], SPACE)
+    with index.plan(prompt, kvtrie.ReusePolicy(scope="namespace")) as plan:
+        # The exact prefix and the moved run both lack the window's KV.
+        assert plan.rebuild("swa").tolist() == [[0, 8], [20, 28]]
+        assert (plan.num_exact, plan.num_approximate, plan.num_compute) == (8, 18, 3)
+        # After the first rebuilt token, nothing that is computed is exact.
+        done = index.insert(prompt, [0, 1, *range(20, 25)], num_computed=28, source=plan)
+        assert done.num_exact == 8
+    # No exact plan rebuilds: without a window, nothing is in place.
+    with index.plan(prompt) as plan:
+        assert (plan.num_exact, plan.rebuild("swa").tolist()) == (0, [])
+
+
 def test_arrays_of_pairs_are_offers() -> None:
     index = made()
     seq = TokenSequence(TEXT, SPACE)
