@@ -35,6 +35,7 @@ __all__ = [
     "NamespaceDifference",
     "OutOfBlocksError",
     "OverlapScores",
+    "Pin",
     "PromptDigests",
     "RadixIndex",
     "Removed",
@@ -43,6 +44,7 @@ __all__ = [
     "RolledBack",
     "SequenceLedger",
     "SharedSalt",
+    "SlotTable",
     "SnapshotError",
     "Span",
     "StaleHandleError",
@@ -634,7 +636,7 @@ class IndexStats:
     @property
     def live_plans(self, /) -> int:
         """
-        Plans that are not released.
+        Plans and pins that are not released.
         """
     @property
     def namespaces(self, /) -> int:
@@ -731,6 +733,11 @@ class InsertResult:
     def num_exact(self, /) -> int:
         """
         Position in tokens up to which these blocks are exact.
+        """
+    @property
+    def num_refused(self, /) -> int:
+        """
+        How many ids are in `duplicates` and `surplus`, without an array.
         """
     @property
     def surplus(self, /) -> npt.NDArray[np.int32]:
@@ -1168,6 +1175,11 @@ class Match:
         """
         Tokens from position 0 that match exactly: a whole number of blocks.
         """
+    @property
+    def sequence(self, /) -> TokenSequence:
+        """
+        The sequence that was looked up. It is kept as long as the match.
+        """
     def slots(
         self, /, table: npt.NDArray[np.int64], out: npt.NDArray[np.int64] | None = None
     ) -> npt.NDArray[np.int64]:
@@ -1422,6 +1434,63 @@ class OverlapScores:
     def workers(self, /) -> tuple[str, ...]:
         """
         The names of the workers.
+        """
+
+@final
+class Pin:
+    """
+    Blocks of a match that stay in the index until the pin is released. `RadixIndex.pin` makes one.
+
+    Release every pin, or use it in a `with` statement. A pin that is collected unreleased releases
+    itself and emits a `ResourceWarning`.
+
+    Example:
+        >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
+        >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
+        >>> done = index.insert(seq, [6], num_computed=2, source=kvtrie.COMPUTED)
+        >>> with index.pin(index.lookup(seq)) as pin:
+        ...     print(pin, pin.found)
+        <Pin of 2 tokens, released=False> Match(num_tokens=2, blocks=[6])
+    """
+    def __enter__(self, /) -> Pin: ...
+    def __exit__(
+        self,
+        exception_type: type[BaseException] | None,
+        exception: BaseException | None,
+        traceback: TracebackType | None,
+        /,
+    ) -> None: ...
+    @property
+    def found(self, /) -> Match:
+        """
+        What is pinned.
+        """
+    def release(self, /) -> int:
+        """
+        Release the pin.
+
+        Returns:
+            How many blocks wait for `RadixIndex.take_freed`: those that left the index while only pins
+            that have ended held them.
+
+        Raises:
+            StaleHandleError: It was released already.
+
+        Example:
+            >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
+            >>> seq = kvtrie.TokenSequence(
+            ...     [1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+            ... )
+            >>> done = index.insert(seq, [6], num_computed=2, source=kvtrie.COMPUTED)
+            >>> pin = index.pin(index.lookup(seq))
+            >>> gone = index.discard([6])
+            >>> pin.release(), index.take_freed()
+            (1, array([6], dtype=int32))
+        """
+    @property
+    def released(self, /) -> bool:
+        """
+        Whether it was released.
         """
 
 @final
@@ -1792,6 +1861,29 @@ class RadixIndex:
             >>> index.evict(2)
             array([0, 3], dtype=int32)
         """
+    def match(
+        self, /, ids: _Integers, namespace: Namespace, limit: SupportsIndex | None = None
+    ) -> Match:
+        """
+        Look up the first ids of a prompt that has no sequence yet: `lookup(TokenSequence(...))` in one
+        call. The sequence is `Match.sequence`.
+
+        Args:
+            ids: Token ids, as for `TokenSequence`. They are copied.
+            namespace: Everything besides tokens that the KV depends on.
+            limit: How many of the ids are taken, as for `TokenSequence`.
+
+        Raises:
+            TypeError, ValueError: As for `TokenSequence`.
+
+        Example:
+            >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+            >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
+            >>> seq = kvtrie.TokenSequence(range(1, 5), space)
+            >>> done = index.insert(seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED)
+            >>> index.match([1, 2, 3, 4, 5], space, 3)
+            Match(num_tokens=2, blocks=[6])
+        """
     @property
     def max_candidates(self, /) -> int:
         """
@@ -1855,6 +1947,26 @@ class RadixIndex:
             >>> done = index.insert(seq, [6, 0, 3], num_computed=6, source=kvtrie.COMPUTED)
             >>> index.path_tokens(0)
             array([1, 2, 3, 4], dtype=uint32)
+        """
+    def pin(self, /, found: Match) -> Pin:
+        """
+        Look the tokens of a match up again, and pin what is found until the pin is released.
+
+        `Pin.found` has the blocks as they are then: if none has left since, those of the match. Less is
+        found if some have left, and never more.
+
+        Args:
+            found: The match. Its sequence must not have changed before the end of the match.
+
+        Example:
+            >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
+            >>> seq = kvtrie.TokenSequence(
+            ...     [1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+            ... )
+            >>> done = index.insert(seq, [6], num_computed=2, source=kvtrie.COMPUTED)
+            >>> with index.pin(index.lookup(seq)):
+            ...     index.evict(1)
+            array([], dtype=int32)
         """
     def plan(
         self,
@@ -3315,6 +3427,108 @@ class SharedSalt:
         SHARED
     """
     def __reduce__(self, /) -> str: ...
+
+@final
+class SlotTable:
+    """
+    Ids of blocks for pages of an engine that has slots of its own choice, and the slots of each.
+
+    An engine's pages are not numbered as an index needs it if the engine gives out slots. Then a
+    block is an id that is taken here and a row of slots. Ids that were given back last are taken
+    first, in the reverse order, so the pages of a prompt mostly have consecutive ids.
+
+    Args:
+        num_blocks: Pages of the pool, 1 to 2**31. All ids in 0..num_blocks are free at first.
+        block_size: Slots of a page, 1 to 4096, next to each other in the pool.
+        memory: Where the slots are kept: a contiguous numpy array of int64 with num_blocks *
+            block_size elements, which the table keeps. None: the table has only ids.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: An argument is out of its range, or `memory` has another length.
+
+    Example:
+        >>> import numpy as np
+        >>> table = kvtrie.SlotTable(4, 2, np.zeros(8, np.int64))
+        >>> table.take(2, np.array([20, 21, 60, 61]))
+        array([0, 1], dtype=int32)
+        >>> table.give_back(np.array([1, 0]))
+        array([10, 30])
+    """
+    def __new__(
+        cls,
+        /,
+        num_blocks: SupportsIndex,
+        block_size: SupportsIndex,
+        memory: npt.NDArray[np.int64] | None = None,
+    ) -> SlotTable: ...
+    @property
+    def block_size(self, /) -> int:
+        """
+        Slots of a page.
+        """
+    @property
+    def free_ids(self, /) -> npt.NDArray[np.int32]:
+        """
+        Ids that are free, in the order in which they were given back (int32).
+        """
+    def give_back(self, /, ids: _Integers) -> npt.NDArray[np.int64]:
+        """
+        Give ids back.
+
+        Args:
+            ids: Ids that are taken, each once.
+
+        Returns:
+            The page of each, which is its first slot divided by block_size (int64), in the reverse
+            order: that in which `take` gives them. All 0 without memory.
+
+        Raises:
+            ValueError: An id is outside the pool, is free, or occurs twice. Nothing is given back.
+
+        Example:
+            >>> table = kvtrie.SlotTable(4, 2)
+            >>> table.give_back(table.take(2))
+            array([0, 0])
+        """
+    @property
+    def num_blocks(self, /) -> int:
+        """
+        Pages of the pool.
+        """
+    @property
+    def num_free(self, /) -> int:
+        """
+        How many ids are free.
+        """
+    def take(
+        self,
+        /,
+        count: SupportsIndex,
+        slots: npt.NDArray[np.int64] | npt.NDArray[np.int32] | None = None,
+        start: SupportsIndex = 0,
+    ) -> npt.NDArray[np.int32]:
+        """
+        Take free ids, and write their slots.
+
+        Args:
+            count: How many.
+            slots: Slots of tokens, block_size for each id, the first at `start`; those after are not
+                read. None writes none.
+            start: Where in `slots` the first id's slots begin.
+
+        Returns:
+            The ids (int32), those that were given back last first.
+
+        Raises:
+            TypeError: `slots` is not a contiguous array of int64 or int32, or the table has no memory.
+            OutOfBlocksError: Fewer are free.
+            ValueError: `count` or `start` is negative, or `slots` is too short. Nothing is taken.
+
+        Example:
+            >>> kvtrie.SlotTable(4, 2).take(2)
+            array([0, 1], dtype=int32)
+        """
 
 @final
 class Span:

@@ -111,11 +111,19 @@ seq = kvtrie.TokenSequence([1, 2, 3, 4], NS)
 index.insert(seq, [0, 1], num_computed=4, source=COMPUTED)
 live = kvtrie.TokenSequence([1, 2, 3, 5], NS)
 plan, loose = index.plan(live), index.plan(live, pin=False)
+found, slots = index.lookup(live), kvtrie.SlotTable(8, 2)
+pin = index.pin(found)
 ledger.begin("a", kvtrie.TokenSequence([1, 2, 3, 5], NS), [5, 6], num_computed=4)
 
 def child():
     fresh = kvtrie.TokenSequence([1, 2, 3], NS)
     calls = [
+        lambda: index.match([1, 2, 3], NS),
+        lambda: index.pin(found),
+        pin.release,
+        lambda: slots.take(1),
+        lambda: slots.give_back([0]),
+        lambda: slots.num_free,
         index.snapshot,
         lambda: index.explain(fresh),
         lambda: index.lookup(fresh),
@@ -180,6 +188,7 @@ assert in_child(child) == 0
 assert plan.blocks.tolist() == [0] and ledger.blocks("a").tolist() == [5, 6] and len(seq) == 4
 plan.release()
 loose.release()
+pin.release()
 """
 )
 
@@ -190,16 +199,17 @@ index = kvtrie.RadixIndex(8, 2)
 seq = kvtrie.TokenSequence([1, 2, 3, 4], NS)
 index.insert(seq, [0, 1], num_computed=4, source=COMPUTED)
 plan = index.plan(seq)
+pin = index.pin(index.lookup(seq))
 ledger = kvtrie.SequenceLedger(2)
 ledger.begin("a", kvtrie.TokenSequence([1, 2, 3, 4], NS), [0, 1], source=index.plan(seq))
 
 def child():
-    global index, seq, plan, ledger
+    global index, seq, plan, pin, ledger
     said = []
     warnings.showwarning = lambda *args, **kwargs: said.append(args)
     warnings.simplefilter("always")
     sys.unraisablehook = said.append
-    index = seq = plan = ledger = None
+    index = seq = plan = pin = ledger = None
     gc.collect()
     assert said == [], said
     # The child's own plans still warn.
@@ -211,9 +221,10 @@ def child():
     mine.check()
 
 assert in_child(child) == 0
-assert index.stats().live_plans == 2
+assert index.stats().live_plans == 3
 ledger.forget("a")
 plan.release()
+pin.release()
 """
 )
 

@@ -45,6 +45,7 @@ NO_CONSTRUCTOR = {
     "MovedRun",
     "NamespaceDifference",
     "OverlapScores",
+    "Pin",
     "PromptDigests",
     "Removed",
     "ReusePlan",

@@ -224,22 +224,25 @@ def test_handles_can_be_weakly_referenced() -> None:
     index = cached(kvtrie.RadixIndex)
     plan = index.plan(edited())
     plan.release()
+    pin = index.pin(index.lookup(edited()))
+    pin.release()
     ended: list[str] = []
 
     def note(name: str, _: object) -> None:
         ended.append(name)
 
-    handles = [index, plan, edited(), kvtrie.BlockAllocator(4), kvtrie.SequenceLedger()]
+    handles = [index, plan, pin, edited(), kvtrie.BlockAllocator(4), kvtrie.SequenceLedger()]
+    handles.append(kvtrie.SlotTable(4, 1))
     watches = [
         weakref.ref(handle, functools.partial(note, type(handle).__name__)) for handle in handles
     ]
     assert [watch() for watch in watches] == handles
     table = weakref.WeakKeyDictionary(dict.fromkeys(handles, 1))
-    del index, plan
+    del index, plan, pin
     handles.clear()
     gc.collect()
-    assert [watch() for watch in watches] == [None] * 5
-    names = "BlockAllocator RadixIndex ReusePlan SequenceLedger TokenSequence"
+    assert [watch() for watch in watches] == [None] * 7
+    names = "BlockAllocator Pin RadixIndex ReusePlan SequenceLedger SlotTable TokenSequence"
     assert sorted(ended) == names.split()
     assert not table
 

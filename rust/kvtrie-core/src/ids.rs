@@ -40,30 +40,53 @@ impl IdRange {
 
     /// Appends ids, each below 2³¹, to ranges. Neither of two neighbours can take in the other.
     pub(crate) fn append(ids: &[u32], ranges: &mut Vec<Self>) {
-        /// Ids that are looked at together.
-        const CHUNK: usize = 16;
-        let mut add = |first: u32, len: usize| match ranges.last_mut() {
-            Some(last) if last.end() == first => last.len += depth(len),
-            _ => ranges.push(Self {
-                first: BlockId(first),
-                len: depth(len),
-            }),
-        };
         for chunk in ids.chunks(CHUNK) {
-            // Without branches, which becomes vector code.
-            let from = chunk[0];
-            let apart = (from..)
-                .zip(chunk)
-                .fold(0, |apart, (at, id)| apart | (at ^ id));
-            if apart == 0 {
-                add(from, chunk.len());
+            if is_run(chunk) {
+                Self::append_run(chunk[0], depth(chunk.len()), ranges);
             } else {
                 for &id in chunk {
-                    add(id, 1);
+                    Self::append_run(id, 1, ranges);
                 }
             }
         }
     }
+
+    /// Appends consecutive ids.
+    pub(crate) fn append_run(first: u32, len: u32, ranges: &mut Vec<Self>) {
+        match ranges.last_mut() {
+            Some(last) if last.end() == first => last.len += len,
+            _ => ranges.push(Self {
+                first: BlockId(first),
+                len,
+            }),
+        }
+    }
+}
+
+/// Ids that are looked at together.
+const CHUNK: usize = 16;
+
+/// Whether ids ascend without a gap. Ends soon if the first ones do not. Holes are no ids.
+pub(crate) fn are_consecutive(ids: &[u32]) -> bool {
+    let Some(&first) = ids.first() else {
+        return true;
+    };
+    let mut next = first;
+    first != ABSENT
+        && ids.chunks(CHUNK).all(|chunk| {
+            let follows = chunk[0] == next && is_run(chunk);
+            next = next.wrapping_add(depth(chunk.len()));
+            follows
+        })
+}
+
+/// Without branches, which becomes vector code.
+fn is_run(chunk: &[u32]) -> bool {
+    let from = chunk[0];
+    let apart = (from..)
+        .zip(chunk)
+        .fold(0, |apart, (at, id)| apart | (at ^ id));
+    apart == 0
 }
 
 pub(crate) type NodeIndex = u32;

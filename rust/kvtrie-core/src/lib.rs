@@ -32,10 +32,11 @@
 //! | call | cost |
 //! |---|---|
 //! | [`lookup`](RadixIndex::lookup) | O(*n* + ids written); allocates nothing (exceptions: see there) |
+//! | [`lookup_pinned_within`](RadixIndex::lookup_pinned_within) | a lookup + O(edges newly pinned) |
 //! | [`plan`](RadixIndex::plan) | a lookup + O(new ids + edges newly pinned) + expected O(log siblings) comparisons of one block; if something cached is approximate or has left a hole, + O(tokens of the prompt's path after the match) |
 //! | `plan` with [`approximate`](ReusePolicy::approximate) | + O(tokens of the rest): a bounded number of looks per token and per covered token, whatever is cached (rule P16 in `docs/design.md`); tokens of a run are compared as memory |
 //! | [`insert`](RadixIndex::insert) | O(*n* + ids given); where an edge is cut, its shorter part is copied once; with a session, + O(edges and runs of sessions above the ids, up to the first block that has it) |
-//! | [`release`](RadixIndex::release) | O(edges no longer pinned + log leaves), and O(runs of sources + edges above them no longer pinned) |
+//! | [`release`](RadixIndex::release), [`release_pin`](RadixIndex::release_pin) | O(edges no longer pinned + log leaves), and O(runs of sources + edges above them no longer pinned) |
 //! | [`evict`](RadixIndex::evict) | O(log leaves) per leaf or run of dead blocks, and O(1) per block; a pass |
 //! | [`discard`](RadixIndex::discard) | O(log leaves) per block; cuts; a pass |
 //! | [`quarantine`](RadixIndex::quarantine) | as `discard`, and O(waiting blocks) if one of the blocks is waiting |
@@ -153,7 +154,7 @@ pub use groups::{Group, GroupKind};
 pub use ids::{BlockId, IdRange};
 pub use index::{
     GroupInserted, GroupOffers, GroupOptions, GroupStats, Imported, InsertOptions, Inserted,
-    LookupOptions, Match, RadixIndex, Removed, Source,
+    LookupOptions, Match, Pin, RadixIndex, Removed, Source,
 };
 pub use inspection::explain::{
     Context, ExplainOptions, Explanation, GroupCut, NamespaceDifference, Reason, WouldSave,

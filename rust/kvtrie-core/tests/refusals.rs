@@ -355,6 +355,12 @@ fn an_error_names_the_call_that_was_made() {
                 .lookup_ranges_within(seq, lookup, any, &mut Vec::new())
                 .err(),
         ),
+        (
+            "RadixIndex::lookup_pinned_within",
+            index
+                .lookup_pinned_within(seq, lookup, any, &mut Vec::new())
+                .err(),
+        ),
         ("RadixIndex::plan", index.plan(seq, &policy, options).err()),
         (
             "RadixIndex::plan_from",

@@ -198,8 +198,8 @@ pub(crate) fn type_name(value: &Bound<'_, PyAny>) -> String {
 pub(crate) enum Integers<'py> {
     List(Bound<'py, PyList>),
     Tuple(Bound<'py, PyTuple>),
-    /// A copy of an `array.array` of 64-bit integers.
-    Copied(Vec<i64>),
+    /// An `array.array` of 64-bit integers.
+    Buffer(PyBuffer<i64>),
     // The arrays are contiguous and aligned.
     I64(PyReadonlyArray1<'py, i64>),
     I32(PyReadonlyArray1<'py, i32>),
@@ -216,7 +216,7 @@ impl<'py> Integers<'py> {
         if let Ok(list) = value.cast::<PyList>() {
             return Ok(Self::List(list.clone()));
         }
-        if let Some(array) = Self::copied(value)? {
+        if let Some(array) = Self::buffer(value)? {
             return Ok(array);
         }
         if let Some(array) = Self::ready(value) {
@@ -271,18 +271,13 @@ impl<'py> Integers<'py> {
             .or_else(|| typed(value).map(Self::U64))
     }
 
-    /// Copies a short `array.array` of 64-bit integers. Engines keep tokens in such arrays, and to ask numpy for a view
-    /// takes longer than to copy some thousand of them.
-    fn copied(value: &Bound<'py, PyAny>) -> PyResult<Option<Self>> {
-        const SHORT: usize = 4096;
-        let py = value.py();
-        if !value.get_type().is(array_type(py)?) || value.len()? > SHORT {
+    /// Opens an `array.array` of 64-bit integers, in which engines keep tokens: numpy takes longer to make a view of one.
+    fn buffer(value: &Bound<'py, PyAny>) -> PyResult<Option<Self>> {
+        if !value.get_type().is(array_type(value.py())?) {
             return Ok(None);
         }
-        let Ok(buffer) = PyBuffer::<i64>::get(value) else {
-            return Ok(None); // of another width
-        };
-        Ok(Some(Self::Copied(buffer.to_vec(py)?)))
+        // Others have another width.
+        Ok(PyBuffer::<i64>::get(value).ok().map(Self::Buffer))
     }
 
     /// Converts any other array: a subclass, strided, misaligned, of another width or byte order.
@@ -326,7 +321,7 @@ impl<'py> Integers<'py> {
         match self {
             Self::List(list) => list.len(),
             Self::Tuple(tuple) => tuple.len(),
-            Self::Copied(values) => values.len(),
+            Self::Buffer(buffer) => buffer.item_count(),
             Self::I64(array) => array.len(),
             Self::I32(array) => array.len(),
             Self::U32(array) => array.len(),
@@ -341,7 +336,7 @@ impl<'py> Integers<'py> {
             Self::Tuple(tuple) => {
                 read_objects(tuple.py(), range, limit, arg, |at| tuple.get_item(at))
             }
-            Self::Copied(values) => read_slice(values, range, limit, arg),
+            Self::Buffer(buffer) => read_buffer(buffer, range, limit, arg),
             Self::I64(array) => read_array(array, range, limit, arg),
             Self::I32(array) => read_array(array, range, limit, arg),
             Self::U32(array) => read_array(array, range, limit, arg),
@@ -366,7 +361,7 @@ pub(crate) fn signed_integers(
             .enumerate()
             .map(|(at, item)| signed_object(&item, at, limits, arg))
             .collect(),
-        Integers::Copied(values) => signed_array(&values, limits, arg),
+        Integers::Buffer(buffer) => signed_array(&buffer.to_vec(value.py())?, limits, arg),
         Integers::I64(array) => signed_array(array.as_slice()?, limits, arg),
         Integers::I32(array) => signed_array(array.as_slice()?, limits, arg),
         Integers::U32(array) => signed_array(array.as_slice()?, limits, arg),
@@ -533,25 +528,33 @@ fn read_array<T: Whole>(
     limit: u64,
     arg: Arg,
 ) -> PyResult<Vec<u32>> {
-    read_slice(array.as_slice()?, range, limit, arg)
+    let values = array.as_slice()?;
+    match (T::tokens(values), limit) {
+        (Some(tokens), TOKEN_IDS) => Ok(tokens[range].to_vec()),
+        _ => narrow(&values[range.clone()], range.start, limit, arg),
+    }
 }
 
-fn read_slice<T: Whole>(
-    values: &[T],
+fn read_buffer(
+    buffer: &PyBuffer<i64>,
     range: Range<usize>,
     limit: u64,
     arg: Arg,
 ) -> PyResult<Vec<u32>> {
-    let first = range.start;
-    let values = &values[range];
-    narrow(values, limit).map_err(|at| arg.range_error(first + at, values[at].into(), limit))
+    Python::attach(|py| {
+        let Some(values) = buffer.as_slice_ptr() else {
+            let values = buffer.to_vec(py)?;
+            return narrow(&values[range.clone()], range.start, limit, arg);
+        };
+        // SAFETY: The buffer's memory has as many aligned elements of this type, and stays as long as the buffer is open.
+        // Nobody writes to it meanwhile: this thread holds the interpreter, and calls nothing of it until the last read.
+        let values = unsafe { values.as_ref() };
+        narrow(&values[range.clone()], range.start, limit, arg)
+    })
 }
 
-/// Converts values; fails with the position of the first that is not in `0..limit`.
-fn narrow<T: Whole>(values: &[T], limit: u64) -> Result<Vec<u32>, usize> {
-    if let (Some(tokens), true) = (T::tokens(values), limit == TOKEN_IDS) {
-        return Ok(tokens.to_vec());
-    }
+/// Converts values, of which the first is at position `first`. Each must be in `0..limit`.
+fn narrow<T: Whole>(values: &[T], first: usize, limit: u64, arg: Arg) -> PyResult<Vec<u32>> {
     // One pass without branches becomes vector code. The search for the position runs only after a failure.
     let mut bits = 0;
     #[expect(
@@ -569,10 +572,9 @@ fn narrow<T: Whole>(values: &[T], limit: u64) -> Result<Vec<u32>, usize> {
     if bits < TOKEN_IDS && (bits < limit || is_below(limit)) {
         return Ok(out);
     }
-    Err(values
-        .iter()
-        .position(|value| value.wide() >= limit)
-        .unwrap_or(0))
+    let at = values.iter().position(|value| value.wide() >= limit);
+    let at = at.unwrap_or(0);
+    Err(arg.range_error(first + at, values[at].into(), limit))
 }
 
 fn array_type(py: Python<'_>) -> PyResult<&Bound<'_, PyType>> {

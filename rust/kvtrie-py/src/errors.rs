@@ -64,15 +64,17 @@ create_exception!(
 
 /// Calls of Rust that Python has under another name. Of the others, `A::new` is `A`, and `A::call` and `A::call_within`
 /// are `A.call`.
-const CALLS: [(&str, &str); 13] = [
+const CALLS: [(&str, &str); 15] = [
     ("Item::taking", "Item"),
     ("KvIndexer::find", "KvIndexer.find_matches"),
     ("Offer::manifest", "TransferManifest.from_ledger"),
     ("Offer::of", "TransferManifest.from_ledger"),
+    ("RadixIndex::lookup_pinned_within", "RadixIndex.pin"),
     ("RadixIndex::lookup_ranges_within", "RadixIndex.lookup"),
     ("RadixIndex::plan_from", "RadixIndex.plan"),
     ("RadixIndex::recompute", "ReusePlan.recompute"),
     ("RadixIndex::release", "ReusePlan.release"),
+    ("RadixIndex::release_pin", "Pin.release"),
     ("RadixIndex::release_sources", "ReusePlan.release_sources"),
     ("RadixIndex::validate", "ReusePlan.validate"),
     ("SequenceLedger::final_end", "SequenceLedger.final_range"),
@@ -153,8 +155,8 @@ pub(crate) fn exception_in(call: &str, error: &Error) -> PyErr {
 }
 
 #[cold]
-pub(crate) fn released(call: &str) -> PyErr {
-    StaleHandleError::new_err(format!("{call}: the plan was released already"))
+pub(crate) fn released(call: &str, what: &str) -> PyErr {
+    StaleHandleError::new_err(format!("{call}: the {what} was released already"))
 }
 
 pub(crate) fn transfer_exception(error: &TransferError) -> PyErr {

@@ -22,6 +22,7 @@ use crate::groups::{self, PyGroup, PyGroupStats};
 use crate::hints::{Groups, Ids, Names, TokenIds};
 use crate::namespace::PyNamespace;
 use crate::output::{ids, truth};
+use crate::pin::PyPin;
 use crate::plan::PyReusePlan;
 use crate::policy::{EXACT_ONLY, MIN_RUN, PyReusePolicy};
 use crate::results::{PyInsertResult, PyMatch, PyRemoved};
@@ -399,15 +400,73 @@ impl PyRadixIndex {
             touch,
             start: Arg::new(CALL, "start").count(start)?,
         };
-        let (shared, seq) = (&*self.shared, seq.get());
-        let attempt = |keys: &Keys<'_>, effort| {
-            let mut seq = keys.lock(&seq.core, SEQUENCE)?;
-            let mut index = keys.lock(&shared.core, INDEX)?;
-            let mut ranges = Vec::new();
-            let found = index.lookup_ranges_within(&mut seq, options, effort, &mut ranges)?;
-            Ok(found.map(|found| PyMatch::new(found.num_tokens, ranges)))
-        };
-        py.enter_briefly(attempt)
+        self.found(py, seq.clone(), options)
+    }
+
+    /// Look up the first ids of a prompt that has no sequence yet: `lookup(TokenSequence(...))` in one
+    /// call. The sequence is `Match.sequence`.
+    ///
+    /// Args:
+    ///     ids: Token ids, as for `TokenSequence`. They are copied.
+    ///     namespace: Everything besides tokens that the KV depends on.
+    ///     limit: How many of the ids are taken, as for `TokenSequence`.
+    ///
+    /// Raises:
+    ///     TypeError, ValueError: As for `TokenSequence`.
+    ///
+    /// Example:
+    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
+    ///     >>> seq = kvtrie.TokenSequence(range(1, 5), space)
+    ///     >>> done = index.insert(seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED)
+    ///     >>> index.match([1, 2, 3, 4, 5], space, 3)
+    ///     Match(num_tokens=2, blocks=[6])
+    #[pyo3(
+        name = "match",
+        signature = (ids: "_Integers", namespace: "Namespace", limit: "SupportsIndex | None" = None),
+        text_signature = "($self, ids, namespace, limit=None)"
+    )]
+    fn match_ids(
+        &self,
+        py: Python<'_>,
+        ids: &Bound<'_, PyAny>,
+        #[pyo3(from_py_with = of::<call::RadixIndexMatch, arg::Namespace, PyNamespace>)]
+        namespace: &Bound<'_, PyNamespace>,
+        #[pyo3(from_py_with = optional_int::<call::RadixIndexMatch, arg::Limit>)] limit: Option<
+            i128,
+        >,
+    ) -> PyResult<PyMatch> {
+        const CALL: &str = "RadixIndex.match";
+        let limit = (limit, Arg::new(CALL, "limit"));
+        let seq = PyTokenSequence::of(ids, namespace, None, limit, Arg::new(CALL, "ids"))?;
+        self.found(py, Bound::new(py, seq)?, LookupOptions::default())
+    }
+
+    /// Look the tokens of a match up again, and pin what is found until the pin is released.
+    ///
+    /// `Pin.found` has the blocks as they are then: if none has left since, those of the match. Less is
+    /// found if some have left, and never more.
+    ///
+    /// Args:
+    ///     found: The match. Its sequence must not have changed before the end of the match.
+    ///
+    /// Example:
+    ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
+    ///     >>> done = index.insert(seq, [6], num_computed=2, source=kvtrie.COMPUTED)
+    ///     >>> with index.pin(index.lookup(seq)):
+    ///     ...     index.evict(1)
+    ///     array([], dtype=int32)
+    #[pyo3(signature = (found: "Match"))]
+    fn pin(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = of::<call::RadixIndexPin, arg::Found, PyMatch>)] found: &Bound<
+            '_,
+            PyMatch,
+        >,
+    ) -> PyResult<PyPin> {
+        PyPin::of(py, &self.shared, found.get())
     }
 
     /// Plan how to build the KV of a prompt, and pin what the plan uses.
@@ -1161,6 +1220,28 @@ impl PyRadixIndex {
     /// The number of the group of a name.
     fn group(&self, py: Python<'_>, name: String, call: &str) -> PyResult<usize> {
         groups::number(py, &self.shared.groups, name, call)
+    }
+
+    fn found(
+        &self,
+        py: Python<'_>,
+        seq: Bound<'_, PyTokenSequence>,
+        options: LookupOptions,
+    ) -> PyResult<PyMatch> {
+        let (shared, own) = (&*self.shared, seq.get());
+        let (num_tokens, ranges) = py.enter_briefly(|keys: &Keys<'_>, effort| {
+            let mut seq = keys.lock(&own.core, SEQUENCE)?;
+            let mut index = keys.lock(&shared.core, INDEX)?;
+            let mut ranges = Vec::new();
+            let found = index.lookup_ranges_within(&mut seq, options, effort, &mut ranges)?;
+            Ok(found.map(|found| (found.num_tokens, ranges)))
+        })?;
+        Ok(PyMatch {
+            num_tokens,
+            ranges,
+            start: options.start,
+            seq: seq.unbind(),
+        })
     }
 
     fn around(core: RadixIndex) -> Self {

@@ -87,7 +87,7 @@ impl PyLiveRequest {
         call: &str,
     ) -> PyResult<()> {
         if self.plans(py).iter().any(|plan| plan.get().is_released()) {
-            return Err(of_request(request)(released(call)));
+            return Err(of_request(request)(released(call, "plan")));
         }
         Ok(())
     }
@@ -250,7 +250,7 @@ impl PySequenceLedger {
             .transpose()?;
         let (source_plan, core_source) = read_source(source, Arg::new(CALL, "source"))?;
         if plan.is_some_and(|plan| plan.get().is_released()) {
-            return Err(released(CALL));
+            return Err(released(CALL, "plan"));
         }
         if self.find(py, request)?.is_some() {
             return Err(live_already(request));
@@ -1177,7 +1177,7 @@ fn read_source(
     match SourceArg::open(value, arg)? {
         SourceArg::Computed => Ok((None, LedgerSource::Computed)),
         SourceArg::Imported(imported) => Ok((None, LedgerSource::Imported(imported))),
-        SourceArg::Plan(plan) if plan.is_released() => Err(released(arg.call)),
+        SourceArg::Plan(plan) if plan.is_released() => Err(released(arg.call, "plan")),
         SourceArg::Plan(plan) => {
             let kept = value.cast::<PyReusePlan>()?.clone().unbind();
             Ok((Some(kept), LedgerSource::Plan(plan.share())))

@@ -1,8 +1,9 @@
 //! The compiled module `kvtrie._core`: the Python classes of `kvtrie-core`, `kvtrie-transfer` and `kvtrie-cluster`.
 //!
 //! Every class is frozen; state that changes is under a lock. Locks are taken in one order: ledger, sequence, block
-//! allocator, index, the names that the index has warned of; an index of workers after the sequence. While a lock is held, no Python object is made: a garbage
-//! collection may drop a plan, and dropping a plan takes the index's lock.
+//! allocator, index, the names that the index has warned of; an index of workers after the sequence; a slot table alone.
+//! While a lock is held, no Python object is made: a garbage collection may drop a plan, and dropping a plan takes the
+//! index's lock.
 #![expect(
     clippy::doc_markdown,
     clippy::doc_link_with_quotes,
@@ -27,12 +28,14 @@ mod ledger;
 mod moved_run;
 mod namespace;
 mod output;
+mod pin;
 mod plan;
 mod policy;
 mod ranges;
 mod results;
 mod sequence;
 mod shared;
+mod slot_table;
 mod slots;
 mod snapshot;
 mod source;
@@ -72,6 +75,8 @@ mod _core {
     #[pymodule_export]
     use crate::namespace::{PyNamespace, PySharedSalt};
     #[pymodule_export]
+    use crate::pin::PyPin;
+    #[pymodule_export]
     use crate::plan::PyReusePlan;
     #[pymodule_export]
     use crate::policy::PyReusePolicy;
@@ -79,6 +84,8 @@ mod _core {
     use crate::results::{PyInsertResult, PyMatch, PyRemoved};
     #[pymodule_export]
     use crate::sequence::PyTokenSequence;
+    #[pymodule_export]
+    use crate::slot_table::PySlotTable;
     #[pymodule_export]
     use crate::source::{PyComputedSource, PyImported};
     #[pymodule_export]

@@ -1,10 +1,12 @@
-//! The class `ReusePlan`, the only handle that must be released.
+//! The class `ReusePlan`, which must be released.
 
+use std::ffi::CStr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use kvtrie_core::{Class, GroupKind, GroupPart, RadixIndex, ReusePlan};
 use numpy::PyArray1;
+use pyo3::PyTypeInfo;
 use pyo3::exceptions::{PyResourceWarning, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
@@ -126,7 +128,7 @@ impl PyReusePlan {
             return Err(inherited("the plan"));
         }
         if self.is_released() {
-            return Err(released(call));
+            return Err(released(call, "plan"));
         }
         Ok(self.core())
     }
@@ -662,12 +664,10 @@ impl PyReusePlan {
         if !self.is_callers {
             return;
         }
-        let warning = py.get_type::<PyResourceWarning>();
-        let message =
-            c"a ReusePlan was collected unreleased: release it, or use it in a with statement";
-        if let Err(error) = PyErr::warn(py, &warning, message, 1) {
-            error.write_unraisable(py, Some(&py.get_type::<Self>()));
-        }
+        warn_of_leak::<Self>(
+            py,
+            c"a ReusePlan was collected unreleased: release it, or use it in a with statement",
+        );
     }
 }
 
@@ -677,16 +677,29 @@ impl Drop for PyReusePlan {
         if self.is_released() || self.index.core.is_inherited() {
             return;
         }
-        Python::try_attach(|py| {
-            // A plan may be collected while an exception propagates. It is put aside meanwhile.
-            let pending = PyErr::take(py);
-            if !is_finalizing(py) {
-                self.release_late(py);
-            }
-            if let Some(pending) = pending {
-                pending.restore(py);
-            }
-        });
+        at_drop(|py| self.release_late(py));
+    }
+}
+
+/// Releases a handle that was collected; does nothing at the interpreter's end.
+pub(crate) fn at_drop(release: impl FnOnce(Python<'_>)) {
+    Python::try_attach(|py| {
+        // It may be collected while an exception propagates. That is put aside meanwhile.
+        let pending = PyErr::take(py);
+        if !is_finalizing(py) {
+            release(py);
+        }
+        if let Some(pending) = pending {
+            pending.restore(py);
+        }
+    });
+}
+
+/// Warns that a handle of a class was collected unreleased.
+pub(crate) fn warn_of_leak<T: PyTypeInfo>(py: Python<'_>, message: &CStr) {
+    let warning = py.get_type::<PyResourceWarning>();
+    if let Err(error) = PyErr::warn(py, &warning, message, 1) {
+        error.write_unraisable(py, Some(&py.get_type::<T>()));
     }
 }
 

@@ -7,6 +7,7 @@ use crate::buffers::Arg;
 use crate::groups;
 use crate::hints::{Counts, GroupResults, Ids};
 use crate::output::{ids, listed};
+use crate::sequence::PyTokenSequence;
 use crate::slots;
 
 /// The result of `RadixIndex.lookup`.
@@ -19,15 +20,13 @@ use crate::slots;
 ///     Match(num_tokens=2, blocks=[6])
 #[pyclass(frozen, module = "kvtrie", name = "Match")]
 pub(crate) struct PyMatch {
-    num_tokens: usize,
-    ranges: Vec<IdRange>,
+    pub(crate) num_tokens: usize,
+    pub(crate) ranges: Vec<IdRange>,
+    pub(crate) start: usize,
+    pub(crate) seq: Py<PyTokenSequence>,
 }
 
 impl PyMatch {
-    pub(crate) fn new(num_tokens: usize, ranges: Vec<IdRange>) -> Self {
-        Self { num_tokens, ranges }
-    }
-
     fn ids(&self) -> Vec<BlockId> {
         let mut ids = Vec::with_capacity(slots::num_ids(&self.ranges));
         for range in &self.ranges {
@@ -108,6 +107,12 @@ impl PyMatch {
         )
     }
 
+    /// The sequence that was looked up. It is kept as long as the match.
+    #[getter]
+    fn sequence(&self, py: Python<'_>) -> Py<PyTokenSequence> {
+        self.seq.clone_ref(py)
+    }
+
     fn __repr__(&self) -> String {
         format!(
             "Match(num_tokens={}, blocks={})",
@@ -167,6 +172,12 @@ impl PyInsertResult {
     #[getter]
     fn surplus<'py>(&self, py: Python<'py>) -> Ids<'py> {
         ids(py, &self.core.surplus)
+    }
+
+    /// How many ids are in `duplicates` and `surplus`, without an array.
+    #[getter]
+    fn num_refused(&self) -> usize {
+        self.core.duplicates.len() + self.core.surplus.len()
     }
 
     /// Approximate blocks that were replaced and are not pinned, in order of position (int32). They

@@ -55,6 +55,26 @@ pub(crate) struct PyTokenSequence {
 }
 
 impl PyTokenSequence {
+    /// A sequence of the first `limit` ids.
+    pub(crate) fn of(
+        ids: &Bound<'_, PyAny>,
+        namespace: &Bound<'_, PyNamespace>,
+        items: Option<&Bound<'_, PyAny>>,
+        (limit, limit_arg): (Option<i128>, Arg),
+        arg: Arg,
+    ) -> PyResult<Self> {
+        let ids = match limit {
+            None => integers(ids, TOKEN_IDS, arg)?,
+            Some(limit) => first_integers(ids, limit_arg.count(limit)?, TOKEN_IDS, arg)?,
+        };
+        let items = read_items(items, Arg::new(arg.call, "items"))?;
+        let core = TokenSequence::new(Arc::clone(&namespace.get().core), ids, items);
+        Ok(Self {
+            core: Lock::new(core.map_err(|error| exception(&error))?),
+            namespace: namespace.clone().unbind(),
+        })
+    }
+
     pub(crate) fn len(&self, py: Python<'_>) -> PyResult<usize> {
         py.enter(Cost::Short, |keys| {
             Ok(keys.lock(&self.core, SEQUENCE)?.len())
@@ -76,21 +96,14 @@ impl PyTokenSequence {
         items: Option<&Bound<'_, PyAny>>,
         #[pyo3(from_py_with = optional_int::<call::TokenSequence, arg::Limit>)] limit: Option<i128>,
     ) -> PyResult<Self> {
-        const CALL: &str = "TokenSequence";
-        let arg = Arg::new(CALL, "ids");
-        let ids = match limit {
-            None => integers(ids, TOKEN_IDS, arg)?,
-            Some(limit) => {
-                let count = Arg::new(CALL, "limit").count(limit)?;
-                first_integers(ids, count, TOKEN_IDS, arg)?
-            }
-        };
-        let items = read_items(items, Arg::new(CALL, "items"))?;
-        let core = TokenSequence::new(Arc::clone(&namespace.get().core), ids, items);
-        Ok(Self {
-            core: Lock::new(core.map_err(|error| exception(&error))?),
-            namespace: namespace.clone().unbind(),
-        })
+        let limit = (limit, Arg::new("TokenSequence", "limit"));
+        Self::of(
+            ids,
+            namespace,
+            items,
+            limit,
+            Arg::new("TokenSequence", "ids"),
+        )
     }
 
     /// Append token ids.

@@ -63,7 +63,7 @@ counters! {
     windows,
     /// Namespaces that hold a block.
     namespaces,
-    /// Plans that are not released.
+    /// Plans and pins that are not released.
     live_plans,
     /// Time of the logical clock.
     clock,

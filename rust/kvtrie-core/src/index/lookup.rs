@@ -1,13 +1,14 @@
 //! Finds the exact cached prefix of a sequence (D5).
 
 use crate::effort::Effort;
-use crate::error::Result;
+use crate::error::{Error, Result, invalid};
 use crate::eviction::count_revival;
 use crate::ids::{BlockId, Depth, IdRange, NO_NODE, depth};
 use crate::index::RadixIndex;
 use crate::storage::blocks::BlockState;
 use crate::storage::forest::{Position, Walked};
 use crate::storage::node::Node;
+use crate::storage::slab::Handle;
 use crate::tokens::TokenSequence;
 
 /// Options of a lookup.
@@ -36,6 +37,15 @@ impl Default for LookupOptions {
 pub struct Match {
     /// Tokens from position 0 whose exact KV is present: a whole number of blocks.
     pub num_tokens: usize,
+}
+
+/// The pins of what a lookup found, until [`RadixIndex::release_pin`].
+#[derive(Clone, Copy, Debug)]
+pub struct Pin {
+    index: u64,
+    lease: Handle,
+    /// Edges of the pinned path.
+    edges: u64,
 }
 
 impl RadixIndex {
@@ -150,12 +160,101 @@ impl RadixIndex {
         let Some(found) = found else {
             return Ok(None);
         };
+        self.ranges_to(found, options.start, out);
+        Ok(Some(self.matched(found)))
+    }
+
+    /// As [`lookup_ranges_within`](Self::lookup_ranges_within), and pins what was found until
+    /// [`release_pin`](Self::release_pin). It is touched in any case.
+    ///
+    /// # Errors
+    /// As [`lookup`](Self::lookup).
+    ///
+    /// # Complexity
+    /// A lookup + O(edges newly pinned).
+    ///
+    /// # Examples
+    /// ```
+    /// # use std::sync::Arc;
+    /// # use kvtrie_core::*;
+    /// # let ns = Arc::new(Namespace::new("m", "bfloat16", "default", None, Salt::Shared)?);
+    /// # let mut index = RadixIndex::new(Config { num_blocks: 8, block_size: 2, ..Config::seeded(0) })?;
+    /// let mut seq = TokenSequence::new(ns, vec![1, 2, 3, 4], vec![])?;
+    /// index.insert(&mut seq, &[BlockId(6), BlockId(7)], InsertOptions::new(4, Source::Computed))?;
+    /// let (options, mut ranges) = (LookupOptions::default(), Vec::new());
+    /// let pinned = index.lookup_pinned_within(&mut seq, options, Effort::ANY, &mut ranges)?;
+    /// assert_eq!(index.evict(8), []);
+    /// if let Some((_, pin)) = pinned {
+    ///     index.release_pin(&pin)?;
+    /// }
+    /// assert_eq!(index.evict(8), [BlockId(7), BlockId(6)]);
+    /// # Ok::<(), kvtrie_core::Error>(())
+    /// ```
+    pub fn lookup_pinned_within(
+        &mut self,
+        seq: &mut TokenSequence,
+        options: LookupOptions,
+        effort: Effort,
+        out: &mut Vec<IdRange>,
+    ) -> Result<Option<(Match, Pin)>> {
+        let options = LookupOptions {
+            touch: true,
+            ..options
+        };
+        let found = self
+            .found_within(seq, options, effort)
+            .map_err(|error| error.in_call("RadixIndex::lookup_pinned_within"))?;
+        let Some(found) = found else {
+            return Ok(None);
+        };
+        self.ranges_to(found, options.start, out);
+        let end = (found.depth > 0).then_some(found);
+        let lease = self.lease(seq, true, end, &[]);
+        if !self.groups.is_empty() {
+            let time = self.clock;
+            self.hold_groups(end, lease.index, time);
+        }
+        let pin = Pin {
+            index: self.forest.uid(),
+            lease,
+            edges: self.known_edges(seq),
+        };
+        Ok(Some((self.matched(found), pin)))
+    }
+
+    /// Ends the pins of a lookup. Condemned blocks that nothing else pins wait for [`take_freed`](Self::take_freed).
+    ///
+    /// # Errors
+    /// [`StaleHandle`](crate::ErrorKind::StaleHandle) if they were ended before;
+    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) for a pin of another index.
+    ///
+    /// # Complexity
+    /// As [`release`](Self::release).
+    pub fn release_pin(&mut self, pin: &Pin) -> Result<()> {
+        const CALL: &str = "RadixIndex::release_pin";
+        if pin.index != self.forest.uid() {
+            return Err(invalid!(CALL, "the pin belongs to another index"));
+        }
+        if self.pins.leases().get(pin.lease).is_none() {
+            return Err(Error::stale(CALL, "the pin was released already"));
+        }
+        crate::failpoints::before(CALL)?;
+        self.end_lease(pin.lease.index);
+        Ok(())
+    }
+
+    /// Steps that [`release_pin`](Self::release_pin) takes, as [`release_steps`](Self::release_steps) of a plan. O(1).
+    #[must_use]
+    pub fn release_pin_steps(&self, pin: &Pin) -> u64 {
+        self.lease_steps(pin.lease, pin.edges)
+    }
+
+    fn ranges_to(&mut self, found: Position, start: usize, out: &mut Vec<IdRange>) {
         out.clear();
         if found.depth > 0 {
-            let from = depth(options.start / self.block_size());
+            let from = depth(start / self.block_size());
             self.forest.path_ranges(found, from, out);
         }
-        Ok(Some(self.matched(found)))
     }
 
     fn matched(&self, found: Position) -> Match {

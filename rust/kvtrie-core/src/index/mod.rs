@@ -30,7 +30,7 @@ use crate::tagging::Tagging;
 
 pub use groups::{GroupInserted, GroupOffers, GroupOptions, GroupStats};
 pub use insert::{Imported, InsertOptions, Inserted, Source};
-pub use lookup::{LookupOptions, Match};
+pub use lookup::{LookupOptions, Match, Pin};
 pub use spans::Removed;
 
 /// A forest of radix trees, one per namespace, that maps tokens to block ids.

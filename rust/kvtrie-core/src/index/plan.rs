@@ -11,7 +11,7 @@ use crate::plan::{
     Cached, CachedPath, Class, Draft, InScope, Origin, PlanOptions, Repaired, ReusePlan, Segment,
 };
 use crate::policy::ReusePolicy;
-use crate::storage::forest::Position;
+use crate::storage::forest::{Position, SourceRun};
 use crate::storage::node::Node;
 use crate::storage::slab::Handle;
 use crate::tokens::TokenSequence;
@@ -216,7 +216,7 @@ impl RadixIndex {
         }
         self.eviction
             .touch_sources(&mut self.forest, &draft.sources, time);
-        let lease = self.lease(seq, options.pin, &draft);
+        let lease = self.lease(seq, options.pin, draft.in_place, &draft.sources);
         let mut groups = Vec::new();
         if !self.groups.is_empty() {
             groups = self.hold_groups(draft.in_place, lease.index, time);
@@ -329,11 +329,16 @@ impl RadixIndex {
     /// Steps that a release takes, each about as long as a visit of an edge. O(1).
     #[must_use]
     pub fn release_steps(&self, plan: &ReusePlan) -> u64 {
-        let lease = self.pins.leases().get(plan.lease());
+        self.lease_steps(plan.lease(), plan.num_edges())
+    }
+
+    /// Steps that the end of a lease takes whose path has so many edges.
+    pub(super) fn lease_steps(&self, handle: Handle, edges: u64) -> u64 {
+        let lease = self.pins.leases().get(handle);
         let entries = lease.map_or(0, Lease::num_entries) as u64;
-        let held = lease.map_or(0, |_| self.groups.num_held(plan.lease().index));
+        let held = lease.map_or(0, |_| self.groups.num_held(handle.index));
         // A step up to the next edge takes about a quarter of a visit.
-        entries + held + plan.num_edges() / 4 + self.bound_steps(0)
+        entries + held + edges / 4 + self.bound_steps(0)
     }
 
     /// Whether the plan was released.
@@ -354,19 +359,26 @@ impl RadixIndex {
         Ok(plan.validity(lease, |id, plan| blocks.stayed(id.0, plan)))
     }
 
-    fn lease(&mut self, seq: &TokenSequence, pinned: bool, draft: &Draft) -> Handle {
+    #[inline]
+    pub(super) fn lease(
+        &mut self,
+        seq: &TokenSequence,
+        pinned: bool,
+        in_place: Option<Position>,
+        sources: &[SourceRun],
+    ) -> Handle {
         let lease = self.pins.open(seq.namespace(), pinned);
         crate::failpoints::within("a lease without pins");
         let (forest, eviction) = (&mut self.forest, &mut self.eviction);
-        if let Some(end) = draft.in_place {
+        if let Some(end) = in_place {
             self.pins.pin_path(forest, eviction, lease.index, end);
         }
         self.pins
-            .pin_sources(forest, eviction, lease.index, &draft.sources);
+            .pin_sources(forest, eviction, lease.index, sources);
         lease
     }
 
-    fn end_lease(&mut self, lease: u32) {
+    pub(super) fn end_lease(&mut self, lease: u32) {
         self.pins
             .end_lease(&mut self.forest, &mut self.eviction, lease);
         if !self.groups.is_empty() {

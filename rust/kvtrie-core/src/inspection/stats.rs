@@ -30,7 +30,7 @@ pub struct Stats {
     pub windows: u64,
     /// Namespaces that hold a block.
     pub namespaces: u64,
-    /// Plans that are not released.
+    /// Plans and pins that are not released.
     pub live_plans: u64,
     /// Time of the logical clock.
     pub clock: u64,

@@ -9,13 +9,15 @@ pub(crate) struct EdgeBlocks {
     /// Room for the tokens of all blocks, then room for their ids.
     data: Box<[u32]>,
     len: u32,
-    /// Number of blocks that were cut off before the first.
+    /// Number of blocks that were cut off before the first, and the bit [`Self::RUN`].
     skipped: u32,
 }
 
 impl EdgeBlocks {
     /// A full edge of this length gets a child instead of more room, which bounds what growth copies at a time.
     pub(crate) const LONG: usize = 256;
+    /// Set if the ids are known to be consecutive. There are fewer than 2³¹ blocks.
+    const RUN: u32 = 1 << 31;
 
     pub(crate) fn len(&self) -> usize {
         self.len as usize
@@ -29,18 +31,29 @@ impl EdgeBlocks {
         self.data.len() / (block_size + 1)
     }
 
+    fn skipped(&self) -> usize {
+        (self.skipped & !Self::RUN) as usize
+    }
+
+    /// Whether the ids are consecutive. They are looked at once, until one changes or others follow.
+    pub(crate) fn are_consecutive(&mut self, block_size: usize) -> bool {
+        if self.skipped & Self::RUN == 0 && crate::ids::are_consecutive(self.ids(block_size)) {
+            self.skipped |= Self::RUN;
+        }
+        self.skipped & Self::RUN != 0
+    }
+
     pub(crate) fn can_grow(&self, more: usize, block_size: usize) -> bool {
-        self.len() < Self::LONG
-            || self.skipped as usize + self.len() + more <= self.capacity(block_size)
+        self.len() < Self::LONG || self.skipped() + self.len() + more <= self.capacity(block_size)
     }
 
     pub(crate) fn tokens(&self, block_size: usize) -> &[u32] {
-        let from = self.skipped as usize * block_size;
+        let from = self.skipped() * block_size;
         &self.data[from..from + self.len() * block_size]
     }
 
     fn ids_from(&self, block_size: usize) -> usize {
-        self.capacity(block_size) * block_size + self.skipped as usize
+        self.capacity(block_size) * block_size + self.skipped()
     }
 
     pub(crate) fn ids(&self, block_size: usize) -> &[u32] {
@@ -55,6 +68,7 @@ impl EdgeBlocks {
     pub(crate) fn set_id(&mut self, at: usize, id: u32, block_size: usize) {
         let from = self.ids_from(block_size);
         self.data[from + at] = id;
+        self.skipped &= !Self::RUN;
     }
 
     /// Appends blocks. A new edge gets exactly the room for them, a growing edge some more.
@@ -65,13 +79,14 @@ impl EdgeBlocks {
         block_size: usize,
     ) {
         let (len, more) = (self.len(), ids.len());
-        let room = self.capacity(block_size) - self.skipped as usize;
+        let room = self.capacity(block_size) - self.skipped();
         if len + more > room {
             let slack = if len == 0 { 0 } else { (len / 4).max(4) };
             self.data = self.copied(len + more.max(slack), tokens, ids, block_size);
             self.skipped = 0;
         } else {
-            let from = (self.skipped as usize + len) * block_size;
+            self.skipped &= !Self::RUN;
+            let from = (self.skipped() + len) * block_size;
             self.data[from..from + tokens.len()].copy_from_slice(tokens);
             let from = self.ids_from(block_size) + len;
             for (to, id) in self.data[from..from + more].iter_mut().zip(ids) {
@@ -113,7 +128,7 @@ impl EdgeBlocks {
     /// Gives back unused room, in place if the allocator can.
     fn shrink(&mut self, block_size: usize) {
         let len = self.len();
-        if self.skipped > 0 {
+        if self.skipped() > 0 {
             return self.resize(len, block_size);
         }
         let ids = self.ids_from(block_size);
@@ -147,7 +162,7 @@ impl EdgeBlocks {
         let front = piece(0, blocks);
         self.skipped += crate::ids::depth(blocks);
         self.len = crate::ids::depth(rest);
-        if self.skipped as usize >= self.len() / 4 {
+        if self.skipped() >= self.len() / 4 {
             self.resize(rest, block_size);
         }
         front
@@ -173,11 +188,13 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_run_equals_two_vectors(steps in prop::collection::vec((0u8..4, 0usize..40), 1..60)) {
+        fn a_run_equals_two_vectors(steps in prop::collection::vec((0u8..6, 0usize..40), 1..60)) {
             let mut run = EdgeBlocks::default();
             let (mut tokens, mut ids): (Vec<u32>, Vec<u32>) = (Vec::new(), Vec::new());
             let mut next = 0;
             for (kind, n) in steps {
+                let is_run = ids.windows(2).all(|pair| pair[0] + 1 == pair[1]);
+                prop_assert_eq!(run.are_consecutive(3), is_run);
                 match kind {
                     0 | 1 => {
                         let (more_tokens, more_ids) = blocks(next, next + u32::try_from(n).unwrap());
@@ -186,13 +203,23 @@ mod tests {
                         tokens.extend(more_tokens);
                         ids.extend(more_ids);
                     }
+                    // Another block, as after a hole was filled; and one that was there before.
+                    4 if n < ids.len() => {
+                        run.set_id(n, 5000, 3);
+                        ids[n] = 5000;
+                    }
+                    5 if n < ids.len() => {
+                        let id = tokens[3 * n];
+                        run.set_id(n, id, 3);
+                        ids[n] = id;
+                    }
                     2 => {
                         let len = ids.len() - n.min(ids.len());
                         run.truncate(len, 3);
                         ids.truncate(len);
                         tokens.truncate(3 * len);
                     }
-                    _ if n > 0 && n < ids.len() => {
+                    3 if n > 0 && n < ids.len() => {
                         let front = run.split_front(n, 3);
                         prop_assert_eq!(front.ids(3), &ids[..n]);
                         prop_assert_eq!(front.tokens(3), &tokens[..3 * n]);

@@ -274,6 +274,19 @@ impl Pair {
     /// Looks up at once, or with little effort as often as needed. Then a call takes one block or edge.
     fn look_up(&mut self, seq: usize, options: LookupOptions, out: &mut Vec<BlockId>) -> Match {
         let (index, seq) = (&mut self.index, &mut self.live[seq].1);
+        // Where calls fail, a step is one call.
+        let pins = !cfg!(feature = "failpoints") && options.touch && options.keep_last > 0;
+        if options.start == 0 && pins {
+            // A pin that has ended leaves what a lookup leaves.
+            let mut ranges = Vec::new();
+            let pinned = index.lookup_pinned_within(seq, options, Effort::ANY, &mut ranges);
+            let (found, pin) = pinned.unwrap().unwrap();
+            out.clear();
+            out.extend(ranges.into_iter().flat_map(IdRange::ids));
+            index.check().unwrap();
+            index.release_pin(&pin).unwrap();
+            return found;
+        }
         if options.start == 0 {
             return index.lookup(seq, options, out).unwrap();
         }

@@ -250,14 +250,28 @@ impl Forest {
         }
     }
 
-    /// Writes the ids from depth `from` to `at`, none of them a hole, as ranges of consecutive ones.
-    pub(crate) fn path_ranges(&self, at: Position, from: Depth, out: &mut Vec<IdRange>) {
+    /// Writes the ids from depth `from` to `at`, none of them a hole, as ranges of consecutive ones. Ids of an edge that
+    /// are one range are read once, and not again until they change.
+    pub(crate) fn path_ranges(&mut self, at: Position, from: Depth, out: &mut Vec<IdRange>) {
         out.clear();
+        let block_size = self.block_size;
+        let mut add = |edge: &mut Node, start: Depth, end: Depth| {
+            let is_run = edge.blocks.are_consecutive(block_size);
+            let (start, end) = ((start - edge.depth) as usize, (end - edge.depth) as usize);
+            let ids = edge.blocks.ids(block_size);
+            if is_run {
+                IdRange::append_run(ids[start], depth(end - start), out);
+            } else {
+                IdRange::append(&ids[start..end], out);
+            }
+        };
+        let edge = &mut self.nodes[at.node];
+        if edge.depth <= from && from < at.depth {
+            add(edge, from, at.depth); // usually there is one edge
+            return;
+        }
         for (node, start, end) in self.edges_to(at, from) {
-            let edge = &self.nodes[node];
-            let ids = edge.blocks.ids(self.block_size);
-            let (start, end) = (start - edge.depth, end - edge.depth);
-            IdRange::append(&ids[start as usize..end as usize], out);
+            add(&mut self.nodes[node], start, end);
         }
     }
 
