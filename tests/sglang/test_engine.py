@@ -91,7 +91,8 @@ def test_orders_by_what_is_cached(model: str, policy: str) -> None:
     ("name", "counted"),
     [
         ("plan", "checkpoint"),
-        ("lookup", "match_prefix"),
+        ("match", "match_prefix"),
+        ("pin", "inc_lock_ref"),
         ("insert", "checkpoint"),
         ("take_freed", "dec_lock_ref"),
     ],

@@ -127,7 +127,7 @@ def test_events_are_of_exact_pages_alone(model: str) -> None:
     assert found.published == found.evictable // 4 - found.labelled > 100
 
 
-@pytest.mark.parametrize("name", ["lookup", "plan", "insert", "take_freed"])
+@pytest.mark.parametrize("name", ["match", "pin", "plan", "insert", "take_freed"])
 def test_calls_of_the_index_that_fail(model: str, name: str) -> None:
     job = Job(model, page_size=4, num_slots=1800, talks=5, turns=8, fail={name: 7}, settings=GAPS)
     found = edited("many", job)

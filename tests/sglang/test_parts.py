@@ -16,6 +16,7 @@ import torch
 from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, Req
 from sglang.srt.mem_cache import registry
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
@@ -242,7 +243,7 @@ def test_pages_of_a_lock_that_failed_go_to_nobody(monkeypatch: pytest.MonkeyPatc
         def __getattr__(self, name: str) -> Any:
             return getattr(index, name)
 
-        def plan(self, *_: Any, **__: Any) -> Any:
+        def pin(self, *_: Any, **__: Any) -> Any:
             msg = "for the test"
             raise RuntimeError(msg)
 
@@ -414,8 +415,7 @@ def test_pages_are_freed_as_sglang_frees_their_slots(blocks: list[int]) -> None:
     for on_device in (False, True):
         pool = PagedTokenToKVPoolAllocator(32, size, torch.float32, "cpu", None, need_sort=False)
         slots = _slots.PageSlots(8, size, torch.device("cpu"))
-        slots.offer(pool.alloc(32), 0, 32)
-        slots.take(8)
+        slots.take(pool.alloc(32), 0, 32)
         if on_device:
             slots._host = None
         slots.free(np.array(blocks, np.int32), pool)
@@ -423,6 +423,32 @@ def test_pages_are_freed_as_sglang_frees_their_slots(blocks: list[int]) -> None:
         freed.append(sorted(pool.free_pages.tolist()))
     # Page 0 of the pool is padding.
     assert freed[0] == freed[1] == sorted(block + 1 for block in blocks)
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("need_sort", [False, True])
+@pytest.mark.parametrize("in_a_group", [False, True])
+def test_pages_that_were_freed_stay_free(page_size: int, need_sort: bool, in_a_group: bool) -> None:
+    """Of as many pages each time, whose tensor may be one: the allocators must not keep it."""
+    more = {"dtype": torch.float32, "device": "cpu", "kvcache": None, "need_sort": need_sort}
+    pool: Any
+    if page_size == 1:
+        pool = TokenToKVPoolAllocator(8, **more)
+    else:
+        pool = PagedTokenToKVPoolAllocator(32, page_size, **more)
+    slots = _slots.PageSlots(8, page_size, torch.device("cpu"))
+    slots.take(pool.alloc(8 * page_size), 0, 8 * page_size)
+    if in_a_group:
+        pool.free_group_begin()
+    for blocks in ([1, 0], [3, 2], [7, 5]):
+        slots.free(np.array(blocks, np.int32), pool)
+    if in_a_group:
+        pool.free_group_end()
+    assert pool.available_size() == 6 * page_size
+    back = pool.alloc(6 * page_size).tolist()
+    # Page 0 of the pool is padding.
+    pages = [1, 2, 3, 4, 6, 8]
+    assert sorted(back) == [page * page_size + at for page in pages for at in range(page_size)]
 
 
 def test_an_allocator_of_another_kind_frees_pages_in_its_own_way() -> None:
@@ -436,8 +462,7 @@ def test_an_allocator_of_another_kind_frees_pages_in_its_own_way() -> None:
     freed: list[int] = []
     pool = Own(32, 4, torch.float32, "cpu", None, need_sort=False)
     slots = _slots.PageSlots(8, 4, torch.device("cpu"))
-    slots.offer(pool.alloc(32), 0, 32)
-    slots.take(8)
+    slots.take(pool.alloc(32), 0, 32)
     slots.free(np.array([2, 3], np.int32), pool)
     assert sorted(freed) == list(range(12, 20))
     assert pool.available_size() == 0
@@ -451,7 +476,7 @@ def test_pieces_that_are_kept_are_bounded(monkeypatch: pytest.MonkeyPatch) -> No
     for count in range(1, 13):
         path = side.cache.path_device_indices(side.match(ids[:count]).last_device_node)
         assert len(path) == count
-        assert len(side.cache._slots._pieces) <= 4
+        assert len(side.cache._slots.pieces) <= 4
 
 
 def test_all_slots_of_cached_pages_are_listed() -> None:

@@ -22,17 +22,18 @@ class Namespaces:
     """
 
     def __init__(self, model: str) -> None:
-        self._shared = Namespace(model=model, salt=SHARED)
+        self.shared = Namespace(model=model, salt=SHARED)
+        """That of requests without either."""
         self._made: dict[tuple[str | None, str | None], Namespace] = {}
 
     def of(self, extra_key: str | None, cache_salt: str | None) -> Namespace:
         if extra_key is None and cache_salt is None:
-            return self._shared
+            return self.shared
         pair = extra_key, cache_salt
         found = self._made.get(pair)
         if found is None:
             salt = _part(extra_key) + _part(cache_salt)
-            found = self._shared.replace(salt=salt)
+            found = self.shared.replace(salt=salt)
             if max(len(extra_key or ""), len(cache_salt or "")) > _MAX_PART:
                 return found
             if len(self._made) >= _MAX_MADE:

@@ -14,15 +14,21 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import torch
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
+
+from kvtrie._core import SlotTable
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvtrie._core import Match
 
-
 _MAX_PIECES: Final = 1024
 """Pieces of the table that are kept as tensors: prefixes that many requests share are few."""
+_MAX_REUSED: Final = 256
+"""Pages of one call whose tensor is used again; there is one for each number of them."""
+_BY_TOKEN: Final = TokenToKVPoolAllocator
+_BY_PAGE: Final = PagedTokenToKVPoolAllocator
 
 
 class PageSlots:
@@ -39,15 +45,18 @@ class PageSlots:
         self._slots = torch.zeros(num_pages * page_size, dtype=torch.int64, device=device)
         self._table = self._slots.view(num_pages, page_size) if page_size > 1 else self._slots
         self._host: NDArray[np.int64] | None = None
+        memory = None
         if device.type == "cpu":
             self._host = self._table.numpy()
+            memory = self._slots.numpy()
         self._size = page_size
         # To make a tensor takes longer than to match a short prompt.
-        self._pieces: dict[tuple[int, int], torch.Tensor] = {}
-        # The last is taken first. Pages of a prefix then mostly have consecutive ids, also after an
-        # eviction, which frees the last page of a prefix first.
-        self._ids = np.arange(num_pages, dtype=np.int32)
-        self._free = self._ids[::-1].copy()
+        self.pieces: dict[tuple[int | None, int], torch.Tensor] = {}
+        """Slots of prefixes in one piece, by first block and number of tokens."""
+        self._reused: dict[int, tuple[NDArray[np.int64], torch.Tensor]] = {}
+        # What was given back last is taken first. Pages of a prefix then mostly have consecutive
+        # ids, also after an eviction, which frees the last page of a prefix first.
+        self._ids = SlotTable(num_pages, page_size, memory)
         self.num_pages = num_pages
         self.num_free = num_pages
         """Ids of blocks that no page has."""
@@ -71,38 +80,43 @@ class PageSlots:
                 return torch.from_numpy(found.slots(self._host))
             return self.of(found.blocks)
         count = found.num_tokens
-        piece = self._pieces.get((first, count))
+        piece = self.pieces.get((first, count))
         if piece is None:
-            if len(self._pieces) >= _MAX_PIECES:
-                self._pieces.clear()
-            piece = self._pieces[first, count] = self._slots.narrow(0, first * self._size, count)
+            if len(self.pieces) >= _MAX_PIECES:
+                self.pieces.clear()
+            piece = self.pieces[first, count] = self._slots.narrow(0, first * self._size, count)
         return piece
 
     def free(self, blocks: NDArray[np.int32], allocator: Any) -> None:  # noqa: ANN401 - SGLang's
         """Give the slots of blocks, of which there is one at least, to SGLang's allocator."""
-        first = self._run(blocks[::-1])  # as an eviction takes them
-        size = self._size
-        start, end = (0, 0) if first is None else (first * size, (first + len(blocks)) * size)
-        if self._host is None:
-            slots = self.of(blocks) if first is None else self._slots[start:end]
-            allocator.free_segment(slots, start_pos=0)
-            return
-        if first is None:
-            rows = self._host.take(blocks, 0).reshape(-1)
-        else:
-            rows = self._host.reshape(-1)[start:end]
-        if size > 1 and type(allocator) is PagedTokenToKVPoolAllocator:
-            # What its free_segment makes of the slots, without three calls of torch. Subclasses
+        kind = type(allocator)
+        if self._host is not None and (kind is _BY_TOKEN or kind is _BY_PAGE):
+            # What their free_segment makes of the slots, without calls of torch for it. Subclasses
             # have one of their own.
-            allocator.free_page_ids(torch.from_numpy(rows[::size] // size))
+            pages = self._ids.give_back(blocks)
+            self.num_free += len(blocks)
+            allocator.free_page_ids(self._tensor(pages, is_kept=allocator.need_sort))
+            return
+        first = _first_of_run(blocks[::-1])  # as an eviction takes them
+        if first is None:
+            slots = self.of(blocks)
         else:
-            allocator.free_segment(torch.from_numpy(rows), start_pos=0)
+            slots = self._slots.narrow(0, first * self._size, len(blocks) * self._size)
+        allocator.free_segment(slots, start_pos=0)
+        self.put_back(blocks)
 
-    def _run(self, blocks: NDArray[np.int32]) -> int | None:
-        """The first of consecutive blocks; None for others."""
-        first = int(blocks[0])
-        is_run = blocks.tobytes() == self._ids[first : first + len(blocks)].tobytes()
-        return first if is_run else None
+    def _tensor(self, pages: NDArray[np.int64], *, is_kept: bool) -> torch.Tensor:
+        """Pages for SGLang's allocators, which copy them unless they sort free pages."""
+        count = len(pages)
+        if is_kept or count > _MAX_REUSED:
+            return torch.from_numpy(pages)
+        # To make a tensor of few pages takes longer than to copy them into one.
+        reused = self._reused.get(count)
+        if reused is None:
+            array = np.empty(count, np.int64)
+            reused = self._reused[count] = array, torch.from_numpy(array)
+        reused[0][:] = pages
+        return reused[1]
 
     def firsts(self, blocks: NDArray[Any]) -> NDArray[np.int64]:
         """The first slot of each block, in memory of the host."""
@@ -111,51 +125,54 @@ class PageSlots:
         firsts: NDArray[np.int64] = rows[:, 0].numpy(force=True)
         return firsts
 
-    def offer(self, values: torch.Tensor, start: int, end: int) -> NDArray[np.int32]:
-        """Ids for the pages of a range of tokens, with their slots. `take` makes them used.
+    def take(self, values: torch.Tensor, start: int, end: int) -> NDArray[np.int32]:
+        """Take ids for the pages of a range of tokens, with their slots.
 
         Args:
-            values: The slots of all tokens from 0 on, of any integer type.
+            values: The slots of all tokens from 0 on, of 32 or 64 bits.
             start: The first token, where a page begins.
             end: Where the last page ends.
         """
-        count = (end - start) // self._size
         # A page that is cached has a block, and no other has: there are as many as pages.
-        offered = self._free[self.num_free - count : self.num_free][::-1].copy()
-        if not count:
-            return offered
-        first = self._run(offered)
-        size = self._size
+        count = (end - start) // self._size
         if self._host is not None:
-            rows = values.numpy()[start:end]
-            if first is not None:
-                self._host.reshape(-1)[first * size : (first + count) * size] = rows
-            else:
-                self._host[offered] = rows if size == 1 else rows.reshape(count, size)
-            return offered
+            taken = self._ids.take(count, values.numpy(), start)
+        else:
+            taken = self._ids.take(count)
+            self._write(taken, values[start:end])
+        self.num_free -= count
+        return taken
+
+    def _write(self, blocks: NDArray[np.int32], values: torch.Tensor) -> None:
+        """Write the slots of blocks where SGLang has them."""
+        if not len(blocks):
+            return
+        first = _first_of_run(blocks)
         if first is not None:
-            self._slots.narrow(0, first * size, count * size).copy_(values[start:end])
-            return offered
-        at = torch.from_numpy(offered.astype(np.int64)).to(self._table.device)
-        new = values[start:end].to(torch.int64)
-        self._table.index_copy_(0, at, new.view(count, *self._table.shape[1:]))
-        return offered
+            self._slots.narrow(0, first * self._size, len(values)).copy_(values)
+            return
+        at = torch.from_numpy(blocks.astype(np.int64)).to(self._table.device)
+        rows = values.to(torch.int64).view(len(blocks), *self._table.shape[1:])
+        self._table.index_copy_(0, at, rows)
 
     def used(self) -> torch.Tensor:
         """The slots of all blocks that pages have."""
         is_used = np.ones(self.num_pages, np.bool_)
-        is_used[self._free[: self.num_free]] = False
+        is_used[self._ids.free_ids] = False
         return self.of(np.flatnonzero(is_used).astype(np.int32))
-
-    def take(self, count: int) -> None:
-        """Use the ids that were offered last."""
-        self.num_free -= count
 
     def spare(self, count: int) -> NDArray[np.int32]:
         """Ids that no page has now; they stay free."""
-        return self._free[self.num_free - count : self.num_free]
+        taken = self._ids.take(count)
+        self._ids.give_back(taken[::-1])
+        return taken
 
     def put_back(self, ids: NDArray[np.int32]) -> None:
         """Ids whose pages left."""
-        self._free[self.num_free : self.num_free + len(ids)] = ids
+        self._ids.give_back(ids)
         self.num_free += len(ids)
+
+
+def _first_of_run(blocks: NDArray[np.int32]) -> int | None:
+    """The first of consecutive blocks; None for others."""
+    return int(blocks[0]) if (np.diff(blocks) == 1).all() else None

@@ -1,7 +1,7 @@
 """SGLang's prefix cache over a kvtrie index: what is cached, who holds it, and what is evicted.
 
 A page of the pool is a block. Ids of blocks are the cache's own, and a table gives the slots of
-each. A handle is a sequence and how many of its tokens matched; a lock is a pinned plan of these.
+each. A handle is a sequence and how many of its tokens matched; a lock pins these.
 A match is a prefix of whole pages with the same tokens in the same namespace. Without a gate file
 it is exact. With one, a request may continue it by approximate pages, in place or copied
 (`kvtrie.integrations.sglang._moving`); its pages stay its own until it ends, and are then in the
@@ -23,6 +23,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
+from collections.abc import Callable
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
@@ -48,7 +49,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from sglang.srt.mem_cache.common import evict_from_tree_cache
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from kvtrie._core import COMPUTED, RadixIndex, ReusePolicy, TokenSequence
+from kvtrie._core import COMPUTED, Pin, RadixIndex, ReusePolicy, TokenSequence
 from kvtrie.integrations._asked import SettingsError
 from kvtrie.integrations._filled_plan import FilledPlan
 from kvtrie.integrations._served import LEAST_RUN
@@ -65,13 +66,14 @@ from kvtrie.integrations.sglang._settings import Wish
 from kvtrie.integrations.sglang._slots import PageSlots
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
     from kvtrie._core import ComputedSource, Imported, Match, ReusePlan, Span
+    from kvtrie._core import InsertResult as Inserted
     from kvtrie.integrations._snapshots import SnapshotSource
     from kvtrie.integrations.sglang._moving import Ask, Moving
     from kvtrie.integrations.sglang._recording import RequestLog
@@ -82,6 +84,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("sglang.kvtrie")
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_Call = Callable[[Any, Any], _R]
 _WHOLE_BLOCKS: Final = ReusePolicy(approximate=False, partial_blocks=False)
 _NO_BLOCKS: Final[NDArray[np.int32]] = np.zeros(0, np.int32)
 # What is counted, and is no failure of a call.
@@ -89,64 +92,76 @@ _BAD_INPUT: Final = {
     "uncacheable": "a prompt is not cached",
     "custom_params": "a request's parameters are ignored",
 }
-# A lock is a plan of its handle. SGLang gives back what it gets, and writes nothing into it.
+_NEW_TUPLE: Final = tuple.__new__
+_DEFAULTS: Final = MatchResult(0, None, None, None)[4:]
+# A lock is a pin of its handle. SGLang gives back what it gets, and writes nothing into it.
 _RECEIPT: Final = DecLockRefParams()
 
 
 class Handle:
     """The end of a match: SGLang keeps it with the request, and locks it.
 
-    Its blocks are read off the index's answers when somebody asks for them, as most never do.
+    Its sequence and blocks are read off the index's answers when somebody asks for them, as most
+    never do. Few handles have what is below other than its default.
     """
 
-    __slots__ = (
-        *("_blocks", "_new", "ask", "built", "epoch", "found", "locks", "own", "seq"),
-        "stored",
-    )
+    ask: Ask | None = None
+    """How to plan what continues the match; None if nothing does."""
+    own: torch.Tensor | None = None
+    """Slots of the request after those of the blocks: copies that continue the match."""
+    built: Built | None = None
+    """What these are; None if they are exact."""
+    stored = 0
+    """Tokens after the match that have arrived from the store."""
+    locks: tuple[Pin | ReusePlan | NDArray[np.int32], ...] = ()
+    """What pins it, for each lock; for one that failed, the blocks that it should have held."""
+    new: Inserted | None = None
+    """What was inserted after what was found."""
+    _seq: TokenSequence | None = None
+    _blocks: NDArray[np.int32] | None = None
 
-    def __init__(
-        self,
-        seq: TokenSequence | None,
-        found: Match | None,
-        epoch: int,
-        ask: Ask | None = None,
-        new: NDArray[np.int32] | None = None,
-    ) -> None:
-        self.seq = seq
-        """Its tokens; None for the root, which has none and is not locked."""
+    def __init__(self, found: Match | None, epoch: int) -> None:
         self.found = found
-        """What the index found of them; None if other blocks were set."""
+        """What the index found of its tokens; None if other blocks were set, and for the root."""
         self.epoch = epoch
         """How often blocks had left the index when they were found."""
-        self._new = new
-        self._blocks: NDArray[np.int32] | None = None
-        self.locks: list[ReusePlan | NDArray[np.int32]] = []
-        """A pinned plan for each lock; for one that failed, the blocks that it should have held."""
-        self.ask = ask
-        """How to plan what continues the match; None if nothing does."""
-        self.own: torch.Tensor | None = None
-        """Slots of the request after those of the blocks: copies that continue the match."""
-        self.built: Built | None = None
-        """What these are; None if they are exact."""
-        self.stored = 0
-        """Tokens after the match that have arrived from the store."""
+
+    @classmethod
+    def of(cls, seq: TokenSequence, blocks: NDArray[np.int32], epoch: int) -> Handle:
+        """A handle of these blocks."""
+        handle = cls(None, epoch)
+        handle._seq, handle._blocks = seq, blocks
+        return handle
+
+    @property
+    def seq(self) -> TokenSequence | None:
+        """Its tokens; None for the root, which has none and is not locked."""
+        if self._seq is None and self.found is not None:
+            self._seq = self.found.sequence
+            self._seq.truncate(self.found.num_tokens)
+        return self._seq
+
+    @seq.setter
+    def seq(self, seq: TokenSequence) -> None:
+        self._seq = seq
 
     @property
     def blocks(self) -> NDArray[np.int32]:
         """Of its tokens, as they were when it was found or locked."""
         if self._blocks is None:
             found = _NO_BLOCKS if self.found is None else self.found.blocks
-            self._blocks = found if self._new is None else np.concatenate([found, self._new])
+            new = self.new
+            self._blocks = found if new is None else np.concatenate([found, new.blocks])
         return self._blocks
 
-    @blocks.setter
-    def blocks(self, blocks: NDArray[np.int32]) -> None:
-        self._blocks, self.found = blocks, None
+    def add(self, new: Inserted, seq: TokenSequence) -> None:
+        """What was inserted after the match belongs to it."""
+        self.new, self._seq = new, seq
 
-    @property
-    def is_found(self) -> bool:
-        """Whether its blocks are those of the lookup."""
-        return self.found is not None and self._new is None
+    def now(self, found: Match, epoch: int) -> None:
+        """Its blocks are those of another lookup."""
+        self.found, self.epoch = found, epoch
+        self._blocks = self.new = None
 
 
 def _none(_: object) -> Any:  # noqa: ANN401 - of a method that may answer nothing
@@ -163,6 +178,23 @@ def _guarded(otherwise: Callable[[Any], _R]) -> Callable[[Callable[_P, _R]], Cal
                 return method(*args, **kwargs)
             except Exception as error:  # it would end the scheduler
                 cache: Any = args[0]
+                cache._failed(method.__name__, error)  # noqa: SLF001 - its own
+                return otherwise(cache)
+
+        return inner
+
+    return guard
+
+
+def _guarded_call(otherwise: Callable[[Any], _R]) -> Callable[[_Call[_R]], _Call[_R]]:
+    """As `_guarded`, of a method with one argument that is called at each step."""
+
+    def guard(method: _Call[_R]) -> _Call[_R]:
+        @wraps(method)
+        def inner(cache: Any, params: Any) -> _R:  # noqa: ANN401 - a cache, and SGLang's
+            try:
+                return method(cache, params)
+            except Exception as error:  # it would end the scheduler
                 cache._failed(method.__name__, error)  # noqa: SLF001 - its own
                 return otherwise(cache)
 
@@ -257,7 +289,7 @@ class KvtrieCache(BasePrefixCache):
         # Blocks of locks that failed, each as often as it is held; and those that left the index.
         self._held: Counter[int] = Counter()
         self._withheld: set[int] = set()
-        self.root_node = Handle(None, None, 0)
+        self.root_node = Handle(None, 0)
 
     # --- SGLang's interface ------------------------------------------------------------------
 
@@ -272,42 +304,52 @@ class KvtrieCache(BasePrefixCache):
         self._held.clear()
         self._withheld.clear()
         self._events.cleared()
-        self.root_node = Handle(None, None, 0)
+        self.root_node = Handle(None, 0)
 
-    @_guarded(lambda self: self._matched(self.root_node))
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
-        seq = self._sequence(params.key)
-        if seq is None:
-            return self._matched(self.root_node)
-        found = self._index.lookup(seq)
-        known, ask, stored = found.num_tokens, None, 0
-        if params.req is not None:
-            arrived = None if self._store is None else self._arrived(self._store, params.req)
-            if self._moving is not None and not seq.items:
-                ask = self._asked(self._moving, seq, known, params.req, arrived)
-            asked = ask
-            if self._reasons is not None:
-                self._look(self._reasons, params.req, seq, known, ask)
-            if ask is not None and (not ask.promised or self._is_shadow):
+        # Called most often, so that it has its guard and its answer in itself.
+        try:
+            found, req = self._find(params.key), params.req
+            if found is None:
+                return _matched(0, self.root_node)
+            if req is not None and (
+                self._moving is not None or self._reasons is not None or self._store is not None
+            ):
+                return self._match_of(req, found)
+            known = found.num_tokens
+            node = Handle(found, self._epoch) if known else self.root_node
+            fields = (known, node, node, node) + _DEFAULTS  # noqa: RUF005 - sooner than unpacked
+            return _NEW_TUPLE(MatchResult, fields)
+        except Exception as error:  # it would end the scheduler
+            self._failed("match_prefix", error)
+            return _matched(0, self.root_node)
+
+    def _match_of(self, req: Req, found: Match) -> MatchResult:
+        """The answer for a request, of which it is asked what continues the match."""
+        seq, known, ask, stored = found.sequence, found.num_tokens, None, 0
+        arrived = None if self._store is None else self._arrived(self._store, req)
+        if self._moving is not None and not seq.items:
+            ask = self._asked(self._moving, seq, known, req, arrived)
+        asked = ask
+        if self._reasons is not None:
+            self._look(self._reasons, req, seq, known, ask)
+        if ask is not None and (not ask.promised or self._is_shadow):
+            ask = None
+        if self._store is not None:
+            covered = 0 if ask is None else ask.promised
+            stored = self._sought(self._store, req, seq, known, covered, asked)
+            # What is exact goes first where it reaches as far.
+            if stored and stored >= covered:
                 ask = None
-            if self._store is not None:
-                covered = 0 if ask is None else ask.promised
-                stored = self._sought(self._store, params.req, seq, known, covered, asked)
-                # What is exact goes first where it reaches as far.
-                if stored and stored >= covered:
-                    ask = None
-                else:
-                    stored = 0
-        if not known:
-            handle = Handle(None, None, self._epoch, ask)
-        else:
-            if ask is None:
-                seq.truncate(known)
-            else:  # its plan needs all of it
-                seq = TokenSequence(seq[:known], seq.namespace)
-            handle = Handle(seq, found, self._epoch, ask)
+            else:
+                stored = 0
+        handle = Handle(found if known else None, self._epoch)
+        if ask is not None:
+            handle.ask = ask
+            if known:  # its plan needs all of the sequence
+                handle.seq = TokenSequence(seq[:known], seq.namespace)
         handle.stored = stored
-        return self._matched(handle, known)
+        return _matched(known, handle, stored if ask is None else ask.promised)
 
     def init_load_back(self, params: InitLoadBackParams) -> tuple[int, Handle]:
         """Copy what continues a match into pages of the request: all that was promised, or none."""
@@ -328,27 +370,25 @@ class KvtrieCache(BasePrefixCache):
         """The pages belong to the request until it ends."""
         return False
 
-    @_guarded(_none)
+    @_guarded_call(_none)
     def touch_prefix(self, key: RadixKey) -> None:
-        seq = self._sequence(key)
-        if seq is not None:
-            self._index.lookup(seq)
+        self._find(key)
 
-    @_guarded(lambda self: InsertResult(prefix_len=0, last_device_node=self.root_node))
+    @_guarded_call(lambda self: InsertResult(prefix_len=0, last_device_node=self.root_node))
     def insert(self, params: InsertParams) -> InsertResult:
         """Take the whole pages of a key whose slots are given."""
-        seq = None if params.key is None else self._sequence(params.key)
-        if seq is None:
+        # Ids are few when most of the pool is cached: only what is not known takes some.
+        found = None if params.key is None else self._find(params.key)
+        if found is None:
             return InsertResult(prefix_len=0, last_device_node=self.root_node)
         values = params.value
         if values is None:  # SGLang's own then takes the ids for slots; its tests do that
             values = torch.tensor(params.key.raw_token_ids(), dtype=torch.int64)
-        # Ids are few when most of the pool is cached: only what is not known takes some.
-        found = self._index.lookup(seq)
-        known = found.num_tokens
+        seq, known = found.sequence, found.num_tokens
         length = len(seq)
         new, _ = self._insert(seq, values, known, length, COMPUTED)
-        handle = Handle(seq, found, self._epoch, new=new)
+        handle = Handle(found, self._epoch)
+        handle.add(new, seq)
         if self._events.recorder.enabled:
             self._stored(handle.blocks, known, params.key)
         return InsertResult(prefix_len=known, total_len=length, last_device_node=handle)
@@ -385,13 +425,12 @@ class KvtrieCache(BasePrefixCache):
                 plan.release()
                 return
             new, others = self._insert(seq, row, known, len(seq), plan, session)
-            blocks = np.concatenate([plan.blocks, new])
+            blocks = np.concatenate([plan.blocks, new.blocks])
         except BaseException:
             plan.release()
             raise
-        handle = Handle(seq, None, self._epoch)
-        handle.blocks = blocks
-        handle.locks.append(plan)
+        handle = Handle.of(seq, blocks, self._epoch)
+        handle.locks = (plan,)
         # From here on nothing can fail, or the request would hold pages that are not its own.
         # Another request was first with these pages; the row uses its copy from now on.
         for start, end in [(protected, known), *others]:
@@ -458,13 +497,14 @@ class KvtrieCache(BasePrefixCache):
             return []
         return list(self._tagger.spans(text_of(req.origin_input_ids)))
 
-    @_guarded(lambda _: EvictResult())
+    @_guarded_call(lambda _: EvictResult())
     def evict(self, params: EvictParams) -> EvictResult:
         began = time.perf_counter()
-        num_pages = -(-params.num_tokens // self.page_size)
-        count = self._take_back(self._index.evict(num_pages)) * self.page_size
-        self.update_eviction_metrics(count, began)
-        return EvictResult(num_tokens_evicted=count)
+        size: int = self.page_size
+        count = self._take_back(self._index.evict(-(-params.num_tokens // size))) * size
+        if self.metrics_collector is not None:
+            self.update_eviction_metrics(count, began)
+        return EvictResult(count)
 
     def take_events(self) -> list[Any]:
         """What SGLang publishes next, as one batch if it is not empty."""
@@ -489,32 +529,38 @@ class KvtrieCache(BasePrefixCache):
     def dec_lock_ref(
         self,
         node: Handle,
-        params: DecLockRefParams | None = None,  # noqa: ARG002 - a lock is a plan of the handle
+        params: DecLockRefParams | None = None,  # noqa: ARG002 - a lock is a pin of the handle
     ) -> DecLockRefResult:
         before = self.evictable_size()
         self._unlock(node)
         return DecLockRefResult(delta=self.evictable_size() - before)
 
     def _lock(self, node: Handle) -> None:
-        if node.seq is None:
-            return
         try:
-            plan = self._index.plan(node.seq, _WHOLE_BLOCKS, keep_last=0)
+            found = node.found
+            if found is None or node.new is not None:
+                if node.seq is None:
+                    return
+                found = self._index.lookup(node.seq)
+            pin = self._index.pin(found)
             if node.epoch != self._epoch:
                 # What was found may have left, and have come back in other blocks.
-                node.blocks, node.epoch = plan.blocks, self._epoch
-            node.locks.append(plan)
+                node.now(pin.found, self._epoch)
+            node.locks += (pin,)
         except Exception as error:  # it would end the scheduler
             self._failed("inc_lock_ref", error)
-            node.locks.append(node.blocks)
+            node.locks += (node.blocks,)
             self._held.update(node.blocks.tolist())
 
     def _unlock(self, node: Handle) -> None:
         if not node.locks:
             return
         try:
-            lock = node.locks.pop()
-            if isinstance(lock, np.ndarray):
+            lock, node.locks = node.locks[-1], node.locks[:-1]
+            if isinstance(lock, Pin):
+                if lock.release():
+                    self._take_back(self._index.take_freed())
+            elif isinstance(lock, np.ndarray):
                 self._let_go(lock)
             else:
                 lock.release()
@@ -524,10 +570,12 @@ class KvtrieCache(BasePrefixCache):
 
     def path_device_indices(self, node: Handle) -> torch.Tensor:
         """The slots of a match, one a token; valid until an eviction, or while it is locked."""
-        if node.found is not None and node.is_found:
-            slots = self._slots.of_match(node.found)
-        else:
+        found = node.found
+        if found is None or node.new is not None:
             slots = self._slots.of(node.blocks)
+        else:
+            piece = self._slots.pieces.get((found.consecutive_from, found.num_tokens))
+            slots = self._slots.of_match(found) if piece is None else piece
         return slots if node.own is None else torch.cat([slots, node.own])
 
     def dfs_weight_order(self, node_handles: Sequence[Handle]) -> list[int]:
@@ -580,9 +628,23 @@ class KvtrieCache(BasePrefixCache):
             self._failed("uncacheable", error)
             return None
 
-    def _matched(self, handle: Handle, known: int = 0) -> MatchResult:
-        promised = handle.stored if handle.ask is None else handle.ask.promised
-        return MatchResult(known, handle, handle, handle, promised)
+    def _find(self, key: RadixKey) -> Match | None:
+        """Look up the whole pages of a key; None if it has none, or an id is negative."""
+        token_ids, limit = key.token_ids, key.limit
+        count = len(token_ids)
+        if limit is not None and limit < count:
+            count = limit
+        count -= count % self.page_size
+        if not count:
+            return None
+        space = self._namespaces.shared
+        if key.extra_key is not None or key.cache_salt is not None:
+            space = self._namespaces.of(key.extra_key, key.cache_salt)
+        try:
+            return self._index.match(token_ids, space, count)
+        except ValueError:  # an id has more than 32 bits
+            seq = self._sequence(key)
+            return None if seq is None else self._index.lookup(seq)
 
     # --- after an edit -------------------------------------------------------------------------
 
@@ -656,8 +718,7 @@ class KvtrieCache(BasePrefixCache):
                 num_stored = 0
                 if stored is not None and isinstance(plan, FilledPlan):
                     num_stored = stored.load_plan(req, plan, own, known)
-                loaded = Handle(handle.seq, None, self._epoch)
-                loaded.blocks = handle.blocks
+                loaded = self._again(handle)
                 loaded.own = own
                 loaded.built = Built.of(plan, gaps, known + count, ask.decision.policy)
             except BaseException:
@@ -738,8 +799,7 @@ class KvtrieCache(BasePrefixCache):
             self._admitted(self._store, req)
         # How SGLang reports it.
         req.host_hit_is_storage = not self._store.is_in_host
-        loaded = Handle(handle.seq, None, self._epoch)
-        loaded.blocks = handle.blocks
+        loaded = self._again(handle)
         loaded.own = own
         return loaded
 
@@ -837,7 +897,7 @@ class KvtrieCache(BasePrefixCache):
         for num_pages, label in built.labels(start, len(seq), self.page_size):
             end = start + num_pages * self.page_size
             new, others = self._insert(seq, values, start, end, label, session)
-            blocks.append(new)
+            blocks.append(new.blocks)
             # From here on the request has these pages no more.
             req.kv.cache_protected_len = start = end
             for first, last in others:
@@ -850,6 +910,13 @@ class KvtrieCache(BasePrefixCache):
         # What is approximate is not stored.
         self._settle(req, seq, all_blocks, exact, len(exact) * self.page_size)
 
+    def _again(self, handle: Handle) -> Handle:
+        """Another handle of the same blocks."""
+        again = Handle(None, self._epoch)
+        if handle.seq is not None:
+            again = Handle.of(handle.seq, handle.blocks, self._epoch)
+        return again
+
     # --- the index -----------------------------------------------------------------------------
 
     def _insert(
@@ -860,31 +927,34 @@ class KvtrieCache(BasePrefixCache):
         length: int,
         source: ReusePlan | ComputedSource | Imported,
         session: str | None = None,
-    ) -> tuple[NDArray[np.int32], list[tuple[int, int]]]:
+    ) -> tuple[Inserted, list[tuple[int, int]]]:
         """Add the pages after those that are known, up to a length.
 
         Returns:
-            Their blocks, and ranges of tokens whose pages were cached already; the slots given for
-            these are still the caller's.
+            What the index says of them, and ranges of tokens whose pages were cached already; the
+            slots given for these are still the caller's.
         """
-        offered = self._slots.offer(values, known, length)
-        done = self._index.insert(
-            seq, offered, num_computed=length, start=known, source=source, session=session
-        )
-        self._slots.take(len(offered))
+        taken = self._slots.take(values, known, length)
+        try:
+            done = self._index.insert(
+                seq, taken, num_computed=length, start=known, source=source, session=session
+            )
+        except BaseException:
+            self._slots.put_back(taken[::-1])
+            raise
         if self._moving is not None:  # else nothing approximate was there to be replaced
             self._take_back(done.freed)
+        if not done.num_refused:
+            return done, []
         blocks = done.blocks
-        if blocks.tobytes() == offered.tobytes():
-            return blocks, []
-        mine = blocks == offered[: len(blocks)]
+        mine = blocks == taken[: len(blocks)]
         # The ids of pages that were cached already are free again, their slots are not.
-        self._slots.put_back(np.setdiff1d(offered, blocks))
+        self._slots.put_back(np.setdiff1d(taken, blocks))
         size = self.page_size
         others = [
             (known + page * size, known + (page + 1) * size) for page in np.flatnonzero(~mine)
         ]
-        return blocks, others
+        return done, others
 
     @_guarded(_none)
     def _take_freed(self) -> None:
@@ -910,7 +980,6 @@ class KvtrieCache(BasePrefixCache):
             if self._store is not None:
                 self._left(self._store, blocks)
             self._slots.free(blocks, self.token_to_kv_pool_allocator)
-            self._slots.put_back(blocks)
         return len(blocks)
 
     def _let_go(self, blocks: NDArray[np.int32]) -> None:
@@ -967,6 +1036,11 @@ class KvtrieCache(BasePrefixCache):
                 method,
                 exc_info=error,
             )
+
+
+def _matched(known: int, handle: Handle, promised: int = 0) -> MatchResult:
+    """What SGLang is told of a match."""
+    return MatchResult(known, handle, handle, handle, promised)
 
 
 def _begins(
