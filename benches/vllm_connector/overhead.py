@@ -202,8 +202,8 @@ class Bench:
             for role in (KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER)
         )
         self._plumbing[0].bind_kv_cache_manager(self._scheduler.kv_cache_manager)
-        self._reasons = self.kvtrie[0].planner._reasons
-        self._stored = self.kvtrie[0].planner.stored
+        self._reasons = self.kvtrie[0].planner.half.reasons
+        self._stored = self.kvtrie[0].planner.half.stored
         self._known_runs = None if self._stored is None else self._stored._known_runs
         self.clock = time.process_time
         self._defers = self._scheduler.defer_block_free
@@ -224,11 +224,11 @@ class Bench:
         is_silent, planner = member == "silent", self.kvtrie[0].planner
         reasons = None if is_silent and self._stored is None else self._reasons
         if self._stored is not None:
-            planner.stored = None if is_silent else self._stored
+            planner.half.stored = None if is_silent else self._stored
             given = self._stored._settings
             self._stored._settings = replace(given, turns=0 if member == "looks" else 64)
             self._stored._known_runs = None if member == "looks" else self._known_runs
-        planner._reasons = planner._offers._reasons = reasons
+        planner.half.reasons = planner.half.offers._reasons = reasons
         self._scheduler.connector = mine
         self._scheduler.defer_block_free = self._defers and mine is not None
         kv_transfer_state._KV_CONNECTOR_AGENT = workers
@@ -240,11 +240,11 @@ class Bench:
     def keep_up(self, requests: list[Request]) -> None:
         if self._watchers is None:
             return
-        pool, sources = self.engine.pool, self.kvtrie[0].planner.sources
+        pool, sources = self.engine.pool, self.kvtrie[0].planner.half.sources
         pool._reuse_watchers, self._watchers = self._watchers, None
         gone = [number for number in pool._reuse_watchers if sources.is_stale(number)]
         pool._notify_reuse([pool.blocks[number] for number in gone])
-        space = self.kvtrie[0].planner._space_of(None, None)
+        space = self.kvtrie[0].planner.half.space_of(None, None)
         for request in requests:
             found = [pool.get_cached_block(one, [0]) for one in request.block_hashes]
             ids = [blocks[0].block_id for blocks in found if blocks]
@@ -368,7 +368,7 @@ class Bench:
 
     def _called(self) -> list[tuple[Any, str]]:
         found = [(half, name) for half in self.kvtrie for name in CALLS]
-        return [*found, (self.kvtrie[0].planner.sources, "_on_reuse")]
+        return [*found, (self.kvtrie[0].planner.half.sources, "_on_reuse")]
 
 
 @contextmanager

@@ -36,13 +36,13 @@ MEMBERS: Final = ("off", "control", "record")
 def took(bench: Bench, member: str, work: Work, rng: random.Random) -> float:
     """Seconds from the arrival of requests to their end and, if they are recorded, to the disk."""
     planner = bench.kvtrie[0].planner
-    recording = planner._recording
+    recording = planner.half.recording
     if member != "record":
-        planner._recording = None
+        planner.half.recording = None
     try:
         run = bench.run("kvtrie", work, rng)[f"to the end, {ANSWER} answered"]
     finally:
-        planner._recording = recording
+        planner.half.recording = recording
     if member != "record":
         return run
     began = time.process_time()
@@ -65,7 +65,7 @@ def report_pairs(
 
 
 def report_calls(bench: Bench, work: Work, rng: random.Random, num_rounds: int = 20) -> None:
-    recording = bench.kvtrie[0].planner._recording
+    recording = bench.kvtrie[0].planner.half.recording
     recorder = recording._recorder
     spent: dict[str, float] = defaultdict(float)
 
@@ -123,7 +123,7 @@ def main() -> None:
         header("processor time, full pool", MEMBERS)
         for work in works:
             report_pairs(bench, work, num_rounds, rng, kept, warm_up=1 if options.model else 3)
-        counts = bench.kvtrie[0].planner._recording._recorder.counts
+        counts = bench.kvtrie[0].planner.half.recording._recorder.counts
         print(f"\n{counts.written:,} requests recorded, {counts.bytes_written:,} bytes.")
 
 

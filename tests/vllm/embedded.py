@@ -156,7 +156,7 @@ class Watched:
         self._used: list[tuple[int, int]] = []
         self._kv: tuple[torch.Tensor, torch.Tensor]
         planner = engine.connector.planner
-        plan, finish = planner.sources.plan, planner.finish
+        plan, finish = planner.half.sources.plan, planner.finish
 
         def planning(*given: Any) -> kvtrie.ReusePlan | None:
             made: kvtrie.ReusePlan | None = plan(*given)
@@ -165,12 +165,12 @@ class Watched:
             return made
 
         def finishing(request: Request, tables: Sequence[Sequence[int]]) -> None:
-            live = planner._live[request.request_id]
+            live = planner.half.requests.live[request.request_id]
             self._used = [(one.start, one.end) for one in live.account.reused]
             self._kv = self.pool.gather(tables[planner._first], 0, request.num_tokens - 1)
             finish(request, tables)
 
-        monkeypatch.setattr(planner.sources, "plan", planning)
+        monkeypatch.setattr(planner.half.sources, "plan", planning)
         monkeypatch.setattr(planner, "finish", finishing)
 
     @property

@@ -137,10 +137,10 @@ class Inside:
             owners.update(block.block_id for block in blocks)
         has_connector = self.scheduler.connector is not None
         if has_connector:
-            for live in self.connector.planner._live.values():
+            for live in self.connector.planner.half.requests.live.values():
                 if live.pending is not None:
                     owners.update(block.block_id for block in live.pending.pinned)
-            for held in self.connector.planner._held._steps:
+            for held in self.connector.planner.half.held._steps:
                 owners.update(block.block_id for block in held)
         for transfer in self.transfers:
             owners.update(transfer.gpu_block_ids)
@@ -153,7 +153,7 @@ class Inside:
             assert block.ref_cnt == owners[number], (number, block.ref_cnt, owners[number])
             assert (number in are_free) == (block.ref_cnt == 0), number
         if has_connector:
-            sources = self.connector.planner.sources
+            sources = self.connector.planner.half.sources
             sources.index.check()
             assert sources.index.stats().indexed == len(sources)
             if self.shadow is not None:
@@ -164,10 +164,10 @@ class Inside:
         assert self.pool.get_num_free_blocks() == self.pool.num_gpu_blocks - 1
         if self.scheduler.connector is not None:
             planner = self.connector.planner
-            assert not planner._live
-            assert not planner._pending
-            assert not planner._offers
-            assert not planner._loads
-            assert not planner._moved
+            assert not planner.half.requests.live
+            assert not planner.half.requests.pending
+            assert not planner.half.offers
+            assert not planner.half.loads
+            assert not planner.half.moved
             assert not (planner.gaps.rows if hasattr(planner, "gaps") else None)
-            assert not planner._requests
+            assert not planner.half.requests.known

@@ -265,7 +265,7 @@ class Shadow:
 
     def check_index(self) -> None:
         """Blocks that the index labels exact are exact, and indexed blocks hold their tokens."""
-        sources = self._inside.connector.planner.sources
+        sources = self._inside.connector.planner.half.sources
         for number in sources._hashes:
             if sources.is_stale(number):
                 continue

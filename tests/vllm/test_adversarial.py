@@ -122,9 +122,9 @@ def test_the_prefix_cache_is_reset_amid_gaps(engine: Callable[..., Engine]) -> N
         name = vllm.add(gapped(PARTS))
         vllm.step()
         vllm.step()
-    assert vllm.connector.planner._pending
+    assert vllm.connector.planner.half.requests.pending
     assert vllm.llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-    assert len(vllm.connector.planner.sources) == 0
+    assert len(vllm.connector.planner.half.sources) == 0
     vllm.drain()
     assert vllm.answers[name].finished
 
@@ -211,7 +211,7 @@ def test_a_surprise_is_counted_and_vllm_goes_on(
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("injected")
 
-    monkeypatch.setattr(vllm.connector.planner.sources, call, fail)
+    monkeypatch.setattr(vllm.connector.planner.half.sources, call, fail)
     answer = vllm.ask(EDITED)
     monkeypatch.undo()
     if call == "plan":

@@ -28,7 +28,7 @@ class Talk(chat.Chat):
         super().__init__(engine.llm.get_tokenizer())
         self.engine = engine
         self.table: list[int] = []
-        dead = engine.connector.planner._dead
+        dead = engine.connector.planner.half.dead
         if dead is not None:
             close = dead.close
 
@@ -50,7 +50,7 @@ class Talk(chat.Chat):
 
     def head(self) -> list[int]:
         """The blocks of dead reasoning, in the order in which vLLM would take them."""
-        dead = self.engine.connector.planner._dead
+        dead = self.engine.connector.planner.half.dead
         before = self.engine.counts["blocks_dead"]
         if dead is not None:
             dead.settle()

@@ -91,7 +91,7 @@ def test_outputs_are_vllms_and_dead_reasoning_leaves_first(
     assert counts["tokens_exact"] == counts["tokens_moved"] == counts["errors"] == 0
     planner = mine.connector.planner
     assert not planner.copies
-    assert not planner._live
+    assert not planner.half.requests.live
     assert mine.pool.get_num_free_blocks() == mine.pool.num_gpu_blocks - 1
 
 

@@ -86,10 +86,10 @@ def test_both_model_runners_say_the_same(llama: Path, more: dict[str, Any], gaps
 def test_reset_forgets_all(engine: Callable[..., Engine]) -> None:
     e = engine(connector=APPROXIMATE)
     e.ask(HEAD + REASONING + ANSWER)
-    assert len(e.connector.planner.sources) > 0
+    assert len(e.connector.planner.half.sources) > 0
     # vLLM resets the pool, and the pool notifies its watchers: the connector needs no call.
     assert e.llm.reset_prefix_cache()
-    assert len(e.connector.planner.sources) == 0
+    assert len(e.connector.planner.half.sources) == 0
     assert e.ask(EDITED).num_cached == 0
 
 
@@ -141,6 +141,6 @@ def test_sleep_forgets_all(engine: Callable[..., Engine]) -> None:
     e.ask(HEAD + REASONING + ANSWER)
     # vLLM's reset before it releases the memory; the CPU backend keeps its memory.
     e.core.pause_scheduler(mode="abort", clear_cache=True)
-    assert len(e.connector.planner.sources) == 0
+    assert len(e.connector.planner.half.sources) == 0
     e.core.resume_scheduler()
     assert e.ask(EDITED).num_cached == 0

@@ -182,7 +182,7 @@ def served_twice(
         name = e.add(EDITED, max_tokens=6, logprobs=20)
         while not e.answers[name].tokens:
             e.step()
-        ids = e.connector.planner._manager.get_block_ids(e.request(name).request_id)[0]
+        ids = e.scheduler.kv_cache_manager.get_block_ids(e.request(name).request_id)[0]
         kv = [one.clone() for one in e.kv_pool.gather(np.array(ids), 0, len(EDITED))]
         e.drain()
         served.append((e.answers[name], kv, dict(e.counts)))
@@ -387,7 +387,7 @@ def at_rest(engine: Engine) -> None:
     assert not worker._loads
     assert not worker._taken
     assert worker._turns.is_idle
-    assert len(engine.connector.planner.stored) == 0
+    assert len(engine.connector.planner.half.stored) == 0
     assert engine.counts["errors"] == engine.counts["copies_failed"] == 0
 
 
@@ -538,7 +538,7 @@ def test_a_request_that_waits_is_aborted(engine: Callable[..., Engine], faulty: 
     settle(e)
     assert not store_of(e)._loads
     assert not store_of(e)._taken
-    assert len(e.connector.planner.stored) == 0
+    assert len(e.connector.planner.half.stored) == 0
     assert e.counts["errors"] == 0
 
 
@@ -681,7 +681,7 @@ def test_a_step_waits_for_the_copy_of_its_own_blocks_alone(
     name = e.add(TURN, max_tokens=2)
     while not e.answers[name].tokens:
         e.step()
-    table = e.connector.planner._manager.get_block_ids(e.request(name).request_id)[0]
+    table = e.scheduler.kv_cache_manager.get_block_ids(e.request(name).request_id)[0]
     e.drain()
     e.core.step_fn()
     assert reads.wait(60)
@@ -733,7 +733,7 @@ def test_a_reset_of_the_connector_makes_what_was_stored_unreachable(
         assert e.llm.reset_prefix_cache(reset_connector=True)
     assert "finds nothing that was stored before" in caplog.text
     # Others may write to a store, so it is asked also where this process knows of no run.
-    e.connector.planner.stored._known_runs = None
+    e.connector.planner.half.stored._known_runs = None
     assert tell(e, TURN) == first
     assert e.counts["store_requests"] == 1
     assert e.counts["store_tokens_exact"] == e.counts["errors"] == 0

@@ -51,7 +51,7 @@ class Served(chat.Chat):
         return ids
 
     def dead(self) -> int:
-        dead = self.engine.connector.planner._dead
+        dead = self.engine.connector.planner.half.dead
         assert dead is not None
         before = self.engine.counts["blocks_dead"]
         dead.settle()
@@ -125,7 +125,7 @@ def test_the_model_directorys_template_counts_where_no_other_is_known(
     serve: Callable[..., Served],
 ) -> None:
     t = serve(KEEPING, QWEN3, "nothing")
-    tagger = t.engine.connector.planner._tagger
+    tagger = t.engine.connector.planner.half.tagger
     assert tagger is not None
     assert tagger.format.boundary == "user"
 
@@ -230,7 +230,7 @@ class Published:
         one = {"allowed_token_ids": [stop], "stop_token_ids": [stop]}
         before = self.engine.counts["blocks_dead"]
         self.engine.ask(self.ids(prompt + said), max_tokens=4, **one)
-        self.engine.connector.planner._dead.settle()
+        self.engine.connector.planner.half.dead.settle()
         return self.engine.counts["blocks_dead"] - before, len(self.ids(PONDERED)) // BLOCK
 
 

@@ -187,7 +187,7 @@ def test_images_are_served_as_without_us(moving: Core, monkeypatch: pytest.Monke
     """Their placeholders are equal for different images, so no copy may come from them."""
     old, new = edited(ANSWER)
     end(moving, old)
-    take = moving.connector.planner._take
+    take = moving.connector.planner.half.requests.take
 
     def with_image(request: Any) -> bool:
         request.mm_features = [object()]
@@ -197,7 +197,7 @@ def test_images_are_served_as_without_us(moving: Core, monkeypatch: pytest.Monke
             request.mm_features = []
         return taken
 
-    monkeypatch.setattr(moving.connector.planner, "_take", with_image)
+    monkeypatch.setattr(moving.connector.planner.half.requests, "take", with_image)
     assert moving.ask(new, max_tokens=4) == continuation(new, 4, windows=[WINDOW])
     assert moving.counts["requests_unsupported"] == 1
     assert moving.counts["tokens_moved"] == moving.counts["errors"] == 0

@@ -104,7 +104,7 @@ def end(
     worker._forward = say
     core.connector.planner.finish = finish
     assert request.status == RequestStatus.FINISHED_STOPPED
-    core.connector.planner._dead.settle()
+    core.connector.planner.half.dead.settle()
     return tables
 
 

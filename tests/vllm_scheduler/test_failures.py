@@ -98,14 +98,14 @@ def test_a_failure_forgets_nothing_that_it_has_not_touched(
     for other in others:
         vllm.ask(other)
     vllm.ask(QUESTION + REASONING + ANSWER)
-    known = len(vllm.connector.planner.sources)
+    known = len(vllm.connector.planner.half.sources)
     vllm.worker.fails = lambda _: True
     name = vllm.add(EDITED)
     vllm.drain(limit=100)
     vllm.worker.fails = None
     assert vllm.worker.num_failed
     assert vllm.answers[name].tokens == continuation(EDITED, 8)
-    assert len(vllm.connector.planner.sources) >= known
+    assert len(vllm.connector.planner.half.sources) >= known
     for other in others:
         assert vllm.computed_for(other, mode="exact") <= BLOCK
         # Moved runs of them, too.

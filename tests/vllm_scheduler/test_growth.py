@@ -69,7 +69,7 @@ def held(core: Core) -> dict[str, int]:
     total: dict[str, int] = {}
     for where, count in sizes(core.connector, "connector", set()):
         total[where] = total.get(where, 0) + count
-    stats = core.connector.planner.sources.index.stats()
+    stats = core.connector.planner.half.sources.index.stats()
     total["namespaces"], total["nodes"] = stats.namespaces, stats.nodes
     total["kilobytes"] = stats.bytes >> 10
     return total
@@ -90,8 +90,8 @@ def test_ten_thousand_tenants(core: Callable[..., Core]) -> None:
     before = held(vllm)
     crowd.serve(8_000)
     after = held(vllm)
-    assert len(vllm.connector.planner.sources) > BLOCKS // 2
-    assert "connector._planner._live" in after
+    assert len(vllm.connector.planner.half.sources) > BLOCKS // 2
+    assert "connector._planner.half.requests.live" in after
     grown = {
         name: (before.get(name, 0), count)
         for name, count in after.items()
@@ -100,7 +100,7 @@ def test_ten_thousand_tenants(core: Callable[..., Core]) -> None:
     assert not grown
     assert len(vllm.pool._reuse_watchers) <= BLOCKS
     # Tenants whose namespace is ready, and no more.
-    assert after["connector._planner._space_of"] <= 1024
+    assert after["connector._planner.half.space_of"] <= 1024
     assert vllm.counts["requests_refused"] > 1_000
     assert not vllm.counts["errors"]
 
@@ -114,6 +114,6 @@ def test_requests_next_to_windows_leave_no_readers_of_copies(
     for number in range(10):
         vllm.ask(list(range(5 + number, 50 + number)), max_tokens=2)
     # A step in flight may have readers.
-    found = dict(sizes(vllm.connector.planner._failures, "failures", set()))
+    found = dict(sizes(vllm.connector.planner.half.failures, "failures", set()))
     assert "failures._readers" in found
     assert max(found.values()) <= 1

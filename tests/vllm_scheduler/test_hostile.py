@@ -225,7 +225,7 @@ def test_a_request_that_waits_keeps_the_labels_of_one_plan(core: Callable[..., C
     name = vllm.add(pieces(history, 24, 1))
     request = vllm.request(name)
     planner = vllm.connector.planner
-    live = planner._live[request.request_id]
+    live = planner.half.requests.live[request.request_id]
     counts = []
     for at in range(20):
         planner.match(request, 0)
@@ -233,8 +233,8 @@ def test_a_request_that_waits_keeps_the_labels_of_one_plan(core: Callable[..., C
         counts.append(len(live.why.paints))
         # One more block of its sources has left.
         block = live.pending.pinned[at].block_id
-        planner._drop_pending(request.request_id, live)
-        planner.sources.forget([block])
+        planner.half.requests.drop(request.request_id, live)
+        planner.half.sources.forget([block])
     assert max(counts) <= 1.1 * counts[0]
     vllm.drain()
 
@@ -248,7 +248,7 @@ def test_labels_of_what_was_computed_before_a_preemption_stay(core: Callable[...
     # Its own blocks leave, so that nothing is found again.
     planner = vllm.connector.planner
     vllm.pool.evict_blocks(set(range(1, 10)))
-    planner.sources.reset()
+    planner.half.sources.reset()
     vllm.drain()
     found = {key: n for key, n in vllm.counts.items() if key.startswith("computed_tokens/")}
     assert found == {"computed_tokens/first_seen/other": len(prompt)}
@@ -395,7 +395,7 @@ def test_holes_of_an_exact_prompt_cost_in_proportion_to_their_number(
             if block.block_hash is not None and get_block_hash(block.block_hash) in hashes
         }
         vllm.pool.evict_blocks(gone)
-        vllm.connector.planner.sources.forget(gone)
+        vllm.connector.planner.half.sources.forget(gone)
         took.append(run_by(vllm, history[:-3]))
         assert vllm.counts["tokens_exact"] > 0.4 * length
     assert took[1] < 2.3 * took[0]

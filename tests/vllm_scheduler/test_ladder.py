@@ -38,8 +38,8 @@ def test_requests_get_the_cheapest_policy_that_is_cleared(
     ).ladder(model="m@1")
     monkeypatch.setattr(_gate, "decision_of", lambda *_: ladder)
     vllm = core(connector={"gate": "gate.json"}, gaps=True)
-    sources: Any = vllm.connector.planner.sources
-    space = vllm.connector.planner._space_of(None, None)
+    sources: Any = vllm.connector.planner.half.sources
+    space = vllm.connector.planner.half.space_of(None, None)
 
     def in_place(prompt: list[int], policy: Any) -> int:
         plan = sources.plan(TokenSequence(prompt, space), policy)

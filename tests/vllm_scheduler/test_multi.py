@@ -110,12 +110,12 @@ def test_sources_are_kept_until_the_step_that_reads_them_has_run(
     before = vllm.worker.num_moved
     while vllm.worker.num_moved == before:
         vllm.step()
-    held = [block for step in vllm.connector.planner._held._steps for block in step]
+    held = [block for step in vllm.connector.planner.half.held._steps for block in step]
     assert held
     assert all(block.ref_cnt > 0 for block in held)
     vllm.drain()
     assert vllm.answers[name].finished
-    assert not vllm.connector.planner._held._steps
+    assert not vllm.connector.planner.half.held._steps
 
 
 def test_what_another_connector_loads_is_counted_as_external(core: Callable[..., Core]) -> None:
@@ -238,12 +238,12 @@ def test_exact_mode_keeps_sources_until_the_step_has_run(core: Callable[..., Cor
     name = vllm.add((QUESTION + REASONING)[:188] + words(30, 3))
     vllm.step()
     assert vllm.counts["tokens_exact"] == 12
-    held = [block for step in vllm.connector.planner._held._steps for block in step]
+    held = [block for step in vllm.connector.planner.half.held._steps for block in step]
     assert held
     assert all(block.ref_cnt > 0 for block in held)
     vllm.drain()
     assert vllm.answers[name].finished
-    assert not any(vllm.connector.planner._held._steps)
+    assert not any(vllm.connector.planner.half.held._steps)
 
 
 @pytest.mark.parametrize("gate", [None, "unchecked"])

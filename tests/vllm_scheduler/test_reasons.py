@@ -142,7 +142,7 @@ def test_an_edit_that_the_gate_does_not_clear(
     vllm.ask(TURN)
     planner = vllm.connector.planner
     decision = replace(planner._decision, kinds=())
-    for one in (planner, planner._reasons):
+    for one in (planner._plans, planner.half.reasons):
         monkeypatch.setattr(one, "_decision", decision)
     assert computed(vllm, EDITED) == {"not_cleared": 150, "new": 40}
     vllm.reset()
@@ -241,7 +241,7 @@ def test_a_plan_that_is_given_up(
 ) -> None:
     vllm = core(connector=ALL)
     vllm.ask(TURN)
-    monkeypatch.setattr(vllm.connector.planner, "_plan", lambda _: None)
+    monkeypatch.setattr(vllm.connector.planner._plans, "of", lambda _: None)
     assert computed(vllm, EDITED) == {"stale": 198}
 
 

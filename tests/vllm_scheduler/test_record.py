@@ -32,7 +32,7 @@ FIRST = 3_000_000_000
 
 
 def recorded(vllm: Core, path: Path) -> list[Recorded]:
-    assert vllm.connector.planner._recording._recorder.flush()
+    assert vllm.connector.planner.half.recording._recorder.flush()
     return list(Log(path))
 
 
@@ -139,10 +139,10 @@ def test_the_disk_is_bounded_under_traffic(
     assert max(sizes) <= 1 << 16
     assert vllm.counts["errors"] == vllm.counts["records_dropped"] == 0
     assert vllm.counts["records_written"] > 200
-    written = vllm.connector.planner._recording._recorder.counts.written
+    written = vllm.connector.planner.half.recording._recorder.counts.written
     # Requests that were aborted while they waited have no computed prompt.
     assert 300 - run.num_aborted <= written <= 300
-    assert vllm.connector.planner._recording._first == {}
+    assert vllm.connector.planner.half.recording._first == {}
     assert 10 < len(found) < 300
     for one in found:
         reused = sum(stop - start for start, stop, _ in one.reused)
@@ -175,7 +175,7 @@ def test_a_disk_that_fails_leaves_the_engine_as_it_is(
     vllm = core(connector=moving(folder / "log"))
     shutil.rmtree(folder)
     assert vllm.ask(TURN) == continuation(TURN, 8)
-    assert vllm.connector.planner._recording._recorder.flush()
+    assert vllm.connector.planner.half.recording._recorder.flush()
     vllm.ask(EDITED)
     assert vllm.counts["records_dropped"] >= 1
     assert vllm.counts["errors"] == 0
@@ -189,7 +189,7 @@ def test_an_error_in_recording_is_counted_once_and_nothing_else(
     def fail(*_: Any) -> None:
         raise ValueError("recording fails")
 
-    monkeypatch.setattr(vllm.connector.planner._recording, "ended", fail)
+    monkeypatch.setattr(vllm.connector.planner.half.recording, "ended", fail)
     assert vllm.ask(TURN) == continuation(TURN, 8)
     assert vllm.counts["errors"] == 1
     assert not (tmp_path / "log").exists()

@@ -52,7 +52,8 @@ def boom(*_: object, **__: object) -> None:
     "call",
     [
         *("gaps.jump", "gaps.end", "gaps.skip", "gaps.promise", "gaps._count"),
-        *("forget_unwritten", "preempted", "_dead.settle", "_advance", "_offers.offer"),
+        *("forget_unwritten", "half.requests.preempted", "half.dead.settle"),
+        *("_advance", "half.offers.offer"),
     ],
 )
 def test_a_surprise_within_a_step_ends_no_engine(
@@ -65,7 +66,9 @@ def test_a_surprise_within_a_step_ends_no_engine(
     name, plain = vllm.add(gapped(parts)), vllm.add(words(50, 5), mode="exact")
     planner: Any = vllm.connector.planner
     *path, name_of_call = call.split(".")
-    monkeypatch.setattr(attrgetter(*path)(planner) if path else planner, name_of_call, boom)
+    monkeypatch.setattr(
+        attrgetter(".".join(path))(planner) if path else planner, name_of_call, boom
+    )
     vllm.step()
     vllm.preempt(name)
     vllm.drain(limit=200)
@@ -78,7 +81,7 @@ def test_a_reset_that_fails_is_reported(
     core: Callable[..., Core], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vllm = core(connector=UNCHECKED)
-    monkeypatch.setattr(vllm.connector.planner, "reset", boom)
+    monkeypatch.setattr(vllm.connector.planner.half, "reset", boom)
     assert not vllm.reset_cache()
     assert vllm.counts["errors"] == 1
 

@@ -212,7 +212,7 @@ def test_a_request_preempted_in_its_own_step_has_no_rows(
 
     def allocating(request: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal skipped
-        pending = vllm.connector.planner._live[request.request_id].pending
+        pending = vllm.connector.planner.half.requests.live[request.request_id].pending
         if pending is not None and pending.rows and request.num_computed_tokens and skipped < 2:
             skipped += 1
             return None

@@ -111,7 +111,7 @@ def test_shadow_mode_moves_nothing(
     assert vllm.ask(EDITED, mode="approximate") == continuation(EDITED, 8)
     assert counted(vllm) == Would(exact=200, moved=150, after_gaps=0, computed=40, cleared=True)
     assert vllm.worker.num_moved == vllm.counts["tokens_moved"] == vllm.counts["errors"] == 0
-    assert vllm.connector.planner.sources.index.num_approximate == 0
+    assert vllm.connector.planner.half.sources.index.num_approximate == 0
     # What shadow mode found has a reason of its own.
     assert reasons(vllm.counts) == {"exact_asked": 150, "new": 40}
 
@@ -150,7 +150,7 @@ def test_a_kind_of_edit_that_the_gate_does_not_clear(
     vllm.ask(TURN)
     planner = vllm.connector.planner
     decision = replace(planner._decision, kinds=())
-    for one in (planner, planner._reasons):
+    for one in (planner._plans, planner.half.reasons):
         monkeypatch.setattr(one, "_decision", decision)
     vllm.counts.clear()
     vllm.ask(EDITED)
@@ -195,7 +195,7 @@ def test_the_log_has_what_would_have_been(core: Callable[..., Core], tmp_path: P
     vllm = core(connector={**SHADOW, "record": str(path)})
     vllm.ask(TURN)
     vllm.ask(EDITED)
-    assert vllm.connector.planner._recording._recorder.flush()
+    assert vllm.connector.planner.half.recording._recorder.flush()
     first, second = Log(path)
     assert first.would == Would(exact=0, moved=0, after_gaps=0, computed=510, cleared=True)
     assert second.would == Would(exact=200, moved=150, after_gaps=0, computed=40, cleared=True)

@@ -72,7 +72,7 @@ def test_amid_gaps(small: Callable[..., Core], what: str, steps: int, in_flight:
         vllm.preempt(name)
     elif what == "reset":
         assert vllm.reset_cache()
-        assert len(vllm.connector.planner.sources) == 0
+        assert len(vllm.connector.planner.half.sources) == 0
     vllm.check()
     vllm.drain()
     assert what == "abort" or len(vllm.answers[name].tokens) == 6
@@ -146,7 +146,7 @@ def test_a_gate_covers_no_adapter(core: Callable[..., Core], monkeypatch: Any) -
 def test_a_block_that_is_not_cached_yet_is_not_taken(core: Callable[..., Core]) -> None:
     # With drafts, vLLM caches a block later than it computes its last token.
     vllm = core(connector=UNCHECKED)
-    sources: Any = vllm.connector.planner.sources
+    sources: Any = vllm.connector.planner.half.sources
     offer, num_seen = sources.offer, 0
 
     def late(seq: Any, block_ids: Any, stretches: Any, **more: Any) -> None:
@@ -176,7 +176,7 @@ def test_whether_a_block_is_approximate_is_one_counter(small: Callable[..., Core
             return getattr(self.index, name)
 
     vllm = small()
-    sources: Any = vllm.connector.planner.sources
+    sources: Any = vllm.connector.planner.half.sources
     sources._index = counting = Counting(sources.index)
     assert not sources.has_approximate
     vllm.ask(gapped(PARTS))

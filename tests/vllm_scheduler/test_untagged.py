@@ -198,7 +198,7 @@ def test_a_record_of_an_untagged_request_has_no_spans(
 ) -> None:
     vllm = core(connector={**EXACT, "record": str(tmp_path / "log")})
     end(vllm, [*more, *CLOSED])
-    assert vllm.connector.planner._recording._recorder.flush()
+    assert vllm.connector.planner.half.recording._recorder.flush()
     (found,) = Log(tmp_path / "log")
     assert bool(found.spans) == (not more)
 

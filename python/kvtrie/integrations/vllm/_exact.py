@@ -50,8 +50,13 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("vllm.kvtrie")
 
 
-class ExactPlanner(Half):
-    """Plans copies of exact KV, and orders vLLM's free queue."""
+class ExactPlanner:
+    """Plans copies of exact KV, and orders vLLM's free queue.
+
+    Attributes:
+        half: The parts of the scheduler's half.
+        copies: Whether anything is copied.
+    """
 
     def __init__(
         self,
@@ -65,11 +70,13 @@ class ExactPlanner(Half):
         groups = kv_cache_config.kv_cache_groups
         whole = [at for at, one in enumerate(groups) if is_whole(one.kv_cache_spec)]
         self._first = whole[0]
-        block_size = groups[self._first].kv_cache_spec.block_size
+        self._block_size = block_size = groups[self._first].kv_cache_spec.block_size
+        self._settings = settings
+        self._counts = counts
         self._others = OtherGroups(manager, kv_cache_config, self._first)
         self._num_whole = len(whole)
         self.copies = copies_exact_kv(vllm_config, kv_cache_config)
-        super().__init__(
+        self.half = half = Half(
             vllm_config,
             manager,
             block_size,
@@ -80,33 +87,36 @@ class ExactPlanner(Half):
             is_only_group=self.copies,
             and_after=True,
         )
+        self._requests = half.requests
         scheduler = vllm_config.scheduler_config
         per_step = scheduler.max_num_batched_tokens // block_size + scheduler.max_num_seqs
-        self._retention = Retention(self._pool, per_step * len(groups), counts)
+        self._retention = Retention(manager.block_pool, per_step * len(groups), counts)
         self._per_token = len(groups) / block_size
         # vLLM does not tell this half whether other connectors run, which write at once.
-        self._held.on = self.copies
+        half.held.on = self.copies
         parts = ""
         if len(groups) > 1:
             parts = f"; no copies: {len(groups)} groups of KV blocks"
         elif not self.copies:
             parts = f"; no copies: KV in {vllm_config.cache_config.cache_dtype}"
-        _LOG.info("kvtrie: exact mode; %s%s", form_of(self._tagger), parts)
+        _LOG.info("kvtrie: exact mode; %s%s", form_of(half.tagger), parts)
         _LOG.info("kvtrie: chat template: %s", _template.served(settings).source)
 
     # --- arrival -----------------------------------------------------------------------------
 
     def arrive(self, request: Request) -> None:
         """Register a request before vLLM looks it up."""
-        if not self._take(request):
+        half = self.half
+        half.dead.settle()
+        if not self._requests.take(request):
             return
         request_policy(request.kv_transfer_params, EXACT_ONLY, "exact")
         session = session_of(request)
         is_last(request)
-        space = self._space_of(request.cache_salt, adapter_of(request))
+        space = half.space_of(request.cache_salt, adapter_of(request))
         seq = TokenSequence(request.prompt_token_ids, space)
-        reading = None if self._tagger is None else Reading(self._tagger, self._counts)
-        self._live[request.request_id] = LiveRequest(
+        reading = None if half.tagger is None else Reading(half.tagger, self._counts)
+        self._requests.live[request.request_id] = LiveRequest(
             seq, EXACT_ONLY, reading=reading, session=session
         )
 
@@ -118,17 +128,19 @@ class ExactPlanner(Half):
         The sources are pinned. May be called again for the same request. None: it waits for the
         store, and is to be asked about again.
         """
+        half = self.half
         if not self.copies:
-            live = self._live.get(request.request_id)
+            live = self._requests.live.get(request.request_id)
             if live is not None:
                 live.begins_with(num_local)
             return 0
-        live = self._looked_up(request, num_local)
+        live = self._requests.looked_up(request, num_local)
         if live is None:
             return 0
-        if self._waits(request):
+        stored = half.stored
+        if stored is not None and stored.waits(request):
             return None
-        made = self.sources.plan(live.seq, EXACT_ONLY)
+        made = half.sources.plan(live.seq, EXACT_ONLY)
         if made is None:
             self._counts.add("plans_stale")
             live.why = None
@@ -137,24 +149,23 @@ class ExactPlanner(Half):
         if live.stored is not None:
             spans, ticket = live.stored.spans, live.ticket
             plan = FilledPlan(made, spans, EXACT_ONLY, is_judged=False, ticket=ticket)
-        if self._seeks(request, live, plan, num_local, resumes=False):
+        if stored is not None and stored.seeks(request, live, plan, num_local, resumes=False):
             plan.release()
             return None
         promised, _ = _ranges.usable(plan, num_local, resumes=False, may_begin=None)
-        if self._reasons is not None:
-            self.guarded(self._reasons.look, request, live, plan, num_local, [promised], False)
+        if half.reasons is not None:
+            half.guard.call(half.reasons.look, request, live, plan, num_local, [promised], False)
         if promised[0] == promised[1]:
             plan.release()
             return 0
-        pinned = self.sources.blocks(used_by(plan))
-        self._pool.touch(pinned)
-        live.pending = Pending(plan, pinned, promised, [])
-        self._pending[request.request_id] = request
+        pinned = half.sources.blocks(used_by(plan))
+        self._requests.promise(request, live, Pending(plan, pinned, promised, []))
         return promised[1] - promised[0]
 
     def allocated(self, request: Request, num_external: int) -> None:
         """Handle vLLM's allocation; ``num_external`` is what `match` promised, or 0 if unused."""
-        live = self._admitted(request)
+        half = self.half
+        live = half.admitted(request)
         if live is None:
             return
         if self.copies and not num_external and request.num_computed_tokens > live.num_local:
@@ -165,32 +176,33 @@ class ExactPlanner(Half):
             if num_external:
                 start, end = pending.promised
                 given = [(start, start + num_external)]
-                self._loads.add(request, live, pending.plan, given, most=end)
+                half.loads.add(request, live, pending.plan, given, most=end)
         if request.num_preemptions and self.copies:
-            self.guarded(live.account.tell, request)
+            half.guard.call(live.account.tell, request)
 
     # --- the step ------------------------------------------------------------------------------
 
     def step(self, output: SchedulerOutput) -> StepMetadata:
-        self._held.begin_step()
+        half = self.half
+        half.held.begin_step()
         # Copies that vLLM relies on must go out with this step, whatever else fails.
-        self.guarded(self._dead.settle)
-        for request_id, request in list(self._pending.items()):
-            live = self._live.get(request_id)
+        half.guard.call(half.dead.settle)
+        for request_id, request in list(self._requests.pending.items()):
+            live = self._requests.live.get(request_id)
             if live is not None and live.pending is not None and not live.pending.allocated:
-                self._note_refusal(request, live)
+                self._requests.refused(request, live)
             elif live is not None:
-                self._drop_pending(request_id, live)
-            self._pending.pop(request_id, None)
-        self._moved.tell(output)
+                self._requests.drop(request_id, live)
+            self._requests.pending.pop(request_id, None)
+        half.moved.tell(output)
         if not self.copies:
             self._follow_hits(output)
-        self._offers.step(output, self._live)
-        loads = self._loads.take()
-        store = self._store_step(output, loads)
+        half.offers.step(output, self._requests.live)
+        loads = half.loads.take()
+        store = half.store_step(output, loads)
         if self.copies:
-            self._failures.scheduled(output, loads)
-        self.guarded(self._order, output)
+            half.failures.scheduled(output, loads)
+        half.guard.call(self._order, output)
         return StepMetadata(loads, store)
 
     def _order(self, output: SchedulerOutput) -> None:
@@ -202,7 +214,7 @@ class ExactPlanner(Half):
     def _follow_hits(self, output: SchedulerOutput) -> None:
         """Count hits that end inside a block, which vLLM tells no connector of."""
         for new in output.scheduled_new_reqs:
-            live = self._live.get(new.req_id)
+            live = self._requests.live.get(new.req_id)
             if live is not None:
                 live.begins_with(new.num_computed_tokens)
 
@@ -213,13 +225,13 @@ class ExactPlanner(Half):
 
     def finish(self, request: Request, tables: Sequence[Sequence[int]]) -> None:
         """Index a request's blocks and say how long to keep them, before vLLM frees them."""
-        live = self._leave(request)
+        half = self.half
+        live = half.leave(request)
         if live is None:
             return
         block_ids = tables[self._first]
-        self._offers.offer(request, live, tables, has_ended=True)
-        self._record(request, live)
-        self._store(request, live, block_ids)
+        half.offers.offer(request, live, tables, has_ended=True)
+        half.ended(request, live, block_ids)
         others = None
         if self._others:
             others = partial(self._others.at, request, tables)
@@ -227,13 +239,13 @@ class ExactPlanner(Half):
         dead: list[int] = []
         if is_last(request):
             ranges = ((self._num_shared(live) * self._block_size, len(live.seq)),)
-            dead = self._dead.drop(live.seq, ranges, block_ids, others)
+            dead = half.dead.drop(live.seq, ranges, block_ids, others)
         elif (
             live.reading is not None
             and self._settings.dead_thinking
             and not live.has_other_template
         ):
-            dead = self._dead.close(live.seq, live.reading, block_ids, others)
+            dead = half.dead.close(live.seq, live.reading, block_ids, others)
         self._retention.forget(dead)
 
     def _keep(
@@ -282,3 +294,7 @@ class ExactPlanner(Half):
             return False
         turns = live.reading.stream.turns
         return bool(turns) and not turns[-1].is_finished
+
+    def shutdown(self) -> None:
+        """Stop what runs in the background."""
+        self.half.shutdown()

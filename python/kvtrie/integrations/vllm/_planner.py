@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvtrie._core import EXACT_ONLY, TokenSequence
-from kvtrie.integrations._filled_plan import APPROXIMATE, FilledPlan, common, judges
+from kvtrie.integrations._filled_plan import APPROXIMATE, FilledPlan, common
 from kvtrie.integrations.vllm import _gate, _lineage, _ranges, _shadow, _template
 from kvtrie.integrations.vllm._carried import NOTHING
 from kvtrie.integrations.vllm._events import MOVED, Events
@@ -16,6 +16,7 @@ from kvtrie.integrations.vllm._gaps import Gaps
 from kvtrie.integrations.vllm._groups import OtherGroups
 from kvtrie.integrations.vllm._half import Half
 from kvtrie.integrations.vllm._metadata import StepMetadata
+from kvtrie.integrations.vllm._plans import Plans
 from kvtrie.integrations.vllm._requests import LiveRequest, Pending, Range, adapter_of
 from kvtrie.integrations.vllm._settings import request_policy, session_of
 from kvtrie.integrations.vllm._sources import used_by
@@ -56,8 +57,13 @@ def summary(settings: Settings, cleared: ReusePolicy, tagger: Tagger | None) -> 
     return f"{reuse}; {form_of(tagger)}"
 
 
-class Planner(Half):
-    """Plans for requests, and carries the plans out."""
+class Planner:
+    """Plans for requests, and carries the plans out.
+
+    Attributes:
+        half: The parts of the scheduler's half.
+        gaps: What lets requests skip what is cached after gaps.
+    """
 
     def __init__(
         self,
@@ -73,10 +79,15 @@ class Planner(Half):
         self._first = first = next(
             at for at, one in enumerate(groups) if is_whole(one.kv_cache_spec)
         )
-        super().__init__(
+        self._manager = manager
+        self._pool = manager.block_pool
+        self._block_size = groups[first].kv_cache_spec.block_size
+        self._settings = settings
+        self._counts = counts
+        self.half = half = Half(
             vllm_config,
             manager,
-            groups[first].kv_cache_spec.block_size,
+            self._block_size,
             settings,
             decision,
             counts,
@@ -86,17 +97,20 @@ class Planner(Half):
                 at: window_of(one.kv_cache_spec) for at, one in enumerate(groups) if at != first
             },
         )
+        self._requests = half.requests
+        self._plans = Plans(half.sources, decision, counts)
         self._others = OtherGroups(manager, kv_cache_config, first)
         self._decision = decision
         cleared = EXACT_ONLY if settings.shadow else decision.policy
         self._cleared = cleared
-        self._openings = openings_of(settings, vllm_config, self._tagger, moves=cleared.approximate)
-        self.gaps = Gaps(self._loads, self._moved, self._live, self._pending, self.guarded)
+        self._openings = openings_of(settings, vllm_config, half.tagger, moves=cleared.approximate)
+        requests, guarded = half.requests, half.guard.call
+        self.gaps = Gaps(half.loads, half.moved, requests.live, requests.pending, guarded)
         self._events: Events | None = None
         if self._pool.enable_kv_cache_events and cleared.approximate:
-            self._events = Events(self._pool, self._contents, self._requests.values, publisher)
+            self._events = Events(self._pool, self._contents, half.requests.known.values, publisher)
         parts = f"; windows are copied along: {len(groups)} groups of KV blocks"
-        said = summary(settings, cleared, self._tagger)
+        said = summary(settings, cleared, half.tagger)
         _LOG.info("kvtrie: %s%s", said, parts if self._others else "")
         _LOG.info("kvtrie: chat template: %s", _template.served(settings).source)
 
@@ -109,7 +123,9 @@ class Planner(Half):
 
     def arrive(self, request: Request) -> None:
         """Register a request before vLLM looks it up."""
-        if not self._take(request):
+        half = self.half
+        half.dead.settle()
+        if not self._requests.take(request):
             return
         granted = self._decision.policy
         policy = request_policy(request.kv_transfer_params, granted, self._settings.default)
@@ -121,9 +137,9 @@ class Planner(Half):
         might = policy
         if self._settings.shadow:
             policy = EXACT_ONLY
-        space = self._space_of(request.cache_salt, adapter)
+        space = half.space_of(request.cache_salt, adapter)
         seq = TokenSequence(request.prompt_token_ids, space)
-        reading = None if self._tagger is None else Reading(self._tagger, self._counts)
+        reading = None if half.tagger is None else Reading(half.tagger, self._counts)
         live = LiveRequest(
             seq,
             policy,
@@ -136,13 +152,13 @@ class Planner(Half):
             live.shadow_policy = might
         if might.approximate:
             live.moved_end = live.read_moved_end()
-        self._live[request.request_id] = live
+        self._requests.live[request.request_id] = live
         if policy.approximate and not request.skip_reading_prefix_cache:
             self._join(request, live)
 
     def run_with_others(self) -> None:
         """Take into account that other connectors store and load this engine's blocks."""
-        self._held.on = True
+        self.half.held.on = True
 
     def _join(self, request: Request, live: LiveRequest) -> None:
         """Let vLLM find approximate blocks in place, under their own hashes.
@@ -150,65 +166,23 @@ class Planner(Half):
         Other connectors would find more of such blocks than the plan that the gate has judged. Next
         to them, approximate blocks are copied.
         """
-        if self._held.on or not self.sources.has_approximate:
+        half = self.half
+        if half.held.on or not half.sources.has_approximate:
             return
-        plan = self._plan(live)
+        plan = self._plans.of(live)
         if plan is None:
             return
-        first = _lineage.join(request, self.sources.blocks(plan.blocks.tolist()))
+        first = _lineage.join(request, half.sources.blocks(plan.blocks.tolist()))
         if first is not None:
             live.becomes_approximate(first * self._block_size)
         plan.release()
-
-    def _plan(self, live: LiveRequest) -> ReusePlan | FilledPlan | None:
-        """A plan for a request, exact if the gate does not clear the kind of edit."""
-        plan, decision = self._judged(live, live.policy)
-        if not live.policy.approximate:
-            return plan
-        if not decision.policy.approximate:
-            self._counts.add("plans_not_cleared")
-            _LOG.debug("kvtrie: planned again, exact: %s", decision.reason)
-        elif plan is not None and plan.num_approximate:
-            live.is_built_under(decision.policy)
-        live.granted, live.verdict = decision.policy, decision.reason
-        return plan
-
-    def _judged(
-        self, live: LiveRequest, policy: ReusePolicy
-    ) -> tuple[ReusePlan | FilledPlan | None, Decision]:
-        """A plan under a policy, and the decision that it is the plan of."""
-        decision = self._decision
-        plan = self._made(live, policy)
-        if not policy.approximate:
-            return plan, decision
-        while plan is not None and (judged := decision.of(plan)) is not decision:
-            plan.release()
-            decision = judged
-            plan = self._made(live, judged.policy)
-        return plan, decision
-
-    def _made(self, live: LiveRequest, policy: ReusePolicy) -> ReusePlan | FilledPlan | None:
-        """A plan of the pool, with what the store has loaded."""
-        plan = self.sources.plan(live.seq, policy, live.session, live.moved_end)
-        if plan is None or live.stored is None:
-            return plan
-        return FilledPlan(
-            plan,
-            live.stored.spans,
-            policy,
-            is_judged=judges(self._decision),
-            sought=live.policy,
-            contexts=live.stored.contexts,
-            ticket=live.ticket,
-            index=self.sources.index,
-        )
 
     def _look_in_shadow(self, request: Request, live: LiveRequest, num_local: int) -> None:
         """Plan as if KV were moved, at the first admission, and keep the counts."""
         policy = live.shadow_policy
         if policy is None or live.account.reached:
             return
-        plan, decision = self._judged(live, policy)
+        plan, decision = self._plans.judged(live, policy)
         if plan is None:
             return
         try:
@@ -230,20 +204,22 @@ class Planner(Half):
         The sources are pinned. May be called again for the same request. None: it waits for the
         store, and is to be asked about again.
         """
-        live = self._looked_up(request, num_local)
+        half = self.half
+        live = self._requests.looked_up(request, num_local)
         if live is None:
             return 0
-        if self._waits(request):
+        stored = half.stored
+        if stored is not None and stored.waits(request):
             return None
         if live.shadow_policy is not None:
-            self.guarded(self._look_in_shadow, request, live, num_local)
-        plan = self._plan(live)
+            half.guard.call(self._look_in_shadow, request, live, num_local)
+        plan = self._plans.of(live)
         if plan is None:
             self._counts.add("plans_stale")
             live.why = None
             return 0
         resumes = self.gaps.resumes
-        if self._seeks(request, live, plan, num_local, resumes=resumes):
+        if stored is not None and stored.seeks(request, live, plan, num_local, resumes=resumes):
             plan.release()
             return None
         promised, after_gaps = _ranges.usable(
@@ -256,24 +232,23 @@ class Planner(Half):
             else lambda token: _lineage.covers(request, token // self._block_size),
         )
         carried = NOTHING
-        if self._carrier is not None:
+        if half.carrier is not None:
             before = promised[1]
-            promised, carried = self._carrier.cut(plan, promised, live.granted or live.policy)
+            promised, carried = half.carrier.cut(plan, promised, live.granted or live.policy)
             if promised[1] < before:
                 self._counts.add("tokens_without_window", before - promised[1])
         ranges = [promised, *after_gaps]
-        if self._reasons is not None:
-            self.guarded(self._reasons.look, request, live, plan, num_local, ranges, resumes)
+        if half.reasons is not None:
+            half.guard.call(half.reasons.look, request, live, plan, num_local, ranges, resumes)
         if promised[0] == promised[1] and not after_gaps:
             plan.release()
             return 0
-        pinned = self.sources.blocks([*used_by(plan), *sorted(carried.blocks)])
-        self._pool.touch(pinned)
-        live.pending = Pending(plan, pinned, promised, after_gaps, carried=carried)
-        self._pending[request.request_id] = request
+        pinned = half.sources.blocks([*used_by(plan), *sorted(carried.blocks)])
+        pending = Pending(plan, pinned, promised, after_gaps, carried=carried)
+        self._requests.promise(request, live, pending)
         self._label(request, live, plan, ranges)
-        self.gaps.promise(request, live.pending)
-        start, end = live.pending.promised
+        self.gaps.promise(request, pending)
+        start, end = pending.promised
         return end - start
 
     def _label(
@@ -302,10 +277,11 @@ class Planner(Half):
 
     def allocated(self, request: Request, num_external: int) -> None:
         """Handle vLLM's allocation; ``num_external`` is what `match` promised, or 0 if unused."""
-        live = self._admitted(request)
+        half = self.half
+        live = half.admitted(request)
         if live is None:
             return
-        if self._held.on and not num_external and request.num_computed_tokens > live.num_local:
+        if half.held.on and not num_external and request.num_computed_tokens > live.num_local:
             live.loaded_by_others(request.num_computed_tokens)
         pending = live.pending
         if pending is not None:
@@ -313,18 +289,19 @@ class Planner(Half):
             # vLLM relies on this number, not on the promised one.
             self.gaps.admit(request, live, pending, num_external)
         if request.num_preemptions:
-            self.guarded(live.account.tell, request)
+            half.guard.call(live.account.tell, request)
 
     # --- the step ------------------------------------------------------------------------------
 
     def step(self, output: SchedulerOutput) -> StepMetadata:
-        self._held.begin_step()
+        half = self.half
+        half.held.begin_step()
         # Copies that vLLM relies on must go out with this step, whatever else fails.
-        self.guarded(self._dead.settle)
-        for request_id, request in list(self._pending.items()):
-            live = self._live.get(request_id)
+        half.guard.call(half.dead.settle)
+        for request_id, request in list(self._requests.pending.items()):
+            live = self._requests.live.get(request_id)
             if live is None or live.pending is None:
-                del self._pending[request_id]
+                del self._requests.pending[request_id]
                 continue
             jumped = live.pending.jumped
             try:
@@ -332,15 +309,15 @@ class Planner(Half):
             except Exception:
                 if jumped is not None and request_id in output.num_scheduled_tokens:
                     raise
-                self._continues_alone(request_id)
-        self._moved.tell(output)
-        self._offers.step(output, self._live)
-        if self._carrier is not None:
-            self.guarded(self._carrier.step, output, self._requests, self._live)
-        loads = self._loads.take()
-        store = self._store_step(output, loads)
-        if self._carrier is None:
-            self._failures.scheduled(output, loads)
+                half.continues_alone(request_id)
+        half.moved.tell(output)
+        half.offers.step(output, self._requests.live)
+        if half.carrier is not None:
+            half.guard.call(half.carrier.step, output, self._requests.known, self._requests.live)
+        loads = half.loads.take()
+        store = half.store_step(output, loads)
+        if half.carrier is None:
+            half.failures.scheduled(output, loads)
         if loads:
             # vLLM sets this only for what `match` promised. Otherwise it copies after the forward
             # pass: too late for segments after gaps.
@@ -352,13 +329,13 @@ class Planner(Half):
     def sort_events(self) -> None:
         """Keep approximate blocks out of vLLM's events."""
         if self._events is not None:
-            self.guarded(self._events.sort)
+            self.half.guard.call(self._events.sort)
 
     def _contents(self, block: int, hashes: Sequence[object]) -> list[Contents]:
         """What approximate blocks hold that follow each other, by the request that has them."""
         last = block + len(hashes) - 1
-        for request_id, live in self._live.items():
-            own = self._requests[request_id].block_hashes
+        for request_id, live in self._requests.live.items():
+            own = self._requests.known[request_id].block_hashes
             # The hash of the last one is of all blocks before it, too.
             if (
                 live.exact_until is not None
@@ -370,7 +347,8 @@ class Planner(Half):
         return [(MOVED, self._cleared.max_hops)] * len(hashes)
 
     def shutdown(self) -> None:
-        super().shutdown()
+        """Stop what runs in the background."""
+        self.half.shutdown()
         if self._events is not None:
             self._events.shutdown()
 
@@ -379,11 +357,11 @@ class Planner(Half):
 
         vLLM caches blocks when it allocates their slots, so they would stay in the cache unwritten.
         """
-        live = self._live.get(request.request_id)
+        live = self._requests.live.get(request.request_id)
         jumped = live.pending.jumped if live is not None and live.pending is not None else None
         written = request.num_computed_tokens if jumped is None else jumped[0]
         ids = self._manager.get_block_ids(request.request_id)[0][written // self._block_size :]
-        self._pool.evict_blocks({block.block_id for block in self.sources.blocks(ids)})
+        self._pool.evict_blocks({block.block_id for block in self.half.sources.blocks(ids)})
 
     def _advance(
         self, request: Request, live: LiveRequest, pending: Pending, output: SchedulerOutput
@@ -391,28 +369,28 @@ class Planner(Half):
         is_scheduled = request.request_id in output.num_scheduled_tokens
         self.gaps.advance(request, live, pending, is_scheduled=is_scheduled)
         if not pending.allocated:
-            self._note_refusal(request, live)
+            self._requests.refused(request, live)
         elif pending.after_gaps and request.status == RequestStatus.RUNNING:
             return
-        self._drop_pending(request.request_id, live)
+        self._requests.drop(request.request_id, live)
 
     # --- the end -------------------------------------------------------------------------------
 
     def finish(self, request: Request, tables: Sequence[Sequence[int]]) -> None:
         """Index a request's blocks, which it has in each group, before vLLM frees them."""
-        live = self._leave(request)
+        half = self.half
+        live = half.leave(request)
         if live is None:
             return
         block_ids = tables[self._first]
-        self._offers.offer(request, live, tables, has_ended=True)
-        if self._carrier is not None:
-            self._carrier.ended(request, live)
-        self._record(request, live)
-        self._store(request, live, block_ids)
+        half.offers.offer(request, live, tables, has_ended=True)
+        if half.carrier is not None:
+            half.carrier.ended(request, live)
+        half.ended(request, live, block_ids)
         if (
             self._settings.dead_thinking
             and live.reading is not None
             and not live.has_other_template
         ):
             others = partial(self._others.at, request, tables) if self._others else None
-            self._dead.close(live.seq, live.reading, block_ids, others)
+            half.dead.close(live.seq, live.reading, block_ids, others)

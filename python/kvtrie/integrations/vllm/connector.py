@@ -249,10 +249,10 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Handle copies that failed, and what was loaded from the store."""
         if connector_output.invalid_block_ids:
-            self.planner.failed(connector_output.invalid_block_ids)
+            self.planner.half.recovery.failed(connector_output.invalid_block_ids)
         report: object = connector_output.kv_connector_worker_meta
         if isinstance(report, StoreReport):
-            self.planner.reported(report)
+            self.planner.half.reported(report)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -273,7 +273,7 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
     def reset_cache(self) -> bool | None:
         """Forget every block."""
         try:
-            self.planner.reset()
+            self.planner.half.reset()
         except Exception:
             _LOG.exception("kvtrie: blocks are not forgotten")
             self._counts.add("errors")
@@ -292,7 +292,7 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
     def _surprise(self, request: Request) -> None:
         _LOG.exception("kvtrie: request %s continues without kvtrie", request.request_id)
         self._counts.add("errors")
-        self.planner.abandon(request.request_id)
+        self.planner.half.abandon(request.request_id)
 
     # --- worker ------------------------------------------------------------------------------
 
@@ -413,7 +413,7 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
             # vLLM publishes its events next.
             self._planner.sort_events()
             # vLLM asks for it after every step, and has reported the step's failures before.
-            self._planner.step_is_done()
+            self._planner.half.step_is_done()
         if self._snapshots is not None:
             self._snapshots.look()
         return self._counts.take()

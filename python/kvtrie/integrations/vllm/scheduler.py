@@ -58,6 +58,7 @@ class KvtrieScheduler(AsyncScheduler):
             )
             raise UnsupportedError(msg + "several: omit --scheduler-cls")
         self._planner = planner
+        self._guarded = planner.half.guard.call
         self._gaps = planner.gaps
         self._gaps.resumes = True
         # vLLM replaces the record with every report.
@@ -77,7 +78,7 @@ class KvtrieScheduler(AsyncScheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:  # noqa: ANN401 - vLLM's own
         """Skip the ranges that this step copies, then schedule, and add the rows of gaps."""
-        self._planner.guarded(self._gaps.jump, self.running)
+        self._guarded(self._gaps.jump, self.running)
         if self._rows is None:
             return super().schedule(*args, **kwargs)
         self._rows.begin()
@@ -90,9 +91,9 @@ class KvtrieScheduler(AsyncScheduler):
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
         """Preempt, and unpin the sources of copies after the request's next gaps."""
-        self._planner.guarded(self._planner.forget_unwritten, request)
+        self._guarded(self._planner.forget_unwritten, request)
         super()._preempt_request(request, *args, **kwargs)
-        self._planner.guarded(self._planner.preempted, request.request_id)
+        self._guarded(self._planner.half.requests.preempted, request.request_id)
 
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
@@ -103,11 +104,11 @@ class KvtrieScheduler(AsyncScheduler):
         )
         if not self._gaps.is_idle:
             before = request.num_computed_tokens
-            self._planner.guarded(self._gaps.skip, request)
+            self._guarded(self._gaps.skip, request)
             if request.num_computed_tokens != before:
                 num_computed_tokens = request.num_computed_tokens
                 count = min(count, request.num_tokens - num_computed_tokens)
-            end = self._planner.guarded(self._gaps.end, request, num_computed_tokens)
+            end = self._guarded(self._gaps.end, request, num_computed_tokens)
             if end is not None:
                 count = min(count, end - num_computed_tokens)
         return count if self._rows is None else self._rows.schedule(count)
