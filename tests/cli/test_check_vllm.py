@@ -229,7 +229,8 @@ def test_the_vllm_that_is_installed(version: dict[str, str]) -> None:
 
 def test_neither_vllm_nor_torch_is_imported() -> None:
     program = (
-        "import sys; sys.modules.update(dict.fromkeys(('vllm', 'torch')));"
+        "import sys; sys.modules.update(dict.fromkeys("
+        "('vllm', 'torch', 'transformers', 'huggingface_hub')));"
         "from kvtrie.cli import check_vllm;"
         "from kvtrie.integrations.vllm import _check, _settings;"
         "import kvtrie.integrations.vllm as package;"
@@ -464,11 +465,13 @@ def test_several_kinds_of_layers_are_said(tmp_path: Path, model: Path) -> None:
     assert "chat format: not checked" in run("--model", str(model))[1]
 
 
-def test_a_model_is_checked_without_vllm_torch_and_weights(tmp_path: Path, model: Path) -> None:
+def test_a_model_is_checked_in_a_second(tmp_path: Path, model: Path) -> None:
+    """Without vLLM, torch and weights; without what takes two seconds of processor time too."""
     ignore = shutil.ignore_patterns("*.safetensors")
     model = shutil.copytree(model, tmp_path / "model", ignore=ignore)
     program = (
-        "import sys; sys.modules.update(dict.fromkeys(('vllm', 'torch')));"
+        "import sys; sys.modules.update(dict.fromkeys("
+        "('vllm', 'torch', 'transformers', 'huggingface_hub')));"
         "from kvtrie.integrations.vllm import _check, _model;"
         "_check._version.installed = lambda: '0.32.0';"
         f"options = _model.ModelOptions(model={str(model)!r});"

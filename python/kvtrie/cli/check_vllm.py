@@ -26,7 +26,7 @@ def check_vllm(
         typer.Option(
             metavar="FOLDER_OR_ID",
             help="What vLLM serves, a directory or a name in the hub's cache: also compare gate, "
-            "chat format and template arguments with it, in seconds. No weights are loaded.",
+            "chat format and template arguments with it. No weights are loaded.",
         ),
     ] = None,
     dtype: Annotated[

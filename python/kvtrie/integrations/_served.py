@@ -10,8 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from huggingface_hub import snapshot_download
-
 from kvtrie import gates
 from kvtrie._core import EXACT_ONLY, ReusePolicy, UnsupportedRopeError
 from kvtrie.models.fingerprint import (
@@ -166,6 +164,8 @@ def directory_of(served: EngineModel) -> Path:
     directory = Path(served.model)
     if directory.is_dir():
         return directory
+    from huggingface_hub import snapshot_download  # noqa: PLC0415 - half a second
+
     try:
         found = snapshot_download(
             served.model,

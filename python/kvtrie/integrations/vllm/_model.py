@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from kvtrie._nearest import hint
+from kvtrie.integrations import _tokenizer_json
 from kvtrie.integrations._asked import SettingsError
 from kvtrie.integrations.vllm import _command, _formats, _template
 from kvtrie.integrations.vllm._version import refuse
@@ -21,6 +22,7 @@ from kvtrie.models.fingerprint import CheckpointError
 from kvtrie.tags import PRESETS
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from kvtrie.integrations._served import EngineModel
@@ -175,7 +177,7 @@ def _of_command() -> ModelOptions | None:
 
 
 def _served_model(settings: Settings, options: ModelOptions) -> EngineModel:
-    from kvtrie.integrations import _served  # noqa: PLC0415 - the hub's client takes a while
+    from kvtrie.integrations import _served  # noqa: PLC0415 - not for every check
 
     return _served.EngineModel(
         engine="vLLM",
@@ -248,7 +250,7 @@ def _chat(settings: Settings, directory: Path) -> str:
     if isinstance(settings.chat_format, str):
         if not (directory / "tokenizer.json").is_file():
             return "chat format: not checked, for the model has no tokenizer.json"
-        tokenizer = _tokenizer(directory)
+        tokenizer = _tokenizer(directory, settings.template_arguments or {})
     reasons: list[str] = []
     tagger = _formats.tagger_of(settings, tokenizer, otherwise=reasons.append)
     said = _formats.form_of(tagger)
@@ -266,20 +268,27 @@ def _chat(settings: Settings, directory: Path) -> str:
     return said
 
 
-def _tokenizer(directory: Path) -> Any:  # noqa: ANN401 - transformers has no types
-    # Without torch, transformers says on import that it finds none.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+def _tokenizer(directory: Path, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - transformers has no types
     try:
-        # The class that needs no torch: ids and templates are the same.
-        from transformers import PreTrainedTokenizerFast  # noqa: PLC0415 - seconds
+        found = None
+        if _tokenizer_json.OWN_ARGUMENTS.isdisjoint(arguments):
+            found = _tokenizer_json.read(directory)
+        return _by_transformers(directory) if found is None else found
     except ImportError:
         _unreadable("its chat format is read with transformers, which is not installed")
-    try:
-        return PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
     except Exception as error:
         lines = str(error).strip().splitlines() or [repr(error)]
         _unreadable(f"{directory}: its tokenizer cannot be loaded: {lines[0]}")
+
+
+def _by_transformers(directory: Path) -> Any:  # noqa: ANN401 - likewise
+    # Without torch, transformers says on import that it finds none.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    # The class that needs no torch: ids and templates are the same.
+    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415 - seconds
+
+    return PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
 
 
 def _unreadable(why: str) -> NoReturn:
