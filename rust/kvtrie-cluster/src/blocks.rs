@@ -1,11 +1,18 @@
 //! The blocks of all lanes: the tree, the fingerprints, and what each lane holds, changed together.
 
+use std::ops::Range;
+use std::sync::Arc;
+
+use crate::config::IndexerConfig;
 use crate::events::{EventBlock, Tier};
 use crate::fingerprints::Fingerprints;
 use crate::holdings::{Copies, Held, Holdings, Parked};
 use crate::keys::{Digest, Keys, plus};
 use crate::lanes::{Lane, Lanes};
-use crate::tree::{EdgeIndex, Gone, NONE, Slot, Tree};
+use crate::tree::{Edge, EdgeIndex, Gone, NONE, Parent, Slot, Tree};
+
+/// Number of blocks that are read ahead and appended at once, few enough for a processor to wait for at once.
+pub(crate) const AT_ONCE: usize = 16;
 
 /// What comes before a block.
 #[derive(Clone, Copy, Debug)]
@@ -51,6 +58,7 @@ struct Sweep {
 
 #[derive(Debug)]
 pub(crate) struct Blocks {
+    keys: Arc<Keys>,
     pub(crate) tree: Tree,
     pub(crate) fingerprints: Option<Fingerprints>,
     lanes: Vec<LaneState>,
@@ -67,29 +75,34 @@ pub(crate) struct Blocks {
 
 /// Takes what leaves the tree from the other tables.
 struct Leaving<'a> {
+    keys: &'a Keys,
     fingerprints: &'a mut Option<Fingerprints>,
     charged: &'a mut [u32],
 }
 
 impl Gone for Leaving<'_> {
-    fn slot(&mut self, slot: Slot) {
+    fn blocks(&mut self, tree: &Tree, edge: &Edge, start: u32) {
         if let Some(fingerprints) = self.fingerprints {
-            fingerprints.remove(slot);
+            for at in start..edge.len() {
+                if fingerprints.lists_at(edge, at) {
+                    let fingerprint = tree.fingerprint(self.keys, edge, at);
+                    fingerprints.remove(edge.slot(at), fingerprint);
+                }
+            }
         }
-    }
-
-    fn blocks(&mut self, owner: Lane, count: u32) {
-        if let Some(charged) = self.charged.get_mut(owner as usize) {
-            *charged -= count;
+        if let Some(charged) = self.charged.get_mut(edge.owner() as usize) {
+            *charged -= edge.len() - start;
         }
     }
 }
 
 impl Blocks {
-    pub(crate) fn new(moved_runs: bool, max_blocks: usize) -> Self {
+    pub(crate) fn new(keys: Arc<Keys>, config: &IndexerConfig) -> Self {
+        let fingerprints = || Fingerprints::new(config.run_blocks());
         Self {
+            keys,
             tree: Tree::default(),
-            fingerprints: moved_runs.then(Fingerprints::default),
+            fingerprints: config.moved_runs.then(fingerprints),
             lanes: Vec::new(),
             charged: Vec::new(),
             live: Lanes::default(),
@@ -97,7 +110,7 @@ impl Blocks {
             free: Vec::new(),
             dead: Vec::new(),
             sweep: None,
-            most: max_blocks,
+            most: config.max_blocks,
         }
     }
 
@@ -169,6 +182,7 @@ impl Blocks {
                 }
             };
             let mut leaving = Leaving {
+                keys: &self.keys,
                 fingerprints: &mut self.fingerprints,
                 charged: &mut self.charged,
             };
@@ -193,15 +207,72 @@ impl Blocks {
         let holdings = self.holdings(lane);
         holdings.touch(blocks.iter().map(|block| block.hash));
         if let Some(fingerprints) = &self.fingerprints {
-            let apart = above.apart(&self.tree);
-            fingerprints.touch(blocks.iter().map(|block| plus(block.fingerprint, apart)));
+            let (apart, depth) = match above {
+                Above::Root(root) => (Keys::apart(root), 0),
+                Above::Block(slot) => {
+                    let (edge, at) = self.tree.at(slot);
+                    let edge = self.tree.edge(edge);
+                    (edge.apart(), edge.depth() + at + 1)
+                }
+            };
+            let listed = (depth..).zip(blocks);
+            let listed = listed.filter(|(depth, _)| fingerprints.lists(*depth));
+            fingerprints.touch(listed.map(|(_, block)| plus(block.contents[0], apart)));
         }
+    }
+
+    /// Stores one copy in the device of each of the first blocks after a block, as long as nothing is there that they
+    /// could be: the edge ends with that block and is this lane's alone, no block waits, and no hash is known. Returns
+    /// the slots of these blocks, which are consecutive.
+    pub(crate) fn append(&mut self, lane: Lane, above: Slot, blocks: &[EventBlock]) -> Range<Slot> {
+        let LaneState {
+            holdings,
+            is_approximate,
+        } = &mut self.lanes[lane as usize];
+        let charged = &mut self.charged[lane as usize];
+        let room = self
+            .most
+            .saturating_sub(holdings.len().max(*charged as usize));
+        let (Some(edge), Some((first, left)), 0) = (
+            self.tree.growing(above, lane),
+            self.tree.next_slots(),
+            holdings.num_parked(),
+        ) else {
+            return 0..0;
+        };
+        let mut digests = [Digest::default(); AT_ONCE];
+        let mut before = self.tree.digest(above);
+        let mut end = first;
+        let slots = first..first.saturating_add(left);
+        for ((block, slot), digest) in blocks.iter().zip(slots).zip(&mut digests).take(room) {
+            if !holdings.add_new(block.hash, slot) {
+                break;
+            }
+            before = self.keys.child(before, block.contents, *is_approximate);
+            *digest = before;
+            end = slot + 1;
+        }
+        if end == first {
+            return 0..0;
+        }
+        *charged += end - first;
+        self.tree.append(edge, &digests[..(end - first) as usize]);
+        if let Some(fingerprints) = &mut self.fingerprints {
+            let edge = self.tree.edge(edge);
+            let depths = edge.depth() + edge.len() - (end - first)..;
+            for ((slot, block), depth) in (first..end).zip(blocks).zip(depths) {
+                if fingerprints.lists(depth) {
+                    let fingerprint = plus(block.contents[0], edge.apart());
+                    fingerprints.add(slot, fingerprint, lane, &self.tree);
+                }
+            }
+        }
+        first..end
     }
 
     /// Stores copies of a block after another one, and returns its slot.
     pub(crate) fn store(
         &mut self,
-        keys: &Keys,
         lane: Lane,
         above: Above,
         block: &EventBlock,
@@ -212,7 +283,8 @@ impl Blocks {
             Above::Root(digest) => (digest, NONE),
             Above::Block(slot) => (self.tree.digest(slot), slot),
         };
-        let digest = keys.child(before, block.contents, state.is_approximate);
+        let is_approximate = state.is_approximate;
+        let digest = self.keys.child(before, block.contents, is_approximate);
         if let Some(held) = state.holdings.get(block.hash) {
             if self.tree.digest(held.slot) != digest {
                 return Err(NotStored::Conflict);
@@ -253,15 +325,30 @@ impl Blocks {
             if *charged as usize >= self.most {
                 return Err(NotStored::Full);
             }
-            let apart = above.apart(&self.tree);
-            let slot = self.tree.grow(parent, digest, lane, apart);
-            let slot = slot.ok_or(NotStored::Full)?;
+            let parent = Parent {
+                slot: parent,
+                apart: above.apart(&self.tree),
+                is_approximate,
+            };
+            let grown = self.tree.grow(parent, digest, lane);
+            let grown = grown.ok_or(NotStored::Full)?;
             *charged += 1;
             if let Some(fingerprints) = &mut self.fingerprints {
-                let fingerprint = plus(block.fingerprint, apart);
-                fingerprints.add(slot, fingerprint, lane, &self.tree);
+                let tree = &self.tree;
+                // The first block of an edge is listed, and a cut makes another one.
+                let firsts = [grown.cut, Some(tree.edge_of(grown.slot))];
+                for index in firsts.into_iter().flatten() {
+                    let edge = tree.edge(index);
+                    let is_new = grown.cut != Some(index);
+                    let at = if is_new { edge.len() - 1 } else { 0 };
+                    let is_missing = is_new || !fingerprints.lists(edge.depth());
+                    if is_missing && fingerprints.lists_at(edge, at) {
+                        let fingerprint = tree.fingerprint(&self.keys, edge, at);
+                        fingerprints.add(edge.slot(at), fingerprint, edge.owner(), tree);
+                    }
+                }
             }
-            slot
+            grown.slot
         };
         if let Some(parked) = state.holdings.unpark(block.hash) {
             copies = copies.plus(parked.copies);
@@ -275,11 +362,13 @@ impl Blocks {
     }
 
     /// Whether an event's block, of which the block before is not known, has the tokens of the one in a lane's slot.
-    pub(crate) fn is_at(&self, keys: &Keys, lane: Lane, block: &EventBlock, slot: Slot) -> bool {
+    pub(crate) fn is_at(&self, lane: Lane, block: &EventBlock, slot: Slot) -> bool {
         let before = self.tree.before(slot);
         before != NONE && {
             let is_approximate = self.lanes[lane as usize].is_approximate;
-            let digest = keys.child(self.tree.digest(before), block.contents, is_approximate);
+            let digest = self
+                .keys
+                .child(self.tree.digest(before), block.contents, is_approximate);
             digest == self.tree.digest(slot)
         }
     }
@@ -300,7 +389,7 @@ impl Blocks {
     }
 
     /// Stores what waited for a block, in this lane, and what waited for that. Returns the number of blocks attached.
-    pub(crate) fn attach(&mut self, keys: &Keys, lane: Lane, hash: u64, slot: Slot) -> usize {
+    pub(crate) fn attach(&mut self, lane: Lane, hash: u64, slot: Slot) -> usize {
         if self.holdings(lane).num_parked() == 0 {
             return 0;
         }
@@ -313,9 +402,8 @@ impl Blocks {
                 let block = EventBlock {
                     hash,
                     contents: parked.contents,
-                    fingerprint: parked.fingerprint,
                 };
-                let stored = self.store(keys, lane, Above::Block(slot), &block, parked.copies);
+                let stored = self.store(lane, Above::Block(slot), &block, parked.copies);
                 if let Ok(slot) = stored {
                     known.push((hash, slot));
                     attached += 1;
@@ -349,7 +437,6 @@ impl Blocks {
         let parked = Parked {
             parent,
             contents: block.contents,
-            fingerprint: block.fingerprint,
             copies: Copies::of(tier),
         };
         holdings.park(block.hash, parked);
@@ -378,6 +465,7 @@ impl Blocks {
         match copies.fastest() {
             None => {
                 let mut leaving = Leaving {
+                    keys: &self.keys,
                     fingerprints: &mut self.fingerprints,
                     charged: &mut self.charged,
                 };
@@ -402,7 +490,7 @@ impl Blocks {
         let num_lanes = u32::try_from(self.lanes.len()).unwrap_or(NONE);
         self.tree.check(&self.live, num_lanes)?;
         if let Some(fingerprints) = &self.fingerprints {
-            fingerprints.check(&self.tree)?;
+            fingerprints.check(&self.tree, &self.keys)?;
         }
         let mut held = vec![0_usize; self.lanes.len()];
         let mut charged = vec![0; self.lanes.len()];

@@ -4,13 +4,17 @@
 //! search asks for every window of a prompt, and most are no block's: a screen of 8 to 16 bits a block, which stays in a
 //! nearer cache than the table, says so of most. It lets 2 to 5 in a hundred of the others pass when it is new, and up to 16
 //! when almost as many blocks have left as are there: their bits stay until it is renewed.
+//!
+//! Where a run must have two blocks or more to count, not every block is *listed*: those at even depths are, and the first
+//! of each edge. So of two consecutive blocks one is listed; the tree has the fingerprint of the other, and a search
+//! compares that. A list of which fingerprint is whose is not kept either: the tree knows it when a block leaves.
 
 use std::hint::black_box;
 
-use crate::keys::plus;
+use crate::keys::{Keys, plus};
 use crate::lanes::Lane;
 use crate::table::{Cell, Table};
-use crate::tree::{NONE, Slot, Tree};
+use crate::tree::{Edge, NONE, Slot, Tree};
 
 /// The most blocks of equal tokens that one lane may add: a text that repeats itself, or a flood.
 const MOST_ALIKE: usize = 4;
@@ -87,12 +91,12 @@ impl Screen {
     }
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Fingerprints {
     screen: Screen,
     table: Table<Print>,
-    /// The tag of each slot in the table; some slots are not there.
-    tags: Vec<u32>,
+    /// Every block is listed, as a run may have one.
+    lists_all: bool,
 }
 
 /// The 32 bits that are kept.
@@ -102,18 +106,32 @@ fn tag(fingerprint: u64) -> u32 {
 }
 
 impl Fingerprints {
-    pub(crate) fn add(&mut self, slot: Slot, fingerprint: u64, owner: Lane, tree: &Tree) {
-        let at = slot as usize;
-        if self.tags.len() <= at {
-            crate::tree::make_room(&mut self.tags);
-            self.tags.resize(at + 1, 0);
+    /// Of an index whose shortest moved run has so many blocks.
+    pub(crate) fn new(run_blocks: usize) -> Self {
+        Self {
+            screen: Screen::default(),
+            table: Table::default(),
+            lists_all: run_blocks < 2,
         }
+    }
+
+    /// Whether a block is listed that has so many before it, unless others with its tokens are enough.
+    pub(crate) fn lists(&self, depth: u32) -> bool {
+        self.lists_all || depth.is_multiple_of(2)
+    }
+
+    /// The same of a block of an edge.
+    pub(crate) fn lists_at(&self, edge: &Edge, at: u32) -> bool {
+        at == 0 || self.lists(edge.depth() + at)
+    }
+
+    /// Lists a block that is `owner`'s.
+    pub(crate) fn add(&mut self, slot: Slot, fingerprint: u64, owner: Lane, tree: &Tree) {
         let is_owners = |other: &Slot| tree.edge(tree.edge_of(*other)).owner() == owner;
         if self.find(fingerprint).filter(is_owners).count() >= MOST_ALIKE {
             return;
         }
         let tag = tag(fingerprint);
-        self.tags[at] = tag;
         self.table.insert(Print { tag, slot });
         self.screen.add(tag, &self.table);
     }
@@ -130,12 +148,12 @@ impl Fingerprints {
         self.table.touch(keys);
     }
 
-    pub(crate) fn remove(&mut self, slot: Slot) {
-        if let Some(&tag) = self.tags.get(slot as usize) {
-            let print = Print { tag, slot };
-            if self.table.remove(print.key(), |other| other.slot == slot) {
-                self.screen.remove(&self.table);
-            }
+    /// Removes a block from the list, if it is there.
+    pub(crate) fn remove(&mut self, slot: Slot, fingerprint: u64) {
+        let tag = tag(fingerprint);
+        let print = Print { tag, slot };
+        if self.table.remove(print.key(), |other| other.slot == slot) {
+            self.screen.remove(&self.table);
         }
     }
 
@@ -161,17 +179,17 @@ impl Fingerprints {
     }
 
     pub(crate) fn heap_bytes(&self) -> usize {
-        self.tags.capacity() * size_of::<u32>()
-            + self.table.heap_bytes()
-            + self.screen.bits.capacity() * size_of::<u64>()
+        self.table.heap_bytes() + self.screen.bits.capacity() * size_of::<u64>()
     }
 
-    pub(crate) fn check(&self, tree: &Tree) -> Result<(), String> {
+    pub(crate) fn check(&self, tree: &Tree, keys: &Keys) -> Result<(), String> {
         self.table.check()?;
         for print in self.table.iter() {
             let (edge, at) = tree.at(print.slot);
             let is_there = tree.edge(edge).len() > at && tree.edge(edge).slot(at) == print.slot;
-            if !is_there || self.tags[print.slot as usize] != print.tag {
+            let edge = tree.edge(edge);
+            let is_its = is_there && tag(tree.fingerprint(keys, edge, at)) == print.tag;
+            if !is_its || !self.lists_at(edge, at) {
                 return Err(format!("the fingerprint of {} outlived it", print.slot));
             }
             if !self.screen.may_have(print.tag) {

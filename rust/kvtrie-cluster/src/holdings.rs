@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::events::Tier;
+use crate::keys::Contents;
 use crate::table::{Cell, Table};
 use crate::tree::{NONE, Slot};
 
@@ -95,8 +96,7 @@ pub(crate) struct Held {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Parked {
     pub(crate) parent: u64,
-    pub(crate) contents: u128,
-    pub(crate) fingerprint: u64,
+    pub(crate) contents: Contents,
     pub(crate) copies: Copies,
 }
 
@@ -174,6 +174,12 @@ impl Holdings {
         } else {
             self.set(hash, held);
         }
+    }
+
+    /// Stores one copy in the device under a hash, unless there is something under it.
+    pub(crate) fn add_new(&mut self, hash: u64, slot: Slot) -> bool {
+        let hash = halves(hash);
+        self.entries.insert_new(Entry { hash, slot })
     }
 
     pub(crate) fn parked(&self, hash: u64) -> Option<&Parked> {

@@ -5,23 +5,20 @@ use std::time::{Duration, Instant};
 
 use kvtrie_core::{Error, ErrorKind, Item, Namespace, Result, TokenSequence};
 
-use crate::blocks::{Above, Blocks, NotStored};
+use crate::blocks::{AT_ONCE, Above, Blocks, NotStored};
 use crate::config::IndexerConfig;
 use crate::error::{EventError, EventRefusal};
 use crate::events::{Event, EventBatch, EventReader, Refused, Stored, Tier};
 use crate::holdings::Copies;
-use crate::keys::{Digest, Keys};
+use crate::keys::{Digest, Keys, packed};
 use crate::lanes::Lane;
-use crate::scores::{self, Piece};
+use crate::scores::{self, Piece, Places, Windows};
 
 /// Number of edges that each applied event visits to give back the memory of workers that ended.
 const RECLAIMED: usize = 4;
 
 /// The same for each life that ends, so that lives cannot end faster than they are forgotten.
 const RECLAIMED_AT_ENDS: usize = 64;
-
-/// Number of blocks that are read ahead, few enough for a processor to wait for at once.
-const READ_AHEAD: usize = 16;
 
 /// Where a worker's events come from.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -208,7 +205,7 @@ impl KvIndexer {
             moved_runs: config.moved_runs,
         };
         Ok(Self {
-            blocks: Blocks::new(config.moved_runs, config.max_blocks),
+            blocks: Blocks::new(Arc::clone(&reader.keys), &config),
             config,
             reader,
             workers: Vec::new(),
@@ -495,7 +492,10 @@ impl KvIndexer {
         };
         let stats = &mut worker.stats;
         let all = &batch.blocks[event.blocks.clone()];
-        for (done, block) in all.iter().enumerate() {
+        let waits = |blocks: &Blocks, lane| blocks.holdings(lane).num_parked() > 0;
+        let (mut done, mut read) = (0, 0);
+        while let Some(block) = all.get(done) {
+            let left = &all[done..];
             let Some(before) = above else {
                 // A repeat of a known block, after an unknown one.
                 let repeated = match known(blocks, block.hash) {
@@ -504,7 +504,7 @@ impl KvIndexer {
                         let parked = blocks.park(lane, parent, block, event.tier, max_parked);
                         parked.map(|()| true)
                     }
-                    Some((of, slot)) if blocks.is_at(&keys, of, block, slot) => {
+                    Some((of, slot)) if blocks.is_at(of, block, slot) => {
                         above = Some(Above::Block(slot));
                         Ok(blocks.repeat(lane, block.hash, event.tier))
                     }
@@ -513,7 +513,7 @@ impl KvIndexer {
                 match repeated {
                     Ok(is_stored) => stats.stored += u64::from(is_stored),
                     Err(NotStored::Conflict) => {
-                        stats.conflicts += (all.len() - done) as u64;
+                        stats.conflicts += left.len() as u64;
                         worker.is_incomplete = true;
                         return;
                     }
@@ -523,19 +523,34 @@ impl KvIndexer {
                     }
                 }
                 parent = block.hash;
+                done += 1;
                 continue;
             };
-            if done % READ_AHEAD == 0 {
-                let next = all.len().min(done + READ_AHEAD);
-                blocks.touch(lane, before, &all[done..next]);
+            let next = &left[..left.len().min(AT_ONCE)];
+            if done >= read {
+                blocks.touch(lane, before, next);
+                read = done + AT_ONCE;
             }
+            let approximate = worker.approximate.filter(|_| !is_approximate);
+            if let (Above::Block(slot), Tier::Device) = (before, event.tier)
+                && !approximate.is_some_and(|other| waits(blocks, other))
+            {
+                let slots = blocks.append(lane, slot, next);
+                if let Some(last) = slots.clone().last() {
+                    stats.stored += slots.len() as u64;
+                    done += slots.len();
+                    above = Some(Above::Block(last));
+                    continue;
+                }
+            }
+            done += 1;
             let copies = Copies::of(event.tier);
-            match blocks.store(&keys, lane, before, block, copies) {
+            match blocks.store(lane, before, block, copies) {
                 Ok(slot) => {
                     stats.stored += 1;
-                    blocks.attach(&keys, lane, block.hash, slot);
-                    if let (false, Some(other)) = (is_approximate, worker.approximate) {
-                        blocks.attach(&keys, other, block.hash, slot);
+                    blocks.attach(lane, block.hash, slot);
+                    if let Some(other) = approximate {
+                        blocks.attach(other, block.hash, slot);
                     }
                     above = Some(Above::Block(slot));
                 }
@@ -544,12 +559,12 @@ impl KvIndexer {
                     above = Some(Above::Block(slot));
                 }
                 Err(NotStored::Conflict) => {
-                    stats.conflicts += (all.len() - done) as u64;
+                    stats.conflicts += left.len() as u64;
                     worker.is_incomplete = true;
                     return;
                 }
                 Err(NotStored::Full) => {
-                    stats.over_limit += (all.len() - done) as u64;
+                    stats.over_limit += left.len() as u64;
                     worker.is_incomplete = true;
                     return;
                 }
@@ -669,15 +684,18 @@ impl KvIndexer {
         }
         if let (true, Some(fingerprints)) = (options.moved, &blocks.fingerprints) {
             let count = (usable + 1).saturating_sub(size).min(prompt.windows.len());
-            let pieces = scores::runs(
-                &blocks.tree,
+            let places = Places {
+                keys: &self.reader.keys,
+                tree: &blocks.tree,
                 fingerprints,
-                blocks.live(),
-                &prompt.windows[..count],
-                Keys::apart(prompt.root),
-                size,
-                self.config.run_blocks(),
-            );
+                live: blocks.live(),
+            };
+            let windows = Windows {
+                fingerprints: &prompt.windows[..count],
+                apart: Keys::apart(prompt.root),
+                block_size: size,
+            };
+            let pieces = scores::runs(places, windows, self.config.run_blocks());
             self.add_moved(pieces, &mut scores);
         }
         Ok(scores)
@@ -740,7 +758,7 @@ impl KvIndexer {
 
     /// What a worker holds, in one number: its namespace, and each hash with its block and its copies, parked ones too.
     /// Equal in indexes with equal keys and block sizes for workers that hold the same, in whatever order it came; two
-    /// others are alike with probability 2⁻¹²⁸. What is counted, and whether the worker is uncertain, is not part of it.
+    /// others are alike with a probability below 2⁻⁸⁰ (`keys`). What is counted, and whether the worker is uncertain, is not part of it.
     ///
     /// # Errors
     /// [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle) if there is no such worker.
@@ -750,7 +768,7 @@ impl KvIndexer {
     pub fn digest(&self, worker: WorkerId) -> Result<u128> {
         let worker = &self.workers[self.column(worker, "KvIndexer::digest")?];
         let (keys, tree) = (&self.reader.keys, &self.blocks.tree);
-        let mut sum = keys.holding(&[worker.root]);
+        let mut sum = keys.holding(&[packed(worker.root)]);
         let lanes = [(0, Some(worker.lane)), (1, worker.approximate)];
         for (kind, lane) in lanes {
             let Some(lane) = lane else { continue };
@@ -759,7 +777,7 @@ impl KvIndexer {
                 let words = [
                     kind,
                     hash.into(),
-                    tree.digest(held.slot),
+                    packed(tree.digest(held.slot)),
                     held.copies.word(),
                 ];
                 sum = sum.wrapping_add(keys.holding(&words));
@@ -770,7 +788,7 @@ impl KvIndexer {
                     kind | 2,
                     hash.into(),
                     parent,
-                    parked.contents,
+                    packed(parked.contents),
                     parked.copies.word(),
                 ];
                 sum = sum.wrapping_add(keys.holding(&words));

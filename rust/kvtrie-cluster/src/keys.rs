@@ -1,9 +1,14 @@
 //! Keyed digests and fingerprints. No token can be read back from them without the key.
 //!
-//! A block has three names. Its *contents* are two sums of its tokens, each times a secret number for its place, modulo
-//! the prime 2⁶¹ − 1: two other blocks have the same with probability 2⁻¹²². Its *digest* is the `SipHash` of the
-//! parent's digest and the contents, so it names the whole prefix. Its *fingerprint* is a polynomial of the tokens at a
-//! secret point, which rolls over a prompt one token at a time.
+//! A block has two names, each of two halves modulo the prime p = 2⁶¹ − 1. Its *contents* are two polynomials of its
+//! tokens, at two secret points. Its *digest* is (its parent's digest + its contents) times another secret number, in
+//! each half. So a digest is a polynomial of everything before a block in its namespace: two others of *n* tokens have
+//! the same with probability (n/2⁶¹)² at most, 2⁻⁸⁸ for 131,072 tokens. That needs secret points, and no digest leaves
+//! the index but through `SipHash`. Namespaces, salts and extra keys are names under `SipHash` themselves.
+//!
+//! Two things follow from the choice of polynomials. The first half of the contents rolls over a prompt one token at a
+//! time, so it is the block's *fingerprint* too. And a digest and that of its parent give the fingerprint back, so that
+//! nobody has to keep it.
 
 use std::fmt;
 use std::hash::Hasher;
@@ -14,7 +19,10 @@ use kvtrie_core::{Error, ErrorKind, Namespace, Result, Salt};
 use siphasher::sip128::{Hasher128, SipHasher24};
 
 /// Names a block and everything before it in one namespace.
-pub(crate) type Digest = u128;
+pub(crate) type Digest = [u64; 2];
+
+/// Names the tokens of a block, and what else its KV depends on besides the blocks before it.
+pub(crate) type Contents = [u64; 2];
 
 /// Stretches of a prompt whose windows are computed at once.
 const STRETCHES: usize = 4;
@@ -22,26 +30,47 @@ const STRETCHES: usize = 4;
 /// The modulus of fingerprints: a Mersenne prime.
 const PRIME: u64 = (1 << 61) - 1;
 
+/// How digests are made, above all sizes of a block: replicas whose digests are made in another way are refused as
+/// those with another key are.
+const FORM: u64 = 1 << 32;
+
 /// Everything that is derived from the key of an index.
 #[derive(Clone)]
 pub(crate) struct Keys {
     extra: SipHasher24,
     wide: SipHasher24,
-    chain: SipHasher24,
-    approximate: SipHasher24,
+    chain: Chain,
+    approximate: Chain,
     namespace: SipHasher24,
     salt: SipHasher24,
     engine: SipHasher24,
     holding: SipHasher24,
     /// The second is odd.
     spread: [u64; 2],
-    /// By place in a block: the factors of the two sums, and the powers of the secret point.
-    factors: Arc<[[u64; 3]]>,
-    /// The secret point of the fingerprints, and its power by which a token leaves the window.
+    /// By place in a block: the powers of the two secret points.
+    factors: Arc<[[u64; 2]]>,
+    /// The point of the fingerprints, and its power by which a token leaves the window.
     point: u64,
     leaving: u64,
     block_size: usize,
     check: u64,
+}
+
+/// The secret numbers by which digests follow each other.
+#[derive(Clone, Copy)]
+struct Chain {
+    factors: [u64; 2],
+    /// One over the first.
+    inverse: u64,
+}
+
+impl Chain {
+    fn new(factors: [u64; 2]) -> Self {
+        Self {
+            factors,
+            inverse: inverse(factors[0]),
+        }
+    }
 }
 
 impl fmt::Debug for Keys {
@@ -87,33 +116,33 @@ impl Keys {
             SipHasher24::new_with_keys(first, second)
         };
         let [first, second] = words(b"kvtrie.tables");
-        let [point, check] = words(b"kvtrie.point");
         // Neither 0 nor 1, at which all windows would be alike.
-        let point = point % (PRIME - 2) + 2;
-        let drawn = sip(b"kvtrie.factors");
+        let secret = |word: u64| word % (PRIME - 2) + 2;
+        let [point, check] = words(b"kvtrie.point");
+        let points = [secret(point), secret(words(b"kvtrie.factors")[0])];
         // The last token has a factor too: no token changes the low bits alone.
-        let mut leaving = point;
-        let mut factors = vec![[0; 3]; block_size];
-        for (place, factors) in factors.iter_mut().enumerate().rev() {
-            let (first, second) = drawn.hash(&place.to_le_bytes()).as_u64();
-            *factors = [first % PRIME, second % PRIME, leaving];
-            leaving = times(leaving, point);
+        let mut leaving = points;
+        let mut factors = vec![[0; 2]; block_size];
+        for factors in factors.iter_mut().rev() {
+            *factors = leaving;
+            leaving = [times(leaving[0], points[0]), times(leaving[1], points[1])];
         }
+        let chain = |person: &[u8]| Chain::new(words(person).map(secret));
         Ok(Self {
             extra: sip(b"kvtrie.extra"),
             wide: sip(b"kvtrie.wide"),
-            chain: sip(b"kvtrie.chain"),
-            approximate: sip(b"kvtrie.moved"),
+            chain: chain(b"kvtrie.chain"),
+            approximate: chain(b"kvtrie.moved"),
             namespace: sip(b"kvtrie.space"),
             salt: sip(b"kvtrie.salt"),
             engine: sip(b"kvtrie.engine"),
             holding: sip(b"kvtrie.holding"),
             spread: [first, second | 1],
             factors: factors.into(),
-            point,
-            leaving,
+            point: points[0],
+            leaving: leaving[0],
             block_size,
-            check: check.wrapping_add(block_size as u64),
+            check: check.wrapping_add(block_size as u64 + FORM),
         })
     }
 
@@ -122,60 +151,68 @@ impl Keys {
         self.check
     }
 
-    /// The contents and the fingerprint of one block.
-    pub(crate) fn block(&self, tokens: &[u32]) -> (u128, u64) {
-        let [first, second, fingerprint] = self.sums(tokens);
-        (u128::from(first) << 64 | u128::from(second), fingerprint)
-    }
-
-    /// The contents alone.
-    pub(crate) fn contents(&self, tokens: &[u32]) -> u128 {
-        let [first, second] = self.sums(tokens);
-        u128::from(first) << 64 | u128::from(second)
-    }
-
-    fn sums<const N: usize>(&self, tokens: &[u32]) -> [u64; N] {
+    /// The contents of one block.
+    pub(crate) fn contents(&self, tokens: &[u32]) -> Contents {
         // A product has 94 bits at most and a block 2¹² tokens, so that no sum overflows.
-        let mut sums = [0_u128; N];
-        for (&token, factors) in tokens.iter().zip(&*self.factors) {
+        let (mut first, mut second) = (0_u128, 0_u128);
+        let mut add = |token: u32, factors: [u64; 2]| {
             let value = u128::from(value(token));
-            for (sum, &factor) in sums.iter_mut().zip(factors) {
-                *sum += value * u128::from(factor);
-            }
+            first += value * u128::from(factors[0]);
+            second += value * u128::from(factors[1]);
+        };
+        // Two at a time: a loop has a cost, and more are moved between two kinds of registers.
+        let (pairs, last) = tokens.as_chunks::<2>();
+        let (factors, last_factors) = self.factors.as_chunks::<2>();
+        for (tokens, factors) in pairs.iter().zip(factors) {
+            add(tokens[0], factors[0]);
+            add(tokens[1], factors[1]);
         }
-        sums.map(reduced)
+        for (&token, &factors) in last.iter().zip(last_factors) {
+            add(token, factors);
+        }
+        [reduced(first), reduced(second)]
     }
 
     /// The contents of a block whose KV depends on more than its tokens.
-    pub(crate) fn with_extra(&self, contents: u128, extra: &[u8]) -> u128 {
+    pub(crate) fn with_extra(&self, contents: Contents, extra: &[u8]) -> Contents {
         let mut hasher = self.extra;
-        hasher.write(&contents.to_le_bytes());
+        hasher.write(&packed(contents).to_le_bytes());
         hasher.write(extra);
-        hasher.finish128().as_u128()
+        halves(hasher)
     }
 
     /// The contents of a block with token ids beyond 32 bits, as some engines write them in the place of images: these,
     /// and their places in the block.
-    pub(crate) fn with_wide(&self, contents: u128, ids: &[(usize, u64)]) -> u128 {
+    pub(crate) fn with_wide(&self, contents: Contents, ids: &[(usize, u64)]) -> Contents {
         let mut hasher = self.wide;
-        hasher.write(&contents.to_le_bytes());
+        hasher.write(&packed(contents).to_le_bytes());
         for &(at, id) in ids {
             hasher.write(&(at as u64).to_le_bytes());
             hasher.write(&id.to_le_bytes());
         }
-        hasher.finish128().as_u128()
+        halves(hasher)
     }
 
-    pub(crate) fn child(&self, parent: Digest, contents: u128, approximate: bool) -> Digest {
-        let mut bytes = [0; 32];
-        bytes[..16].copy_from_slice(&parent.to_le_bytes());
-        bytes[16..].copy_from_slice(&contents.to_le_bytes());
-        let hasher = if approximate {
+    fn chain(&self, approximate: bool) -> &Chain {
+        if approximate {
             &self.approximate
         } else {
             &self.chain
-        };
-        hasher.hash(&bytes).as_u128()
+        }
+    }
+
+    pub(crate) fn child(&self, parent: Digest, contents: Contents, approximate: bool) -> Digest {
+        let factors = self.chain(approximate).factors;
+        [
+            times(plus(parent[0], contents[0]), factors[0]),
+            times(plus(parent[1], contents[1]), factors[1]),
+        ]
+    }
+
+    /// The fingerprint of a block, from the first halves of its digest and of its parent's.
+    pub(crate) fn fingerprint(&self, digest: Digest, parent: u64, approximate: bool) -> u64 {
+        let sum = times(digest[0], self.chain(approximate).inverse);
+        plus(sum, PRIME - parent)
     }
 
     /// The digest that the first blocks of a namespace have as their parent. `adapter` and `salt` replace the
@@ -206,7 +243,7 @@ impl Keys {
         });
         hasher.write_u8(salt.is_some().into());
         hasher.write(&salt.unwrap_or_default().to_le_bytes());
-        hasher.finish128().as_u128()
+        halves(hasher)
     }
 
     pub(crate) fn salt(&self, salt: &[u8]) -> u128 {
@@ -238,7 +275,7 @@ impl Keys {
 
     /// What tells equal tokens of two namespaces apart.
     pub(crate) fn apart(root: Digest) -> u64 {
-        low(root) % PRIME
+        root[0]
     }
 
     /// The fingerprints of all windows of one block's length, by the position of their first token.
@@ -251,7 +288,7 @@ impl Keys {
         let stretch = count.div_ceil(STRETCHES).max(1);
         let mut sums = [0; STRETCHES];
         for (sum, at) in sums.iter_mut().zip((0..count).step_by(stretch)) {
-            *sum = self.block(&tokens[at..at + self.block_size]).1;
+            *sum = self.contents(&tokens[at..at + self.block_size])[0];
             windows[at] = *sum;
         }
         for step in 1..stretch {
@@ -267,6 +304,34 @@ impl Keys {
         }
         windows
     }
+}
+
+/// Both halves in one word.
+pub(crate) fn packed(halves: [u64; 2]) -> u128 {
+    u128::from(halves[0]) << 64 | u128::from(halves[1])
+}
+
+/// What tells digests apart in a table, in all 64 bits.
+pub(crate) fn bucket(digest: Digest) -> u64 {
+    digest[0] << 3 ^ digest[1]
+}
+
+fn halves(hasher: SipHasher24) -> [u64; 2] {
+    let (first, second) = hasher.finish128().as_u64();
+    [first % PRIME, second % PRIME]
+}
+
+/// One over a number that is not 0.
+fn inverse(number: u64) -> u64 {
+    // The power p − 2: all bits but the second.
+    let (mut inverse, mut power) = (1, number);
+    for bit in 0..61 {
+        if bit != 1 {
+            inverse = times(inverse, power);
+        }
+        power = times(power, power);
+    }
+    inverse
 }
 
 /// The sum modulo the prime.
@@ -291,7 +356,7 @@ fn reduced(wide: u128) -> u64 {
 }
 
 #[expect(clippy::cast_possible_truncation, reason = "the low half is wanted")]
-pub(crate) fn low(wide: u128) -> u64 {
+fn low(wide: u128) -> u64 {
     wide as u64
 }
 
@@ -310,7 +375,7 @@ mod tests {
         let windows = keys.windows(&tokens);
         assert_eq!(windows.len(), 97);
         for (at, window) in windows.into_iter().enumerate() {
-            assert_eq!(window, keys.block(&tokens[at..at + 4]).1, "at {at}");
+            assert_eq!(window, keys.contents(&tokens[at..at + 4])[0], "at {at}");
         }
         assert!(keys.windows(&tokens[..3]).is_empty());
     }
@@ -323,32 +388,54 @@ mod tests {
             let expected = (u128::from(a) + u128::from(b)) % u128::from(PRIME);
             assert_eq!(u128::from(plus(a, b)), expected);
         }
+        for number in [1, 2, 77, PRIME - 1] {
+            assert_eq!(times(number, inverse(number)), 1);
+        }
     }
 
     #[test]
     fn names_depend_on_every_part() {
         let keys = keys();
-        let contents = keys.block(&[1, 2, 3, 4]).0;
+        let contents = keys.contents(&[1, 2, 3, 4]);
         let most = [u32::MAX; 4];
         for other in [[1, 2, 3, 5], [0, 2, 3, 4], [2, 1, 3, 4], most] {
-            let (first, second) = (keys.block(&other).0, contents);
-            assert_ne!(first, second);
-            assert_ne!(first >> 64, second >> 64);
-            assert_ne!(low(first), low(second));
+            let other = keys.contents(&other);
+            assert_ne!(other[0], contents[0]);
+            assert_ne!(other[1], contents[1]);
         }
         assert_ne!(contents, keys.with_extra(contents, b"x"));
-        assert_ne!(
-            keys.child(1, contents, false),
-            keys.child(2, contents, false)
-        );
-        assert_ne!(
-            keys.child(1, contents, false),
-            keys.child(1, contents, true)
-        );
+        assert_ne!(contents, keys.with_wide(contents, &[(0, 1 << 32)]));
+        let (first, second) = ([1, 2], [2, 1]);
+        let child = keys.child(first, contents, false);
+        for other in [
+            keys.child(second, contents, false),
+            keys.child(first, contents, true),
+            keys.child(first, second, false),
+        ] {
+            assert_ne!(child[0], other[0]);
+            assert_ne!(child[1], other[1]);
+        }
         let other = Keys::new(b"0123456789abcdeg", 4).unwrap();
-        assert_ne!(contents, other.block(&[1, 2, 3, 4]).0);
+        assert_ne!(contents, other.contents(&[1, 2, 3, 4]));
         assert_ne!(keys.check(), other.check());
         assert_eq!(format!("{keys:?}"), "Keys");
+    }
+
+    #[test]
+    fn digests_give_fingerprints_back() {
+        let keys = keys();
+        let mut digest = keys.root(
+            &Namespace::new("m", "auto", "default", None, Salt::Shared).unwrap(),
+            None,
+            None,
+        );
+        for token in 0..100 {
+            let contents = keys.contents(&[token, u32::MAX, 7, token * 3]);
+            let approximate = token % 3 == 0;
+            let child = keys.child(digest, contents, approximate);
+            assert_eq!(keys.fingerprint(child, digest[0], approximate), contents[0]);
+            digest = child;
+        }
     }
 
     #[test]

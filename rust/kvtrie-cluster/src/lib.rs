@@ -7,8 +7,8 @@
 //!
 //! - A **worker** is one engine, or one data-parallel rank of it. It has a name that is never used twice
 //!   ([`WorkerId`]), and a namespace.
-//! - A **block** is `block_size` tokens after one whole prefix in one namespace. It is named by a keyed digest of 128
-//!   bits; the index keeps no token, no salt and no key of an image.
+//! - A **block** is `block_size` tokens after one whole prefix in one namespace. It is named by a keyed digest of two
+//!   halves of 61 bits; the index keeps no token, no salt and no key of an image.
 //! - A worker **holds** a block while it has more copies stored than removed, in any [`Tier`]. Workers name blocks by
 //!   hashes of their own, which mean nothing to other workers.
 //! - A search returns for each worker how many tokens it holds from position 0 (*exact*), and how many of the rest it
@@ -41,11 +41,11 @@
 //! edge of each; `holdings` the blocks of one worker by its engine's hashes; `fingerprints` finds blocks by their tokens
 //! alone. `blocks` changes the three together, `scores` asks them, `indexer` has the calls and the workers.
 //!
-//! A unique block takes 17 bytes (its digest, and the room that a growing list has), an entry of a worker 13 to 15 (its
-//! hash and its block, in a table that is 8 to 9 tenths full), and edges come on top: 30 to 33 bytes for a block that
-//! one worker holds, and 14 to 16 more with moved runs. Each block has its own place in these tables, and waiting for their
-//! memory is most of what a store costs; so `blocks` reads the places of up to 16 blocks of an event before the first
-//! of them is stored.
+//! A unique block takes 17 bytes (its digest, and the room that a growing list has), an entry of a worker 14 to 15 (its
+//! hash and its block, in a table that is 75 to 90 % full), and edges come on top: 31 to 33 bytes for a block that one
+//! worker holds, and 5 to 6 more with moved runs, for which every second block is listed. Each block has its own place in
+//! these tables, and waiting for their memory is much of what a store costs; so `blocks` reads the places of up to 16
+//! blocks of an event before the first of them is stored, and appends them to the end of a path together.
 //!
 //! # Threads
 //!

@@ -71,7 +71,7 @@ impl Owners {
             let (chunk, start) = (from / CHUNK, from % CHUNK);
             let stop = (end - chunk * CHUNK).min(CHUNK);
             while self.chunks.len() <= chunk as usize {
-                make_room(&mut self.chunks);
+                make_room(&mut self.chunks, 1);
                 self.chunks.push(Chunk::of(NONE));
             }
             self.chunks[chunk as usize].set(start, stop, edge);

@@ -4,7 +4,7 @@ use smallvec::SmallVec;
 
 use crate::events::Tier;
 use crate::fingerprints::Fingerprints;
-use crate::keys::{Digest, plus};
+use crate::keys::{Digest, Keys, plus};
 use crate::lanes::{Lane, Lanes, bits};
 use crate::tree::{Edge, EdgeIndex, NONE, Slot, Tree};
 
@@ -98,8 +98,13 @@ struct Stretch {
     token: usize,
 }
 
-/// Blocks with the same tokens, each with the number of its chain of stretches.
-type Found = SmallVec<[(Slot, u32); 2]>;
+/// Where a chain of stretches ends: its last block, one past its last token, and its number.
+#[derive(Clone, Copy, Debug)]
+struct End {
+    slot: Slot,
+    token: usize,
+    chain: usize,
+}
 
 /// Tokens of the prompt that a lane holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -109,59 +114,112 @@ pub(crate) struct Piece {
     pub(crate) end: usize,
 }
 
+/// Where moved runs are looked for.
+#[derive(Clone, Copy)]
+pub(crate) struct Places<'a> {
+    pub(crate) keys: &'a Keys,
+    pub(crate) tree: &'a Tree,
+    pub(crate) fingerprints: &'a Fingerprints,
+    pub(crate) live: &'a Lanes,
+}
+
+/// The windows of a prompt.
+#[derive(Clone, Copy)]
+pub(crate) struct Windows<'a> {
+    /// Their fingerprints, by the position of their first token.
+    pub(crate) fingerprints: &'a [u64],
+    /// What tells them from those of other namespaces.
+    pub(crate) apart: u64,
+    pub(crate) block_size: usize,
+}
+
+impl Windows<'_> {
+    /// Whether the tokens from `token` on are those of a block.
+    fn is_at(&self, places: &Places<'_>, token: usize, edge: &Edge, at: u32) -> bool {
+        let window = self.fingerprints.get(token);
+        window.is_some_and(|&window| {
+            plus(window, self.apart) == places.tree.fingerprint(places.keys, edge, at)
+        })
+    }
+}
+
 /// The runs of at least `run_blocks` whole blocks that lanes hold anywhere in the namespace.
-pub(crate) fn runs(
-    tree: &Tree,
-    fingerprints: &Fingerprints,
-    live: &Lanes,
-    windows: &[u64],
-    apart: u64,
-    block_size: usize,
-    run_blocks: usize,
-) -> Vec<Piece> {
+///
+/// Blocks are found by the list of fingerprints. Of two consecutive blocks one is listed, so a block next to a listed
+/// one that is not listed itself is compared with the prompt.
+pub(crate) fn runs(places: Places<'_>, windows: Windows<'_>, run_blocks: usize) -> Vec<Piece> {
+    let Places {
+        tree,
+        fingerprints,
+        live,
+        ..
+    } = places;
+    let block_size = windows.block_size;
     let mut chains: Vec<SmallVec<[Stretch; 1]>> = Vec::new();
-    // By position modulo the block size: where blocks were found last, and these, each with its chain.
-    let mut recent: Vec<(usize, Found)> = vec![(usize::MAX, Found::new()); block_size];
-    for token in fingerprints.possible(windows, apart) {
-        let window = windows[token];
-        let (last, cell) = &mut recent[token % block_size];
-        if last.wrapping_add(block_size) != token {
-            cell.clear();
-        }
-        let mut found = Found::new();
-        for slot in fingerprints.find(plus(window, apart)) {
-            let (edge, at) = tree.at(slot);
+    // By position modulo the block size: where chains end that may go on.
+    let mut ends: Vec<SmallVec<[End; 2]>> = vec![SmallVec::new(); block_size];
+    for token in fingerprints.possible(windows.fingerprints, windows.apart) {
+        let ends = &mut ends[token % block_size];
+        ends.retain(|end| end.token >= token);
+        let num_before = ends.len();
+        for slot in fingerprints.find(plus(windows.fingerprints[token], windows.apart)) {
+            let (index, at) = tree.at(slot);
+            let edge = tree.edge(index);
             let before = tree.before(slot);
-            // Of two blocks after the same one, the first continues its chain.
-            let ends_here = |chain: u32| {
-                let last = chains[chain as usize].last();
-                last.is_some_and(|last| {
-                    last.token + (last.end - last.start) as usize * block_size == token
-                })
-            };
-            let chain = cell
-                .iter()
-                .find(|one| one.0 == before && before != NONE && ends_here(one.1));
-            let new = Stretch {
-                edge,
+            let mut found = Stretch {
+                edge: index,
                 start: at,
                 end: at + 1,
                 token,
             };
-            let chain = if let Some(&(_, chain)) = chain {
-                let stretches = &mut chains[chain as usize];
-                match stretches.last_mut() {
-                    Some(last) if last.edge == edge && last.end == at => last.end += 1,
-                    _ => stretches.push(new),
-                }
-                chain
-            } else {
-                chains.push(SmallVec::from_elem(new, 1));
-                u32::try_from(chains.len() - 1).unwrap_or(NONE)
+            if at + 1 < edge.len()
+                && !fingerprints.lists_at(edge, at + 1)
+                && windows.is_at(&places, token + block_size, edge, at + 1)
+            {
+                found.end += 1;
+            }
+            let end = End {
+                slot: edge.slot(found.end - 1),
+                token: token + (found.end - at) as usize * block_size,
+                chain: chains.len(),
             };
-            found.push((slot, chain));
+            // Of two blocks after the same one, the first continues its chain.
+            let goes_on = |end: &&mut End| (end.slot, end.token) == (before, token);
+            if let Some(known) = ends[..num_before].iter_mut().find(goes_on) {
+                let stretches = &mut chains[known.chain];
+                match stretches.last_mut() {
+                    Some(last) if last.edge == index && last.end == at => last.end = found.end,
+                    _ => stretches.push(found),
+                }
+                *known = End {
+                    chain: known.chain,
+                    ..end
+                };
+                continue;
+            }
+            let mut stretches = SmallVec::new();
+            if before != NONE {
+                let (above, last) = tree.at(before);
+                let first = token.checked_sub(block_size);
+                if let Some(first) = first
+                    && windows.is_at(&places, first, tree.edge(above), last)
+                {
+                    if above == index {
+                        (found.start, found.token) = (last, first);
+                    } else {
+                        stretches.push(Stretch {
+                            edge: above,
+                            start: last,
+                            end: last + 1,
+                            token: first,
+                        });
+                    }
+                }
+            }
+            stretches.push(found);
+            chains.push(stretches);
+            ends.push(end);
         }
-        (*last, *cell) = (token, found);
     }
     let mut held = HeldRuns {
         open: Vec::new(),

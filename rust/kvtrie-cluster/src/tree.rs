@@ -8,7 +8,7 @@ use hashbrown::HashTable;
 use smallvec::SmallVec;
 
 use crate::events::Tier;
-use crate::keys::{Digest, low};
+use crate::keys::{Digest, Keys, bucket, plus};
 use crate::lanes::{Lane, Lanes};
 use crate::owners::Owners;
 use crate::runs::Runs;
@@ -52,6 +52,8 @@ pub(crate) struct Edge {
     owner: Lane,
     /// What tells fingerprints of its namespace from those of others.
     apart: u64,
+    /// Its blocks are approximate.
+    is_approximate: bool,
     slots: SmallVec<[SlotRun; 1]>,
     full: Lanes,
     /// Lanes that hold a part, ascending.
@@ -63,6 +65,15 @@ pub(crate) struct Edge {
 impl Edge {
     pub(crate) fn len(&self) -> u32 {
         self.len
+    }
+
+    /// Number of blocks before the first.
+    pub(crate) fn depth(&self) -> u32 {
+        self.depth
+    }
+
+    pub(crate) fn apart(&self) -> u64 {
+        self.apart
     }
 
     pub(crate) fn full(&self) -> &Lanes {
@@ -157,19 +168,37 @@ fn split(parts: &mut Vec<Part>, at: u32) -> Vec<Part> {
     after
 }
 
-/// Makes room for more in steps of an eighth, and of a 32nd where the list is long, whose memory most allocators move
-/// without a copy. A list that doubles would be half empty at worst.
-pub(crate) fn make_room<T>(list: &mut Vec<T>) {
+/// Makes room for so many more, in steps of an eighth, and of a 32nd where the list is long, whose memory most allocators
+/// move without a copy. A list that doubles would be half empty at worst.
+pub(crate) fn make_room<T>(list: &mut Vec<T>, more: usize) {
     let len = list.len();
-    if len == list.capacity() {
-        list.reserve_exact((len / 8).min(len / 32 + 4_096) + 64);
+    if len + more > list.capacity() {
+        list.reserve_exact((len / 8).min(len / 32 + 4_096) + 64.max(more));
     }
 }
 
-/// What left the tree, to be taken from other tables.
+/// What a new block follows.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Parent {
+    /// None for the first block of a path.
+    pub(crate) slot: Slot,
+    pub(crate) apart: u64,
+    /// Whether the new block is approximate.
+    pub(crate) is_approximate: bool,
+}
+
+/// A block that was added.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Grown {
+    pub(crate) slot: Slot,
+    /// The lower part of an edge that was cut.
+    pub(crate) cut: Option<EdgeIndex>,
+}
+
+/// What leaves the tree, to be taken from other tables.
 pub(crate) trait Gone {
-    fn slot(&mut self, slot: Slot);
-    fn blocks(&mut self, owner: Lane, count: u32);
+    /// The blocks of an edge from `start` on leave.
+    fn blocks(&mut self, tree: &Tree, edge: &Edge, start: u32);
 }
 
 #[derive(Debug, Default)]
@@ -225,6 +254,20 @@ impl Tree {
         self.edge(self.edge_of(slot)).apart
     }
 
+    /// The fingerprint of a block, apart from those of other namespaces.
+    pub(crate) fn fingerprint(&self, keys: &Keys, edge: &Edge, at: u32) -> u64 {
+        let before = if at > 0 {
+            self.digest(edge.slot(at - 1))[0]
+        } else if edge.parent == NONE {
+            edge.apart
+        } else {
+            self.digest(edge.parent)[0]
+        };
+        let digest = self.digest(edge.slot(at));
+        let fingerprint = keys.fingerprint(digest, before, edge.is_approximate);
+        plus(fingerprint, edge.apart)
+    }
+
     /// The block before this one on its path.
     pub(crate) fn before(&self, slot: Slot) -> Slot {
         let (edge, at) = self.at(slot);
@@ -251,7 +294,7 @@ impl Tree {
     /// The edge that begins with this block.
     pub(crate) fn head(&self, digest: Digest) -> Option<EdgeIndex> {
         let is = |&edge: &EdgeIndex| self.digest(self.edge(edge).slots[0].slot) == digest;
-        self.heads.find(low(digest), is).copied()
+        self.heads.find(bucket(digest), is).copied()
     }
 
     /// The child of `parent` (or a first block) with this digest.
@@ -271,59 +314,89 @@ impl Tree {
     }
 
     /// Adds a block that is not there, held by `lane`. Returns none if no slot is left.
-    pub(crate) fn grow(
-        &mut self,
-        parent: Slot,
-        digest: Digest,
-        lane: Lane,
-        apart: u64,
-    ) -> Option<Slot> {
-        let slot = self.take_slot()?;
+    pub(crate) fn grow(&mut self, above: Parent, digest: Digest, lane: Lane) -> Option<Grown> {
+        let (slot, _) = self.next_slots()?;
+        let parent = above.slot;
+        let mut cut = None;
         if parent != NONE {
             let (edge, at) = self.at(parent);
             if at + 1 < self.edge(edge).len {
-                self.split(edge, at + 1);
+                cut = Some(self.split(edge, at + 1));
             } else if self.grows(edge, lane) {
-                let edge_of = self.edge_mut(edge);
-                let at = edge_of.len;
-                let continues = edge_of
-                    .slots
-                    .last()
-                    .is_some_and(|run| run.slot + (at - run.start) == slot);
-                if !continues {
-                    edge_of.slots.push(SlotRun { start: at, slot });
-                }
-                edge_of.len += 1;
-                self.put(slot, digest, edge);
-                return Some(slot);
+                self.append(edge, &[digest]);
+                return Some(Grown { slot, cut });
             }
         }
         let depth = if parent == NONE {
             0
         } else {
-            let (above, at) = self.at(parent);
-            let above = self.edge_mut(above);
-            above.children += 1;
-            above.depth + at + 1
+            let (edge, at) = self.at(parent);
+            let edge = self.edge_mut(edge);
+            edge.children += 1;
+            edge.depth + at + 1
         };
         let mut full = Lanes::default();
         full.add(lane);
         let edge = self.new_edge(Edge {
             parent,
             depth,
-            len: 1,
             owner: lane,
-            apart,
-            slots: SmallVec::from_elem(SlotRun { start: 0, slot }, 1),
+            apart: above.apart,
+            is_approximate: above.is_approximate,
             full,
             ..Edge::default()
         });
-        self.put(slot, digest, edge);
+        self.append(edge, &[digest]);
         self.add_head(edge);
-        Some(slot)
+        Some(Grown { slot, cut })
     }
 
-    /// Whether a block of `lane` may be appended to an edge: `lane` alone holds the edge and has made it.
+    /// The edge that ends with a block, if it can be appended to: `lane` alone holds and has made it.
+    pub(crate) fn growing(&self, slot: Slot, lane: Lane) -> Option<EdgeIndex> {
+        let (edge, at) = self.at(slot);
+        (at + 1 == self.edge(edge).len && self.grows(edge, lane)).then_some(edge)
+    }
+
+    /// The slots that [`append`](Self::append) gives next: the first, and how many.
+    pub(crate) fn next_slots(&self) -> Option<(Slot, u32)> {
+        if let Some(&run) = self.free_slots.last() {
+            return Some(run);
+        }
+        let slot = u32::try_from(self.digests.len()).ok()?;
+        (slot < MAX_SLOTS).then(|| (slot, MAX_SLOTS - slot))
+    }
+
+    /// Adds blocks to the end of an edge that is empty or [grows](Self::growing), no more than there are next slots.
+    pub(crate) fn append(&mut self, edge: EdgeIndex, digests: &[Digest]) {
+        let Some((slot, _)) = self.next_slots() else {
+            return;
+        };
+        let count = u32::try_from(digests.len()).unwrap_or(NONE);
+        if let Some((next, left)) = self.free_slots.last_mut() {
+            *next += count;
+            *left -= count;
+            if *left == 0 {
+                self.free_slots.pop();
+            }
+            self.digests[slot as usize..][..digests.len()].copy_from_slice(digests);
+        } else {
+            make_room(&mut self.digests, digests.len());
+            self.digests.extend_from_slice(digests);
+        }
+        self.owners.set(slot, count, edge);
+        self.num_blocks += count;
+        let edge = self.edge_mut(edge);
+        let at = edge.len;
+        let continues = edge
+            .slots
+            .last()
+            .is_some_and(|run| run.slot + (at - run.start) == slot);
+        if !continues {
+            edge.slots.push(SlotRun { start: at, slot });
+        }
+        edge.len += count;
+    }
+
     fn grows(&self, edge: EdgeIndex, lane: Lane) -> bool {
         let edge = self.edge(edge);
         edge.children == 0
@@ -331,31 +404,6 @@ impl Tree {
             && edge.owner == lane
             && edge.parts.is_empty()
             && edge.full.is_only(lane)
-    }
-
-    fn put(&mut self, slot: Slot, digest: Digest, edge: EdgeIndex) {
-        self.digests[slot as usize] = digest;
-        self.owners.set(slot, 1, edge);
-        self.num_blocks += 1;
-    }
-
-    fn take_slot(&mut self) -> Option<Slot> {
-        if let Some((slot, count)) = self.free_slots.last_mut() {
-            let taken = *slot;
-            *slot += 1;
-            *count -= 1;
-            if *count == 0 {
-                self.free_slots.pop();
-            }
-            return Some(taken);
-        }
-        let slot = u32::try_from(self.digests.len()).ok()?;
-        if slot >= MAX_SLOTS {
-            return None;
-        }
-        make_room(&mut self.digests);
-        self.digests.push(0);
-        Some(slot)
     }
 
     fn new_edge(&mut self, edge: Edge) -> EdgeIndex {
@@ -372,26 +420,29 @@ impl Tree {
     fn add_head(&mut self, edge: EdgeIndex) {
         let digest = self.digest(self.edge(edge).slots[0].slot);
         let (edges, digests) = (&self.edges, &self.digests);
-        let hash = |&edge: &EdgeIndex| low(digests[edges[edge as usize].slots[0].slot as usize]);
-        self.heads.insert_unique(low(digest), edge, hash);
+        let hash = |&edge: &EdgeIndex| bucket(digests[edges[edge as usize].slots[0].slot as usize]);
+        self.heads.insert_unique(bucket(digest), edge, hash);
     }
 
     fn remove_head(&mut self, edge: EdgeIndex) {
         let digest = self.digest(self.edge(edge).slots[0].slot);
-        if let Ok(entry) = self.heads.find_entry(low(digest), |&other| other == edge) {
+        if let Ok(entry) = self
+            .heads
+            .find_entry(bucket(digest), |&other| other == edge)
+        {
             entry.remove();
         }
     }
 
     fn rename_head(&mut self, edge: EdgeIndex, new: EdgeIndex) {
         let digest = self.digest(self.edge(edge).slots[0].slot);
-        if let Some(head) = self.heads.find_mut(low(digest), |&other| other == edge) {
+        if let Some(head) = self.heads.find_mut(bucket(digest), |&other| other == edge) {
             *head = new;
         }
     }
 
-    /// Cuts an edge before its block `at`. The shorter part is the one that moves.
-    fn split(&mut self, edge: EdgeIndex, at: u32) {
+    /// Cuts an edge before its block `at`, and returns the lower part. The shorter part is the one that moves.
+    fn split(&mut self, edge: EdgeIndex, at: u32) -> EdgeIndex {
         let index = self.new_edge(Edge::default());
         if self.is_swept {
             self.cut.push(index);
@@ -405,6 +456,7 @@ impl Tree {
             *self.edge_mut(edge) = lower;
             self.relabel(index);
             self.add_head(edge);
+            edge
         } else {
             let whole = std::mem::take(self.edge_mut(edge));
             let (upper, lower) = Self::cut(whole, at);
@@ -412,6 +464,7 @@ impl Tree {
             *self.edge_mut(index) = lower;
             self.relabel(index);
             self.add_head(index);
+            index
         }
     }
 
@@ -436,6 +489,7 @@ impl Tree {
             children: upper.children,
             owner: upper.owner,
             apart: upper.apart,
+            is_approximate: upper.is_approximate,
             slots: below,
             full: upper.full.clone(),
             parts: split(&mut upper.parts, at),
@@ -545,11 +599,12 @@ impl Tree {
             if end == edge.len {
                 return;
             }
+            gone.blocks(self, edge, end);
             if end == 0 {
                 self.remove_head(index);
             }
             let edge = self.edge_mut(index);
-            let (len, owner, parent) = (edge.len, edge.owner, edge.parent);
+            let (len, parent) = (edge.len, edge.parent);
             let first = edge.slots.partition_point(|run| run.start < end);
             let mut freed: SmallVec<[(Slot, u32); 2]> = SmallVec::new();
             if first > 0 {
@@ -564,14 +619,9 @@ impl Tree {
             edge.slots.truncate(first);
             edge.len = end;
             settle(edge);
-            gone.blocks(owner, len - end);
             self.num_blocks -= len - end;
-            for (slot, count) in freed.into_iter().filter(|run| run.1 > 0) {
-                for one in slot..slot + count {
-                    gone.slot(one);
-                }
-                self.free_slots.push((slot, count));
-            }
+            self.free_slots
+                .extend(freed.into_iter().filter(|run| run.1 > 0));
             if end > 0 {
                 return;
             }

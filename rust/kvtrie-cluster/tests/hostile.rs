@@ -290,7 +290,7 @@ fn a_worker_that_restarts_often_costs_what_it_holds() {
 #[test]
 fn bytes_of_a_block_of_a_long_path_have_a_bound() {
     const PER_EVENT: u64 = 1_000;
-    for (moved_runs, most) in [(false, 33), (true, 49)] {
+    for (moved_runs, most) in [(false, 33), (true, 40)] {
         let config = IndexerConfig {
             moved_runs,
             ..IndexerConfig::new(common::SIZE)

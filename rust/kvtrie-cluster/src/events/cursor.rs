@@ -59,6 +59,25 @@ impl<'a> EventCursor<'a> {
         Ok(taken)
     }
 
+    /// Text of up to 31 bytes, as most texts of events are. None, and nothing is read, if the next value is no such text.
+    fn short_text(&mut self) -> Option<&'a [u8]> {
+        let (&marker, rest) = self.raw.get(self.at..)?.split_first()?;
+        if marker >> 5 != 0b101 {
+            return None;
+        }
+        let text = rest.get(..usize::from(marker & 0x1f))?;
+        self.at += 1 + text.len();
+        Some(text)
+    }
+
+    /// The name of a field. Whether one that nobody knows is UTF-8 has yet to be looked at.
+    pub(super) fn name(&mut self) -> Read<&'a [u8]> {
+        if let Some(name) = self.short_text() {
+            return Ok(name);
+        }
+        self.text("a field's name").map(str::as_bytes)
+    }
+
     fn marker(&mut self, what: &str) -> Read<Marker> {
         Ok(Marker::from_u8(self.take(1, what)?[0]))
     }
@@ -126,8 +145,13 @@ impl<'a> EventCursor<'a> {
     }
 
     pub(super) fn text(&mut self, what: &str) -> Read<&'a str> {
-        let marker = self.marker(what)?;
-        let bytes = self.bytes_of(marker, what)?;
+        let bytes = match self.short_text() {
+            Some(bytes) => bytes,
+            None => {
+                let marker = self.marker(what)?;
+                self.bytes_of(marker, what)?
+            }
+        };
         std::str::from_utf8(bytes).map_err(|_| self.wrong(format!("{what} is not UTF-8")))
     }
 
@@ -182,6 +206,13 @@ impl<'a> EventCursor<'a> {
     }
 
     pub(super) fn hash(&mut self, what: &str) -> Read<RawHash<'a>> {
+        // Nearly all hashes are as long as they can be.
+        if let Some(&[0xcf, ref digits @ ..]) = self.raw.get(self.at..)
+            && let Some(digits) = digits.first_chunk()
+        {
+            self.at += 9;
+            return Ok(RawHash::Int(u64::from_be_bytes(*digits)));
+        }
         let marker = self.marker(what)?;
         match marker {
             Marker::Bin8 | Marker::Bin16 | Marker::Bin32 => {
@@ -192,40 +223,21 @@ impl<'a> EventCursor<'a> {
     }
 
     /// Reads so many token ids, of those beyond 32 bits the low half. These go to `wide` as they are, with their places.
-    ///
-    /// Each id says where the next one begins, and reading waits for that. So its length is computed without a branch,
-    /// which a processor would guess wrong for many ids of a large vocabulary, and two ids share one load.
     pub(super) fn tokens(&mut self, into: &mut [u32], wide: &mut Vec<(usize, u64)>) -> Read<()> {
-        let (pairs, last) = into.as_chunks_mut::<2>();
-        let num_paired = 2 * pairs.len();
-        for (pair, [first, second]) in pairs.iter_mut().enumerate() {
-            if let Some(word) = self.word(self.at) {
-                let len = len_of_id(word);
-                // Nonsense where the word is no id.
-                let after = word.wrapping_shr(8 * len);
-                let end = self.at + len as usize;
-                if is_id(word)
-                    && is_id(after)
-                    && let Some(next) = self.word(end)
-                {
-                    self.at = end + len_of_id(after) as usize;
-                    (*first, *second) = (id_of(word), id_of(next));
-                    continue;
-                }
+        for (number, ids) in into.chunks_mut(EIGHT).enumerate() {
+            if let Ok(eight) = ids.try_into()
+                && let Some(start) = self.at.checked_sub(DIGITS)
+                && let Some(window) = self.raw.get(start..).and_then(<[u8]>::first_chunk)
+                && let Some(len) = eight_ids(window, eight)
+            {
+                self.at += len;
+                continue;
             }
-            *first = self.token(2 * pair, wide)?;
-            *second = self.token(2 * pair + 1, wide)?;
-        }
-        for token in last {
-            *token = self.token(num_paired, wide)?;
+            for (at, id) in ids.iter_mut().enumerate() {
+                *id = self.token(number * EIGHT + at, wide)?;
+            }
         }
         Ok(())
-    }
-
-    /// The eight bytes from `at` on, the first one lowest, if there are so many.
-    fn word(&self, at: usize) -> Option<u64> {
-        let bytes = self.raw.get(at..)?.first_chunk()?;
-        Some(u64::from_le_bytes(*bytes))
     }
 
     #[expect(clippy::cast_possible_truncation, reason = "the low half is wanted")]
@@ -281,26 +293,65 @@ impl<'a> EventCursor<'a> {
     }
 }
 
-/// Whether a word begins with a number below 2³², as all writers of token ids encode it.
-fn is_id(word: u64) -> bool {
-    matches!(word & 0xff, 0..=0x7f | 0xcc..=0xce)
+/// Number of token ids that are read at once, and of digits of the longest.
+const EIGHT: usize = 8;
+const DIGITS: usize = 4;
+
+/// Bytes of a window: the digits before it, 64 places at which an id may begin, and as many bytes as one load has.
+const WINDOW: usize = 64 + 8;
+
+/// By the first byte of a number below 2³²: the bits of its last four bytes that are its own, which are those of this
+/// byte if it is the number. None for all other bytes.
+const OWN_BITS: [u32; 256] = {
+    let mut bits = [0; 256];
+    let mut number = 0;
+    while number < 0x80 {
+        bits[number] = 0x7f;
+        number += 1;
+    }
+    bits[0xcc] = 0xff;
+    bits[0xcd] = 0xffff;
+    bits[0xce] = 0xffff_ffff;
+    bits
+};
+
+/// Reads eight ids below 2³² from a window that begins `DIGITS` bytes before them, and returns how many bytes they take;
+/// none if there is another value among them.
+///
+/// Each id says where the next one begins, and reading waits for that. So its length is computed, without a branch that a
+/// processor would guess wrong for many ids of a large vocabulary, and two ids share a load. What is no id has some
+/// length, and is noticed at the end; masks keep places inside of the window until then.
+fn eight_ids(window: &[u8; WINDOW], into: &mut [u32; EIGHT]) -> Option<usize> {
+    const PLACES: usize = 63;
+    let own = |end: usize, marker: u8| {
+        let at = end.wrapping_sub(DIGITS) & PLACES;
+        let digits = [window[at], window[at + 1], window[at + 2], window[at + 3]];
+        let bits = OWN_BITS[usize::from(marker)];
+        (u32::from_be_bytes(digits) & bits, bits)
+    };
+    let (mut at, mut all_bits) = (DIGITS, u32::MAX);
+    for pair in into.as_chunks_mut::<2>().0 {
+        let from = at & PLACES;
+        let mut bytes = [0; 8];
+        bytes.copy_from_slice(&window[from..from + 8]);
+        let word = u64::from_le_bytes(bytes);
+        let (len, marker) = len_of_id(word);
+        let (len_after, marker_after) = len_of_id(word.wrapping_shr(8 * len));
+        let end = at + len as usize;
+        at = end + len_after as usize;
+        let (first, second) = (own(end, marker), own(at, marker_after));
+        *pair = [first.0, second.0];
+        all_bits &= first.1 & second.1;
+    }
+    (all_bits != 0).then(|| at - DIGITS)
 }
 
-/// Number of bytes of such a number: the marker, and none or 1, 2 or 4 for the markers cc, cd and ce.
+/// Number of bytes of a number below 2³² at the start of a word, and the first of them: the marker, after which there are
+/// none or 1, 2 or 4 for cc, cd and ce.
 #[expect(clippy::cast_possible_truncation, reason = "the first byte is wanted")]
-fn len_of_id(word: u64) -> u32 {
+fn len_of_id(word: u64) -> (u32, u8) {
     let marker = word as u32 & 0xff;
-    1 + ((marker >> 7) << (marker & 3))
-}
-
-/// Such a number.
-#[expect(clippy::cast_possible_truncation, reason = "it has four bytes at most")]
-fn id_of(word: u64) -> u32 {
-    let digits = 8 * (len_of_id(word) - 1);
-    // Nothing of the word is left where there is no digit, and the marker is the number.
-    let long = (word.swap_bytes() << 8 >> 1 >> (63 - digits)) as u32;
-    let short = if digits == 0 { word as u32 & 0xff } else { 0 };
-    long | short
+    (1 + ((marker >> 7) << (marker & 3)), marker as u8)
 }
 
 /// How an event is written.

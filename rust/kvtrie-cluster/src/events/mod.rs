@@ -13,7 +13,7 @@ use smallvec::SmallVec;
 
 use crate::error::{EventError, EventRefusal};
 use crate::events::cursor::{EventCursor, EventForm, RawHash, Read};
-use crate::keys::Keys;
+use crate::keys::{Contents, Keys};
 
 /// Where a worker stores a block, fastest first.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -109,8 +109,7 @@ impl Refused {
 pub(crate) struct EventBlock {
     /// The engine's hash, spread under the key.
     pub(crate) hash: u64,
-    pub(crate) contents: u128,
-    pub(crate) fingerprint: u64,
+    pub(crate) contents: Contents,
 }
 
 #[derive(Debug)]
@@ -141,7 +140,7 @@ pub(crate) enum Event {
 #[derive(Debug, Default)]
 pub struct EventBatch {
     pub(crate) rank: Option<u64>,
-    pub(crate) events: Vec<Event>,
+    pub(crate) events: SmallVec<[Event; 1]>,
     pub(crate) blocks: Vec<EventBlock>,
     pub(crate) removed: Vec<u64>,
     pub(crate) keys: u64,
@@ -214,7 +213,7 @@ struct Fields<'a> {
 struct Scratch {
     hashes: SmallVec<[u64; 16]>,
     /// The tokens of one block, and those beyond 32 bits with their places in it.
-    tokens: Vec<u32>,
+    tokens: SmallVec<[u32; 16]>,
     wide: Vec<(usize, u64)>,
     /// Number of token ids of the event.
     num_tokens: usize,
@@ -328,7 +327,7 @@ impl EventReader {
         match cursor.fields("an event")? {
             EventForm::Map(entries) => {
                 for _ in 0..entries {
-                    let name = cursor.text("a field's name")?;
+                    let name = cursor.name()?;
                     self.field(name, &mut fields, cursor, batch, scratch)?;
                 }
             }
@@ -336,7 +335,7 @@ impl EventReader {
                 if entries == 0 {
                     return Err(cursor.wrong("the event is empty"));
                 }
-                self.field("type", &mut fields, cursor, batch, scratch)?;
+                self.field(b"type", &mut fields, cursor, batch, scratch)?;
                 let names: &[&str] = match fields.name {
                     Some("BlockStored") => &STORED,
                     Some("BlockRemoved") => &REMOVED,
@@ -344,7 +343,7 @@ impl EventReader {
                 };
                 for at in 0..entries - 1 {
                     let name = names.get(at).copied().unwrap_or_default();
-                    self.field(name, &mut fields, cursor, batch, scratch)?;
+                    self.field(name.as_bytes(), &mut fields, cursor, batch, scratch)?;
                 }
             }
         }
@@ -353,16 +352,16 @@ impl EventReader {
 
     fn field<'a>(
         &self,
-        name: &str,
+        name: &[u8],
         fields: &mut Fields<'a>,
         cursor: &mut EventCursor<'a>,
         batch: &mut EventBatch,
         scratch: &mut Scratch,
     ) -> Read<()> {
         match name {
-            "type" => fields.name = Some(cursor.text("type")?),
-            "block_hashes" => {
-                let count = cursor.array(name)?;
+            b"type" => fields.name = Some(cursor.text("type")?),
+            b"block_hashes" => {
+                let count = cursor.array("block_hashes")?;
                 scratch.hashes.clear();
                 scratch.hashes.reserve(count);
                 for _ in 0..count {
@@ -371,45 +370,47 @@ impl EventReader {
                 }
                 fields.has_hashes = true;
             }
-            "parent_block_hash" => {
+            b"parent_block_hash" => {
                 fields.parent = None;
                 if !cursor.nil() {
-                    let hash = cursor.hash(name)?;
+                    let hash = cursor.hash("parent_block_hash")?;
                     fields.parent = Some(self.hash(hash));
                 }
             }
-            "token_ids" => {
+            b"token_ids" => {
                 batch.blocks.truncate(fields.first);
                 self.tokens(cursor, &mut batch.blocks, scratch)?;
             }
-            "block_size" => fields.block_size = Some(cursor.uint(name)?),
-            "lora_id" => fields.lora_id = cursor.optional_uint(name)?,
-            "lora_name" => fields.lora_name = cursor.optional_text(name)?,
-            "cache_salt" => fields.cache_salt = cursor.optional_text(name)?,
-            "medium" => fields.medium = cursor.optional_text(name)?,
-            "group_idx" => fields.group = cursor.optional_uint(name)?,
-            "kv_cache_spec_kind" => fields.kind = cursor.optional_text(name)?,
-            "kv_cache_spec_sliding_window" => {
-                fields.has_window = cursor.optional_uint(name)?.is_some();
+            b"block_size" => fields.block_size = Some(cursor.uint("block_size")?),
+            b"lora_id" => fields.lora_id = cursor.optional_uint("lora_id")?,
+            b"lora_name" => fields.lora_name = cursor.optional_text("lora_name")?,
+            b"cache_salt" => fields.cache_salt = cursor.optional_text("cache_salt")?,
+            b"medium" => fields.medium = cursor.optional_text("medium")?,
+            b"group_idx" => fields.group = cursor.optional_uint("group_idx")?,
+            b"kv_cache_spec_kind" => fields.kind = cursor.optional_text("kv_cache_spec_kind")?,
+            b"kv_cache_spec_sliding_window" => {
+                fields.has_window = cursor
+                    .optional_uint("kv_cache_spec_sliding_window")?
+                    .is_some();
             }
-            "locality" => fields.is_remote = cursor.optional_text(name)? == Some("REMOTE"),
-            "class" => {
-                let class = cursor.optional_text(name)?;
+            b"locality" => fields.is_remote = cursor.optional_text("locality")? == Some("REMOTE"),
+            b"class" => {
+                let class = cursor.optional_text("class")?;
                 fields.is_approximate |= class.is_some_and(|class| class != "exact");
             }
-            "classes" | "lookahead_token_ids" if cursor.nil() => (),
-            "classes" => {
+            b"classes" | b"lookahead_token_ids" if cursor.nil() => (),
+            b"classes" => {
                 cursor.skip()?;
                 fields.is_approximate = true;
             }
-            "lookahead_token_ids" => {
+            b"lookahead_token_ids" => {
                 cursor.skip()?;
                 fields.has_lookahead = true;
             }
-            "extra_keys" => {
+            b"extra_keys" => {
                 scratch.extra.clear();
                 if !cursor.nil() {
-                    let count = cursor.array(name)?;
+                    let count = cursor.array("extra_keys")?;
                     for _ in 0..count {
                         let at = cursor.at();
                         let keys = if cursor.nil() { at..at } else { cursor.skip()? };
@@ -418,6 +419,9 @@ impl EventReader {
                 }
             }
             _ => {
+                if std::str::from_utf8(name).is_err() {
+                    return Err(cursor.wrong("a field's name is not UTF-8"));
+                }
                 cursor.skip()?;
             }
         }
@@ -441,19 +445,11 @@ impl EventReader {
         for _ in 0..whole {
             scratch.wide.clear();
             cursor.tokens(&mut scratch.tokens, &mut scratch.wide)?;
-            let (mut contents, fingerprint) = if self.moved_runs {
-                self.keys.block(&scratch.tokens)
-            } else {
-                (self.keys.contents(&scratch.tokens), 0)
-            };
+            let mut contents = self.keys.contents(&scratch.tokens);
             if !scratch.wide.is_empty() {
                 contents = self.keys.with_wide(contents, &scratch.wide);
             }
-            blocks.push(EventBlock {
-                hash: 0,
-                contents,
-                fingerprint,
-            });
+            blocks.push(EventBlock { hash: 0, contents });
         }
         cursor.tokens(&mut scratch.tokens[..rest], &mut scratch.wide)
     }
