@@ -222,9 +222,22 @@ impl Blocks {
     }
 
     /// Stores one copy in the device of each of the first blocks after a block, as long as nothing is there that they
-    /// could be: the edge ends with that block and is this lane's alone, no block waits, and no hash is known. Returns
+    /// could be: the edge ends with that block and is this lane's alone, no block waits in it or in `other`, and no hash is known. Returns
     /// the slots of these blocks, which are consecutive.
-    pub(crate) fn append(&mut self, lane: Lane, above: Slot, blocks: &[EventBlock]) -> Range<Slot> {
+    pub(crate) fn append(
+        &mut self,
+        lane: Lane,
+        other: Option<Lane>,
+        above: Above,
+        blocks: &[EventBlock],
+    ) -> Range<Slot> {
+        let waits = |lane: Lane| self.holdings(lane).num_parked() > 0;
+        let Above::Block(above) = above else {
+            return 0..0;
+        };
+        if waits(lane) || other.is_some_and(waits) {
+            return 0..0;
+        }
         let LaneState {
             holdings,
             is_approximate,
@@ -233,11 +246,9 @@ impl Blocks {
         let room = self
             .most
             .saturating_sub(holdings.len().max(*charged as usize));
-        let (Some(edge), Some((first, left)), 0) = (
-            self.tree.growing(above, lane),
-            self.tree.next_slots(),
-            holdings.num_parked(),
-        ) else {
+        let (Some(edge), Some((first, left))) =
+            (self.tree.growing(above, lane), self.tree.next_slots())
+        else {
             return 0..0;
         };
         let mut digests = [Digest::default(); AT_ONCE];

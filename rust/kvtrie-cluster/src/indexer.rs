@@ -481,8 +481,7 @@ impl KvIndexer {
                 (Some(Above::Root(worker.root)), 0)
             }
             None => {
-                let adapter = event.adapter.as_deref();
-                let root = keys.root(&worker.namespace, adapter, event.salt);
+                let root = keys.root(&worker.namespace, event.adapter.as_deref(), event.salt);
                 (Some(Above::Root(root)), 0)
             }
             Some(parent) => {
@@ -492,7 +491,6 @@ impl KvIndexer {
         };
         let stats = &mut worker.stats;
         let all = &batch.blocks[event.blocks.clone()];
-        let waits = |blocks: &Blocks, lane| blocks.holdings(lane).num_parked() > 0;
         let (mut done, mut read) = (0, 0);
         while let Some(block) = all.get(done) {
             let left = &all[done..];
@@ -532,10 +530,8 @@ impl KvIndexer {
                 read = done + AT_ONCE;
             }
             let approximate = worker.approximate.filter(|_| !is_approximate);
-            if let (Above::Block(slot), Tier::Device) = (before, event.tier)
-                && !approximate.is_some_and(|other| waits(blocks, other))
-            {
-                let slots = blocks.append(lane, slot, next);
+            if event.tier == Tier::Device {
+                let slots = blocks.append(lane, approximate, before, next);
                 if let Some(last) = slots.clone().last() {
                     stats.stored += slots.len() as u64;
                     done += slots.len();
@@ -544,8 +540,7 @@ impl KvIndexer {
                 }
             }
             done += 1;
-            let copies = Copies::of(event.tier);
-            match blocks.store(lane, before, block, copies) {
+            match blocks.store(lane, before, block, Copies::of(event.tier)) {
                 Ok(slot) => {
                     stats.stored += 1;
                     blocks.attach(lane, block.hash, slot);
@@ -556,6 +551,8 @@ impl KvIndexer {
                 }
                 Err(NotStored::Alias(slot)) => {
                     stats.aliases += 1;
+                    // It may outlive the hash that counts.
+                    worker.is_incomplete |= !is_approximate;
                     above = Some(Above::Block(slot));
                 }
                 Err(NotStored::Conflict) => {

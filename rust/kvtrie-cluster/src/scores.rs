@@ -143,19 +143,18 @@ impl Windows<'_> {
     }
 }
 
-/// The runs of at least `run_blocks` whole blocks that lanes hold anywhere in the namespace.
+type Chain = SmallVec<[Stretch; 1]>;
+
+/// Consecutive blocks of the tree that are the prompt's tokens.
 ///
 /// Blocks are found by the list of fingerprints. Of two consecutive blocks one is listed, so a block next to a listed
 /// one that is not listed itself is compared with the prompt.
-pub(crate) fn runs(places: Places<'_>, windows: Windows<'_>, run_blocks: usize) -> Vec<Piece> {
+fn chains(places: Places<'_>, windows: Windows<'_>) -> Vec<Chain> {
     let Places {
-        tree,
-        fingerprints,
-        live,
-        ..
+        tree, fingerprints, ..
     } = places;
     let block_size = windows.block_size;
-    let mut chains: Vec<SmallVec<[Stretch; 1]>> = Vec::new();
+    let mut chains: Vec<Chain> = Vec::new();
     // By position modulo the block size: where chains end that may go on.
     let mut ends: Vec<SmallVec<[End; 2]>> = vec![SmallVec::new(); block_size];
     for token in fingerprints.possible(windows.fingerprints, windows.apart) {
@@ -221,12 +220,19 @@ pub(crate) fn runs(places: Places<'_>, windows: Windows<'_>, run_blocks: usize) 
             ends.push(end);
         }
     }
+    chains
+}
+
+/// The runs of at least `run_blocks` whole blocks that lanes hold anywhere in the namespace.
+pub(crate) fn runs(places: Places<'_>, windows: Windows<'_>, run_blocks: usize) -> Vec<Piece> {
+    let Places { tree, live, .. } = places;
+    let block_size = windows.block_size;
     let mut held = HeldRuns {
         open: Vec::new(),
         pieces: Vec::new(),
         least: run_blocks * block_size,
     };
-    for chain in &chains {
+    for chain in &chains(places, windows) {
         let blocks: u32 = chain
             .iter()
             .map(|stretch| stretch.end - stretch.start)

@@ -207,6 +207,8 @@ fn another_workers_hashes_are_only_ones_own() {
         );
     }
     assert_eq!(index.worker_stats(hostile).unwrap().aliases, 99);
+    // The block may stay under another hash when the first is removed: what is said of it is no promise.
+    assert_eq!(ask(&index).uncertain, [false, true]);
     assert_eq!(ask(&index).exact, [40, 2]);
     apply(&mut index, hostile, &[removed(&[100], "GPU")]);
     assert_eq!(ask(&index).exact, [40, 0]);
@@ -239,6 +241,64 @@ fn repeated_tokens_cost_each_worker_its_own_hints() {
     };
     let scores = index.find(&index.prompt(&seq, true), options).unwrap();
     assert_eq!(scores.moved, [40, 0]);
+}
+
+/// Blocks that follow each other are appended at once, up to the first whose hash is known.
+#[test]
+fn a_known_hash_within_an_event_is_a_conflict_after_those_before_it() {
+    let (mut index, _, hostile) = two();
+    apply(
+        &mut index,
+        hostile,
+        &[stored(&[0], None, &text()[..2], "GPU")],
+    );
+    let hashes: Vec<u64> = vec![1, 2, 3, 1, 4];
+    let event = stored(&hashes, Some(0), &text()[2..12], "GPU");
+    apply(&mut index, hostile, &[event]);
+    index.check().unwrap();
+    let stats = index.worker_stats(hostile).unwrap();
+    assert_eq!((stats.stored, stats.conflicts, stats.entries), (4, 2, 4));
+    assert_eq!(ask(&index).exact, [40, 8]);
+}
+
+/// Of two consecutive blocks one is listed, unless a run may have one block.
+#[test]
+fn runs_are_found_wherever_they_begin() {
+    for (min_run, least) in [
+        (common::SIZE, 1),
+        (2 * common::SIZE, 2),
+        (3 * common::SIZE, 3),
+    ] {
+        let config = IndexerConfig {
+            min_run,
+            ..IndexerConfig::new(common::SIZE)
+        };
+        let mut index = KvIndexer::new(config, &[3; 16]).unwrap();
+        let worker = index.add_worker(space()).unwrap();
+        let hashes: Vec<u64> = (0..20).collect();
+        apply(&mut index, worker, &[stored(&hashes, None, &text(), "GPU")]);
+        // Paths that leave the first one cut it at even and at odd places.
+        for at in [4, 5, 9, 14] {
+            let event = stored(&[100 + at], Some(at), &[900, at as u32], "GPU");
+            apply(&mut index, worker, &[event]);
+        }
+        index.check().unwrap();
+        for start in 0..20 {
+            for end in start + 1..=20 {
+                let mut tokens = vec![800];
+                tokens.extend(&text()[start * common::SIZE..end * common::SIZE]);
+                let seq = TokenSequence::new(space(), tokens, Vec::new()).unwrap();
+                let options = FindOptions {
+                    keep_last: 0,
+                    moved: true,
+                };
+                let scores = index.find(&index.prompt(&seq, true), options).unwrap();
+                let blocks = if end - start >= least { end - start } else { 0 };
+                let moved = (blocks * common::SIZE) as u32;
+                assert_eq!(scores.moved, [moved], "{min_run} {start}..{end}");
+            }
+        }
+    }
 }
 
 #[test]

@@ -145,12 +145,11 @@ impl<'a> EventCursor<'a> {
     }
 
     pub(super) fn text(&mut self, what: &str) -> Read<&'a str> {
-        let bytes = match self.short_text() {
-            Some(bytes) => bytes,
-            None => {
-                let marker = self.marker(what)?;
-                self.bytes_of(marker, what)?
-            }
+        let bytes = if let Some(bytes) = self.short_text() {
+            bytes
+        } else {
+            let marker = self.marker(what)?;
+            self.bytes_of(marker, what)?
         };
         std::str::from_utf8(bytes).map_err(|_| self.wrong(format!("{what} is not UTF-8")))
     }
