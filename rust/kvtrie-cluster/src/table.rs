@@ -274,7 +274,7 @@ impl<C: Cell> Part<C> {
         self.fill(&old, places, bits);
     }
 
-    /// Places the cells of a list, which is ordered but for empty ones, anew.
+    /// Places the cells of a list, which is ordered but for empty ones, again.
     fn fill(&mut self, list: &[C], places: usize, bits: u32) {
         self.places = places.max(FEWEST);
         let size = self.places + AFTER;
