@@ -6,6 +6,7 @@ is proportional to a prompt doubles with it; a tenant would choose what grows wi
 
 from __future__ import annotations
 
+import logging
 import random
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -452,3 +453,44 @@ def test_a_run_is_cut_in_one_pass(window: int | None) -> None:
         assert not carried.blocks
         took.append(run[0])
     assert took[1] < 2.3 * took[0]
+
+
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def test_ids_of_any_length_make_short_log_lines(
+    core: Callable[..., Core], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllm = core(connector={"gate": "unchecked"}, shadow=False)
+    log, kept = logging.getLogger("vllm.kvtrie"), _Lines()
+    before = log.level
+    log.setLevel(logging.DEBUG)
+    log.addHandler(kept)
+    try:
+        for number, given in enumerate((None, {"kvtrie": "x" * 1_000_000}, None)):
+            request = Request(
+                f"{number}\n" + "a" * 1_000_000,
+                words(40, number),
+                SamplingParams(max_tokens=2, extra_args={"kv_transfer_params": given}),
+                None,
+                block_hasher=vllm.core.request_block_hasher,
+            )
+            if number == 2:
+                monkeypatch.setattr(vllm.connector.planner, "match", len)
+            vllm.answers[request.request_id] = Answer()
+            vllm.core.add_request(request)
+            vllm.drain()
+    finally:
+        log.removeHandler(kept)
+        log.setLevel(before)
+    told = [line for line in kept.lines if "request '" in line]
+    assert len(told) >= 3
+    assert vllm.counts["requests_refused"] == vllm.counts["errors"] == 1
+    assert max(map(len, kept.lines)) < 1_000
+    assert not any("\n" in line for line in kept.lines)

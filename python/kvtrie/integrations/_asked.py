@@ -72,6 +72,13 @@ def shown(value: object) -> str:
     return f"{text}{size}" if "..." in text else text
 
 
+def named(request_id: str) -> str:
+    """A request's id for a log line: a client may choose it, of any length."""
+    if len(request_id) <= MAX_SHOWN and request_id.isprintable():
+        return request_id
+    return shown(request_id)
+
+
 def check_keys(given: Mapping[str, Any], known: Sequence[str], where: str) -> None:
     """Refuse keys that are not known.
 

@@ -6,6 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from kvtrie._core import LayoutError, UnsupportedRopeError
+from kvtrie.integrations._asked import named
 from kvtrie.integrations.vllm._layouts import locate
 from kvtrie.integrations.vllm._support import is_whole
 from kvtrie.integrations.vllm._vllm import (
@@ -87,7 +88,7 @@ class Copies:
 
 def _write_stored(load: Load, store: StoreWorker | None) -> None:
     if store is None:
-        msg = f"request {load.request_id} expects tokens of a store, and there is none"
+        msg = f"request {named(load.request_id)} expects tokens of a store, and there is none"
         raise RuntimeError(msg)
     store.write(load)
 

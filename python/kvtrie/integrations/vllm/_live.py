@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Final
 
+from kvtrie.integrations._asked import named
+
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.request import Request
@@ -54,7 +56,7 @@ class LiveRequests:
             or request.resumable
         ):
             self._counts.add("requests_unsupported")
-            _LOG.debug("kvtrie: request %s: not only token ids", request.request_id)
+            _LOG.debug("kvtrie: request %s: not only token ids", named(request.request_id))
             return False
         return True
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvtrie.integrations._asked import named
 from kvtrie.integrations._filled_plan import APPROXIMATE, FilledPlan, common
 from kvtrie.integrations.vllm import _ranges
 from kvtrie.integrations.vllm._metadata import Load
@@ -77,7 +78,7 @@ class Loads:
             moves = _ranges.moves(plan, ids, self._block_size, ranges)
             others = self._carried(live, tables, (start, end), moves.dtype)
         except Exception:
-            self._surprise("the copies of request %s failed", request.request_id)
+            self._surprise("the copies of request %s failed", named(request.request_id))
             self._loads.append(Load(None, blocks, request_id=request.request_id))
             return 0
         stored: list[Range] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from kvtrie.integrations._asked import named
 from kvtrie.integrations.vllm import _shadow
 from kvtrie.integrations.vllm._answered import Answered
 from kvtrie.integrations.vllm._tags import count_by_kind, kinds_of
@@ -156,6 +157,6 @@ class Offers:
                 "kvtrie: the served chat template did not render the prompt of request %s: %s; "
                 "its reasoning stays, and metrics count further ones (set chat_template or "
                 "template_arguments if all requests are like this one)",
-                request.request_id,
+                named(request.request_id),
                 why,
             )

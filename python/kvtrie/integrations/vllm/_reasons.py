@@ -17,6 +17,7 @@ import numpy as np
 
 from kvtrie._core import EXACT_ONLY
 from kvtrie.gates import widening
+from kvtrie.integrations._asked import named
 from kvtrie.integrations._filled_plan import COMPUTE
 from kvtrie.integrations.vllm._requests import Why
 from kvtrie.integrations.vllm._tags import RECOMPUTED
@@ -332,7 +333,7 @@ class Reasons:
         parts = ", ".join(f"{name} {number}" for name, number in totals.items())
         _LOG.debug(
             "kvtrie: request %s: %d prompt tokens: %d exact, %d moved, %d computed (%s); %s",
-            request.request_id,
+            named(request.request_id),
             request.num_prompt_tokens,
             request.num_prompt_tokens - moved - computed,
             moved,

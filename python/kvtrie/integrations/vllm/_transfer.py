@@ -23,6 +23,7 @@ from kvtrie._core import (
     plan_transfer,
 )
 from kvtrie.integrations import _store_identity
+from kvtrie.integrations._asked import named
 from kvtrie.integrations.vllm import _gate, _support
 from kvtrie.integrations.vllm._outcomes import (
     OUTCOMES,
@@ -118,13 +119,17 @@ class CheckedTransfer:
         result = super().request_finished_all_groups(request, block_ids)  # type: ignore[misc]  # a mixin
         delay, params = result
         if params and params.get(_BLOCKS) and not _is_token_ids(request):
-            _LOG.warning("kvtrie: request %s is sent without manifest: images", request.request_id)
+            _LOG.warning(
+                "kvtrie: request %s is sent without manifest: images", named(request.request_id)
+            )
             self._count("not sent")
         elif params and params.get(_BLOCKS):
             try:
                 params[MANIFEST] = self._manifest(request, block_ids[0])
             except Exception:
-                _LOG.exception("kvtrie: request %s is sent without manifest", request.request_id)
+                _LOG.exception(
+                    "kvtrie: request %s is sent without manifest", named(request.request_id)
+                )
                 self._count("not sent")
         return delay, params
 
@@ -197,7 +202,7 @@ class CheckedTransfer:
             self._tell(request, error.reason, str(error))
             return [], start
         except Exception:
-            _LOG.exception("kvtrie: request %s computes its prompt", request.request_id)
+            _LOG.exception("kvtrie: request %s computes its prompt", named(request.request_id))
             self._tell(request, "error", None)
             return [], start
         remote, end = [], start
@@ -225,7 +230,9 @@ class CheckedTransfer:
         if outcome is not None:
             self._count(outcome)
         if why is not None:
-            _LOG.warning("kvtrie: request %s computes its prompt: %s", request.request_id, why)
+            _LOG.warning(
+                "kvtrie: request %s computes its prompt: %s", named(request.request_id), why
+            )
 
     def _count(self, outcome: str) -> None:
         self.outcomes[outcome] += 1

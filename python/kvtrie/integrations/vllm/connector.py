@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from kvtrie._core import EXACT_ONLY
-from kvtrie.integrations._asked import SettingsError
+from kvtrie.integrations._asked import SettingsError, named
 from kvtrie.integrations.vllm import _events, _gate, _support, _template, _version
 from kvtrie.integrations.vllm._copies import Copies, rope_of
 from kvtrie.integrations.vllm._exact import ExactPlanner
@@ -211,7 +211,7 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             self.planner.arrive(request)
         except SettingsError as error:
-            _LOG.warning("kvtrie: request %s: %s", request.request_id, error)
+            _LOG.warning("kvtrie: request %s: %s", named(request.request_id), error)
             self._counts.add("requests_refused")
         except Exception:
             self._surprise(request)
@@ -290,7 +290,7 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
             self._store.close()
 
     def _surprise(self, request: Request) -> None:
-        _LOG.exception("kvtrie: request %s continues without kvtrie", request.request_id)
+        _LOG.exception("kvtrie: request %s continues without kvtrie", named(request.request_id))
         self._counts.add("errors")
         self.planner.half.abandon(request.request_id)
 
