@@ -33,7 +33,7 @@ def assert_one_sentence(code: int, out: str, err: str, *named: str) -> None:
         assert text in line
 
 
-def refused(result: Result, *named: str) -> None:
+def assert_refused(result: Result, *named: str) -> None:
     assert_one_sentence(result.exit_code, result.stdout, result.stderr, *named)
 
 
@@ -61,31 +61,31 @@ def test_bad_chat_files(
     run: Run, write: Write, lines: list[Any], named: list[str], flags: tuple[str, ...]
 ) -> None:
     chat = write(*lines)
-    refused(run(chat, *flags), chat.name, *named)
+    assert_refused(run(chat, *flags), chat.name, *named)
 
 
 def test_chat_file_that_is_not_utf8(run: Run, tmp_path: Path) -> None:
     chat = tmp_path / "latin.jsonl"
     chat.write_bytes('{"role": "user", "content": "\xe9"}'.encode("latin-1"))
-    refused(run(chat), "latin.jsonl", "UTF-8")
+    assert_refused(run(chat), "latin.jsonl", "UTF-8")
 
 
 def test_missing_chat_file(run: Run, tmp_path: Path) -> None:
-    refused(run(tmp_path / "absent.jsonl"), "absent.jsonl", "No such file")
+    assert_refused(run(tmp_path / "absent.jsonl"), "absent.jsonl", "No such file")
 
 
 def test_chat_file_that_is_a_directory(run: Run, tmp_path: Path) -> None:
-    refused(run(tmp_path), "directory")
+    assert_refused(run(tmp_path), "directory")
 
 
 def test_missing_model_directory(run: Run, talk: Path, tmp_path: Path) -> None:
-    refused(run(talk, model=tmp_path / "absent"), "absent", "not downloaded")
+    assert_refused(run(talk, model=tmp_path / "absent"), "absent", "not downloaded")
 
 
 def test_model_directory_without_config(run: Run, talk: Path, tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
-    refused(run(talk, model=empty), "empty", "no config.json")
+    assert_refused(run(talk, model=empty), "empty", "no config.json")
 
 
 @pytest.fixture
@@ -120,17 +120,17 @@ def broken(model_dir: Path, tmp_path: Path) -> Callable[..., Path]:
 def test_bad_model_directories(
     run: Run, talk: Path, broken: Callable[..., Path], how: dict[str, Any], named: list[str]
 ) -> None:
-    refused(run(talk, model=broken(**how)), *named)
+    assert_refused(run(talk, model=broken(**how)), *named)
 
 
 def test_template_that_refuses_a_role(run: Run, talk: Path, broken: Callable[..., Path]) -> None:
     model = broken()
     (model / "chat_template.jinja").write_text("{{ raise_exception('No system role here.') }}")
-    refused(run(talk, model=model), "No system role here.")
+    assert_refused(run(talk, model=model), "No system role here.")
 
 
 def test_pool_too_small_for_one_request(run: Run, talk: Path) -> None:
-    refused(run(talk, "--num-blocks", 2), "blocks of 16 tokens", "the pool has 2")
+    assert_refused(run(talk, "--num-blocks", 2), "blocks of 16 tokens", "the pool has 2")
 
 
 def test_pool_that_a_later_turn_outgrows_shows_no_half_table(run: Run, talk: Path) -> None:
@@ -140,11 +140,11 @@ def test_pool_that_a_later_turn_outgrows_shows_no_half_table(run: Run, talk: Pat
 
 
 def test_pool_that_does_not_fit_into_memory(run: Run, talk: Path) -> None:
-    refused(run(talk, "--num-blocks", 2**31, "--block-size", 4096), "2147483648")
+    assert_refused(run(talk, "--num-blocks", 2**31, "--block-size", 4096), "2147483648")
 
 
 def test_conversation_longer_than_the_context(run: Run, write: Write) -> None:
-    refused(run(write({"role": "user", "content": "a" * 2000})), "the model takes 1024")
+    assert_refused(run(write({"role": "user", "content": "a" * 2000})), "the model takes 1024")
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_conversation_longer_than_the_context(run: Run, write: Write) -> None:
     ],
 )
 def test_bad_device_and_dtype(run: Run, talk: Path, options: tuple[str, ...], named: str) -> None:
-    refused(run(talk, *options), named)
+    assert_refused(run(talk, *options), named)
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def document(result: Result) -> Any:
     return json.loads(result.stdout)
 
 
-def refused(result: Result, *named: str) -> None:
+def assert_refused(result: Result, *named: str) -> None:
     assert (result.exit_code, result.stdout) == (2, ""), result.output
     (line,) = result.stderr.splitlines()
     assert line.startswith("kvtrie: ")
@@ -139,7 +139,7 @@ def test_no_model_library_is_imported_without_a_tokenizer(file: File) -> None:
 
 def test_text_needs_a_tokenizer_and_is_shown_as_text(file: File, model_dir: Path) -> None:
     cached, prompt = file("the cat sat here", "a"), file("the cat ran off!", "b")
-    refused(run(cached, prompt), str(cached), "--tokenizer DIR")
+    assert_refused(run(cached, prompt), str(cached), "--tokenizer DIR")
     options = ("--tokenizer", model_dir, "--block-size", 4)
     why = document(run(cached, prompt, *options, "--json"))
     assert (why["reason"], why["position"]) == ("diverged", 8)
@@ -153,7 +153,7 @@ def test_numbers_are_text_if_asked(file: File, model_dir: Path) -> None:
     options = ("--tokenizer", model_dir, "--block-size", 1, "--json")
     assert document(run(path, path, *options))["num_tokens"] == 4
     assert document(run(path, path, "--text", *options))["num_tokens"] == 11
-    refused(run(path, path, "--text"), "--tokenizer DIR")
+    assert_refused(run(path, path, "--text"), "--tokenizer DIR")
 
 
 def test_what_a_terminal_would_obey_is_escaped(file: File, model_dir: Path) -> None:
@@ -216,16 +216,16 @@ def test_tokens_out_of_scope_are_named_and_a_session_brings_them_in(file: File) 
     assert "out of scope" not in run(*own).stdout
     found = document(run(*own, "--json"))["would_save"]
     assert (found["out_of_scope"], found["approximate"]) == (0, save["out_of_scope"])
-    refused(run(*given, "--session", ""), "session")
+    assert_refused(run(*given, "--session", ""), "session")
 
 
 def test_a_namespace_is_named_where_there_are_several(file: File, snapshot: Path) -> None:
     asked = run(file(IDS), "--snapshot", snapshot)
-    refused(asked, "3 namespaces match, of the models m, n", "--salt")
-    refused(run(file(IDS), "--snapshot", snapshot, "--model", "m"), "2 namespaces match")
-    refused(run(file(IDS), "--snapshot", snapshot, "--rope", "x"), "no such namespace")
+    assert_refused(asked, "3 namespaces match, of the models m, n", "--salt")
+    assert_refused(run(file(IDS), "--snapshot", snapshot, "--model", "m"), "2 namespaces match")
+    assert_refused(run(file(IDS), "--snapshot", snapshot, "--rope", "x"), "no such namespace")
     empty = ("--model", "m", "--salt", "")
-    refused(run(file(IDS), "--snapshot", snapshot, *empty), "salt is empty")
+    assert_refused(run(file(IDS), "--snapshot", snapshot, *empty), "salt is empty")
 
 
 @pytest.mark.parametrize("flags", [(), ("--json",)], ids=["text", "json"])
@@ -241,7 +241,7 @@ def test_bad_snapshots(file: File, snapshot: Path, tmp_path: Path, flags: tuple[
         (file(blob[:-1], "short"), "announced"),
         (file(damaged, "damaged"), "checksum"),
     ):
-        refused(run(prompt, "--snapshot", path, *flags), str(path), named)
+        assert_refused(run(prompt, "--snapshot", path, *flags), str(path), named)
 
 
 @pytest.mark.parametrize(
@@ -262,35 +262,39 @@ def test_bad_snapshots(file: File, snapshot: Path, tmp_path: Path, flags: tuple[
 )
 def test_bad_prompts(file: File, content: Any, named: str) -> None:
     bad = file(content, "bad")
-    refused(run(file(IDS), bad), str(bad), named)
-    refused(run(bad, file(IDS), "--json"), str(bad), named)
+    assert_refused(run(file(IDS), bad), str(bad), named)
+    assert_refused(run(bad, file(IDS), "--json"), str(bad), named)
 
 
 def test_missing_prompts(file: File, tmp_path: Path) -> None:
     path = file(IDS)
-    refused(run(tmp_path / "absent", path), "absent", "No such file")
-    refused(run(path, tmp_path), "directory")
+    assert_refused(run(tmp_path / "absent", path), "absent", "No such file")
+    assert_refused(run(path, tmp_path), "directory")
 
 
 def test_arguments_that_contradict_each_other(
     file: File, snapshot: Path, model_dir: Path, tmp_path: Path
 ) -> None:
     path = file(IDS)
-    refused(run(path), "1 prompt given; give two")
-    refused(run(path, path, path), "3 prompts given; give two")
-    refused(run(path, path, "--snapshot", snapshot), "with --snapshot there is one")
-    refused(run(path, "--snapshot", snapshot, "--block-size", 8), "--block-size")
-    refused(run(path, path, "--session", "chat-7"), "--session names a session of a snapshot")
-    refused(run(path, path, "--kv-dtype", "fp8"), "--kv-dtype names a namespace")
-    refused(run("-", "-", stdin="1"), "once")
-    refused(run(path, path, "--tokenizer", tmp_path), "no tokenizer.json")
+    assert_refused(run(path), "1 prompt given; give two")
+    assert_refused(run(path, path, path), "3 prompts given; give two")
+    assert_refused(run(path, path, "--snapshot", snapshot), "with --snapshot there is one")
+    assert_refused(run(path, "--snapshot", snapshot, "--block-size", 8), "--block-size")
+    assert_refused(
+        run(path, path, "--session", "chat-7"), "--session names a session of a snapshot"
+    )
+    assert_refused(run(path, path, "--kv-dtype", "fp8"), "--kv-dtype names a namespace")
+    assert_refused(run("-", "-", stdin="1"), "once")
+    assert_refused(run(path, path, "--tokenizer", tmp_path), "no tokenizer.json")
     text = file("some text", "text")
-    refused(run(path, text, "--tokenizer", model_dir), "text", "token ids; give two of a kind")
+    assert_refused(
+        run(path, text, "--tokenizer", model_dir), "text", "token ids; give two of a kind"
+    )
 
 
 def test_tokenizer_that_is_not_there(file: File) -> None:
     broken = file("{}", "tokenizer.json")
-    refused(run(file(IDS), file(IDS), "--tokenizer", broken.parent), "tokenizer.json")
+    assert_refused(run(file(IDS), file(IDS), "--tokenizer", broken.parent), "tokenizer.json")
 
 
 def test_help_has_the_line_breaks_of_the_terminal_alone() -> None:
