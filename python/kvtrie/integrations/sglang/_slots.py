@@ -58,8 +58,6 @@ class PageSlots:
         # ids, also after an eviction, which frees the last page of a prefix first.
         self._ids = SlotTable(num_pages, page_size, memory)
         self.num_pages = num_pages
-        self.num_free = num_pages
-        """Ids of blocks that no page has."""
 
     def of(self, blocks: NDArray[np.int32]) -> torch.Tensor:
         """The slots of blocks, one a token."""
@@ -94,7 +92,6 @@ class PageSlots:
             # What their free_segment makes of the slots, without calls of torch for it. Subclasses
             # have one of their own.
             pages = self._ids.give_back(blocks)
-            self.num_free += len(blocks)
             allocator.free_page_ids(self._tensor(pages, is_kept=allocator.need_sort))
             return
         first = _first_of_run(blocks[::-1])  # as an eviction takes them
@@ -140,7 +137,6 @@ class PageSlots:
         else:
             taken = self._ids.take(count)
             self._write(taken, values[start:end])
-        self.num_free -= count
         return taken
 
     def _write(self, blocks: NDArray[np.int32], values: torch.Tensor) -> None:
@@ -154,6 +150,11 @@ class PageSlots:
         at = torch.from_numpy(blocks.astype(np.int64)).to(self._table.device)
         rows = values.to(torch.int64).view(len(blocks), *self._table.shape[1:])
         self._table.index_copy_(0, at, rows)
+
+    @property
+    def num_free(self) -> int:
+        """Ids of blocks that no page has."""
+        return self._ids.num_free
 
     def used(self) -> torch.Tensor:
         """The slots of all blocks that pages have."""
@@ -170,7 +171,6 @@ class PageSlots:
     def put_back(self, ids: NDArray[np.int32]) -> None:
         """Ids whose pages left."""
         self._ids.give_back(ids)
-        self.num_free += len(ids)
 
 
 def _first_of_run(blocks: NDArray[np.int32]) -> int | None:
