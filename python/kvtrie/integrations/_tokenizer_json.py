@@ -12,7 +12,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -158,7 +158,9 @@ def _text(value: object) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _has_all(tokenizer: Tokenizer, config: Mapping[str, Any], special: Any) -> bool:  # noqa: ANN401 - strings
+def _has_all(
+    tokenizer: Tokenizer, config: Mapping[str, Any], special: Iterable[str | None]
+) -> bool:
     """Whether no token of the config is added to the tokenizer, or changed in it."""
     known = tokenizer.get_added_tokens_decoder()
     names = {one.content for one in known.values()}

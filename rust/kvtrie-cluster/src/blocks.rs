@@ -222,8 +222,8 @@ impl Blocks {
     }
 
     /// Stores one copy in the device of each of the first blocks after a block, as long as nothing is there that they
-    /// could be: the edge ends with that block and is this lane's alone, no block waits in it or in `other`, and no hash is known. Returns
-    /// the slots of these blocks, which are consecutive.
+    /// could be: the edge ends with that block and is this lane's alone, no block waits in it or in `other`, and no
+    /// hash is known. Returns the slots of these blocks, which are consecutive.
     pub(crate) fn append(
         &mut self,
         lane: Lane,
