@@ -115,3 +115,23 @@ def test_requests_without_room_are_counted_once(core: Callable[..., Core]) -> No
         vllm.drain()
         assert all(vllm.answers[name].finished for name in names)
     assert 0 < vllm.counts["requests_without_room"] <= len(vllm.answers) == 30
+
+
+@in_flight
+@pytest.mark.parametrize("gaps", [False, True], ids=["scheduler-of-vllm", "gaps"])
+def test_a_request_that_waits_for_others_keeps_its_reuse(
+    core: Callable[..., Core], gaps: bool, in_flight: bool
+) -> None:
+    # After two steps without a block taken or freed, it was admitted without copies, at last.
+    vllm = core(connector=UNCHECKED, gaps=gaps, in_flight=in_flight, blocks=60, max_model_len=608)
+    vllm.ask(QUESTION + REASONING + ANSWER, max_tokens=1)
+    running = vllm.add(words(22 * BLOCK, 50), max_tokens=100)
+    vllm.step()
+    name = vllm.add(EDITED + words(600 - len(EDITED) - 16, 51), max_tokens=4)
+    for _ in range(60):
+        vllm.step()
+    assert not vllm.answers[running].finished
+    assert not vllm.answers[name].tokens
+    vllm.drain()
+    assert vllm.counts["requests_without_room"] == 0
+    assert vllm.counts["tokens_moved"] > 0

@@ -187,10 +187,11 @@ class ExactPlanner:
         half.held.begin_step()
         # Copies that vLLM relies on must go out with this step, whatever else fails.
         half.guard.call(half.dead.settle)
+        is_idle = not output.total_num_scheduled_tokens
         for request_id, request in list(self._requests.pending.items()):
             live = self._requests.live.get(request_id)
             if live is not None and live.pending is not None and not live.pending.allocated:
-                self._requests.refused(request, live)
+                self._requests.refused(request, live, is_idle=is_idle)
             elif live is not None:
                 self._requests.drop(request_id, live)
             self._requests.pending.pop(request_id, None)

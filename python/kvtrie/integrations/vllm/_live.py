@@ -90,13 +90,18 @@ class LiveRequests:
             self._counts.add("requests_without_room")
         return live
 
-    def refused(self, request: Request, live: LiveRequest) -> None:
-        """Drop the plan of a request that vLLM has not admitted, and count if the plan is why."""
+    def refused(self, request: Request, live: LiveRequest, *, is_idle: bool) -> None:
+        """Drop the plan of a request that vLLM has not admitted, and count if the plan is why.
+
+        ``is_idle``: the step computes nothing. Then nothing makes room either, and the same free
+        blocks a second time mean that the request waits for its own sources. Where others run, they
+        make room when they end.
+        """
         before = self._pool.get_num_free_blocks()
         self.drop(request.request_id, live)
         after = self._pool.get_num_free_blocks()
         needed = -(-request.num_tokens // self._block_size)
-        if before < needed <= after or before == live.last_free:
+        if before < needed <= after or (is_idle and before == live.last_free):
             live.num_refused += 1
         live.last_free = before
 

@@ -369,7 +369,7 @@ class Planner:
         is_scheduled = request.request_id in output.num_scheduled_tokens
         self.gaps.advance(request, live, pending, is_scheduled=is_scheduled)
         if not pending.allocated:
-            self._requests.refused(request, live)
+            self._requests.refused(request, live, is_idle=not output.total_num_scheduled_tokens)
         elif pending.after_gaps and request.status == RequestStatus.RUNNING:
             return
         self._requests.drop(request.request_id, live)
