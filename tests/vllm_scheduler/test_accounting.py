@@ -135,3 +135,82 @@ def test_a_request_that_waits_for_others_keeps_its_reuse(
     vllm.drain()
     assert vllm.counts["requests_without_room"] == 0
     assert vllm.counts["tokens_moved"] > 0
+
+
+@pytest.mark.parametrize(
+    ("connector", "gaps"),
+    [
+        pytest.param(UNCHECKED, False, id="moving"),
+        pytest.param(UNCHECKED, True, id="gaps"),
+        pytest.param({"mode": "exact"}, False, id="exact"),
+    ],
+)
+@pytest.mark.parametrize("finds", [True, False], ids=["reuse", "none"])
+def test_a_request_that_waits_is_planned_when_something_has_changed(
+    core: Callable[..., Core],
+    monkeypatch: pytest.MonkeyPatch,
+    connector: dict[str, Any],
+    gaps: bool,
+    finds: bool,
+) -> None:
+    # It was planned in each step, a thousand times if it waited so long.
+    vllm = core(connector=connector, gaps=gaps, blocks=64, max_model_len=608)
+    vllm.ask(QUESTION + REASONING + ANSWER, max_tokens=1)
+    running = vllm.add(words(26 * BLOCK, 50), max_tokens=92)
+    for _ in range(3):
+        vllm.step()
+    sources = vllm.connector.planner.half.sources
+    asked, planned = [], []
+    match, plan = vllm.connector.planner.match, sources.plan
+
+    def matching(request: Any, num_local: int) -> int | None:
+        asked.append(request)
+        found: int | None = match(request, num_local)
+        return found
+
+    def planning(*given: Any) -> Any:
+        planned.append(given)
+        return plan(*given)
+
+    monkeypatch.setattr(vllm.connector.planner, "match", matching)
+    monkeypatch.setattr(sources, "plan", planning)
+    cached = QUESTION + REASONING + ANSWER
+    cached = cached[: len(cached) // BLOCK * BLOCK - 4]
+    start = {True: cached, False: words(len(EDITED), 60)}[finds]
+    if connector is UNCHECKED and finds:
+        start = EDITED
+    name = vllm.add(start + words(584 - len(start), 51), max_tokens=4)
+    for _ in range(80):
+        vllm.step()
+    assert not vllm.answers[running].finished
+    assert not vllm.answers[name].tokens
+    assert len(asked) == 80
+    # Plans for why tokens are computed are among them.
+    before = len(planned)
+    assert before <= 2
+    # What is indexed meanwhile may bring more.
+    sources.num_changes += 1
+    vllm.step()
+    assert before < len(planned) <= 2 * before
+    vllm.drain()
+    assert not vllm.counts["errors"]
+    assert vllm.counts["requests_without_room"] == 0
+    if finds:
+        assert vllm.counts["tokens_moved"] + vllm.counts["tokens_exact"] > 0
+
+
+def test_a_request_that_waits_leaves_the_prefix_its_order(core: Callable[..., Core]) -> None:
+    # Its sources were freed with the first block first, which vLLM then evicted before the others.
+    vllm = core(connector={"mode": "exact"}, blocks=60, max_model_len=608)
+    cached = QUESTION + REASONING + ANSWER
+    vllm.ask(cached, max_tokens=1)
+    vllm.add(words(22 * BLOCK, 50), max_tokens=100)
+    for _ in range(3):
+        vllm.step()
+    start = cached[: len(cached) // BLOCK * BLOCK - 4]
+    name = vllm.add(start + words(584 - len(start), 51), max_tokens=4)
+    vllm.drain()
+    prefill = vllm.answers[name].prefill
+    assert prefill is not None
+    # What the other request needed more than there was.
+    assert prefill.num_local_cached_tokens >= len(start) // BLOCK * BLOCK - BLOCK

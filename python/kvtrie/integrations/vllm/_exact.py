@@ -25,7 +25,7 @@ from kvtrie.integrations.vllm._formats import form_of
 from kvtrie.integrations.vllm._groups import OtherGroups
 from kvtrie.integrations.vllm._half import Half
 from kvtrie.integrations.vllm._metadata import StepMetadata
-from kvtrie.integrations.vllm._requests import LiveRequest, Pending, adapter_of
+from kvtrie.integrations.vllm._requests import LatestPlan, LiveRequest, Pending, adapter_of
 from kvtrie.integrations.vllm._retention import HEADS, Retention
 from kvtrie.integrations.vllm._settings import is_last, request_policy, session_of
 from kvtrie.integrations.vllm._sources import used_by
@@ -140,6 +140,12 @@ class ExactPlanner:
         stored = half.stored
         if stored is not None and stored.waits(request):
             return None
+        key = (half.sources.num_changes, num_local, len(live.seq), live.ticket * bool(live.stored))
+        latest = live.latest
+        if latest is not None and half.sources.holds(latest, key):
+            return self._promise(request, live, latest)
+        if latest is not None:
+            self._requests.drop(request.request_id, live)
         made = half.sources.plan(live.seq, EXACT_ONLY)
         if made is None:
             self._counts.add("plans_stale")
@@ -155,12 +161,23 @@ class ExactPlanner:
         promised, _ = _ranges.usable(plan, num_local, resumes=False, may_begin=None)
         if half.reasons is not None:
             half.guard.call(half.reasons.look, request, live, plan, num_local, [promised], False)
+        used: list[int] = []
+        if plan.num_exact or promised[0] < promised[1]:
+            used = used_by(plan)
+        live.latest = latest = LatestPlan(key, used)
         if promised[0] == promised[1]:
             plan.release()
             return 0
-        pinned = half.sources.blocks(used_by(plan))
-        self._requests.promise(request, live, Pending(plan, pinned, promised, []))
-        return promised[1] - promised[0]
+        latest.plan, latest.promised = plan, promised
+        return self._promise(request, live, latest)
+
+    def _promise(self, request: Request, live: LiveRequest, latest: LatestPlan) -> int:
+        """Pin the sources of a plan that copies something; returns how many tokens it copies."""
+        if latest.plan is None:
+            return 0
+        pinned = self.half.sources.blocks(latest.used)
+        self._requests.promise(request, live, Pending(latest.plan, pinned, latest.promised, []))
+        return latest.promised[1] - latest.promised[0]
 
     def allocated(self, request: Request, num_external: int) -> None:
         """Handle vLLM's allocation; ``num_external`` is what `match` promised, or 0 if unused."""

@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 from kvtrie._core import SHARED, Namespace
+from kvtrie.integrations._asked import named
 from kvtrie.integrations._filled_plan import judges
 from kvtrie.integrations.vllm._carried import Carrier
 from kvtrie.integrations.vllm._dead import DeadReasoning
@@ -160,7 +161,7 @@ class Half:
 
     def continues_alone(self, request_id: str) -> None:
         """Log and count the error that is being handled; vLLM goes on with the request alone."""
-        self.guard.note("request %s continues without kvtrie", request_id)
+        self.guard.note("request %s continues without kvtrie", named(request_id))
         self.abandon(request_id)
 
     def abandon(self, request_id: str) -> None:
@@ -215,7 +216,7 @@ class Half:
 
     def reset(self) -> None:
         """Forget every block."""
-        for request_id in list(self.requests.pending):
+        for request_id in list(self.requests.live):
             self.requests.preempted(request_id)
         self.sources.reset()
         if self.carrier is not None:

@@ -36,11 +36,16 @@ class Held:
         self._steps.append([])
 
     def release(self, blocks: Sequence[KVCacheBlock], *, are_read: bool) -> None:
-        """Give references up; ``are_read``: a step in flight may copy from these blocks."""
+        """Give references up; ``are_read``: a step in flight may copy from these blocks.
+
+        The last one is free first, as where vLLM frees a request: what remains of a prefix after an
+        eviction is its beginning.
+        """
+        last_first = blocks[::-1]
         if are_read and self._steps:
-            self._steps[-1].extend(blocks)
+            self._steps[-1].extend(last_first)
         else:
-            self._pool.free_blocks(blocks)
+            self._pool.free_blocks(last_first)
 
     def end_step(self) -> None:
         """The output of the oldest step in flight is there."""

@@ -91,14 +91,16 @@ class LiveRequests:
         return live
 
     def refused(self, request: Request, live: LiveRequest, *, is_idle: bool) -> None:
-        """Drop the plan of a request that vLLM has not admitted, and count if the plan is why.
+        """Release the sources of a request that vLLM has not admitted, and count if they are why.
+
+        The plan is kept as its latest.
 
         ``is_idle``: the step computes nothing. Then nothing makes room either, and the same free
         blocks a second time mean that the request waits for its own sources. Where others run, they
         make room when they end.
         """
         before = self._pool.get_num_free_blocks()
-        self.drop(request.request_id, live)
+        self._unpin(request.request_id, live)
         after = self._pool.get_num_free_blocks()
         needed = -(-request.num_tokens // self._block_size)
         if before < needed <= after or (is_idle and before == live.last_free):
@@ -107,11 +109,19 @@ class LiveRequests:
 
     def drop(self, request_id: str, live: LiveRequest) -> None:
         """Give up a request's plan, and the references to its sources."""
+        pending = self._unpin(request_id, live)
+        latest, live.latest = live.latest, None
+        if pending is not None:
+            pending.plan.release()
+        elif latest is not None and latest.plan is not None:
+            latest.plan.release()
+
+    def _unpin(self, request_id: str, live: LiveRequest) -> Pending | None:
         pending, live.pending = live.pending, None
         self.pending.pop(request_id, None)
         if pending is not None:
-            pending.plan.release()
             self._held.release(pending.pinned, are_read=pending.is_read)
+        return pending
 
     def preempted(self, request_id: str) -> None:
         """Release the sources: vLLM may need these blocks."""
@@ -122,6 +132,9 @@ class LiveRequests:
     def unfollow(self, request_id: str) -> LiveRequest | None:
         """Let vLLM go on with a request alone; returns its state so far."""
         live = self.live.pop(request_id, None)
-        if live is not None and live.pending is not None:
+        if live is None:
+            return None
+        latest = live.latest
+        if live.pending is not None or (latest is not None and latest.plan is not None):
             self.drop(request_id, live)
         return live

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kvtrie._core import EXACT_ONLY, TokenSequence
 from kvtrie.integrations._filled_plan import APPROXIMATE, FilledPlan, common
 from kvtrie.integrations.vllm import _gate, _lineage, _ranges, _shadow, _template
-from kvtrie.integrations.vllm._carried import NOTHING
+from kvtrie.integrations.vllm._carried import NOTHING, Carried
 from kvtrie.integrations.vllm._events import MOVED, Events
 from kvtrie.integrations.vllm._formats import form_of
 from kvtrie.integrations.vllm._gaps import Gaps
@@ -17,7 +17,7 @@ from kvtrie.integrations.vllm._groups import OtherGroups
 from kvtrie.integrations.vllm._half import Half
 from kvtrie.integrations.vllm._metadata import StepMetadata
 from kvtrie.integrations.vllm._plans import Plans
-from kvtrie.integrations.vllm._requests import LiveRequest, Pending, Range, adapter_of
+from kvtrie.integrations.vllm._requests import LatestPlan, LiveRequest, Pending, Range, adapter_of
 from kvtrie.integrations.vllm._settings import request_policy, session_of
 from kvtrie.integrations.vllm._sources import used_by
 from kvtrie.integrations.vllm._support import is_whole, window_of
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from kvtrie._core import ReusePlan, ReusePolicy
     from kvtrie.gates import Decision
+    from kvtrie.integrations.vllm._carried import Carrier
     from kvtrie.integrations.vllm._events import Contents
     from kvtrie.integrations.vllm._settings import Settings
     from kvtrie.integrations.vllm._stats import Counts
@@ -211,6 +212,13 @@ class Planner:
         stored = half.stored
         if stored is not None and stored.waits(request):
             return None
+        resumes = self.gaps.resumes
+        key = (half.sources.num_changes, num_local, len(live.seq), live.ticket * bool(live.stored))
+        latest = live.latest
+        if latest is not None and half.sources.holds(latest, key):
+            return self._promise(request, live, latest, NOTHING)
+        if latest is not None:
+            self._requests.drop(request.request_id, live)
         if live.shadow_policy is not None:
             half.guard.call(self._look_in_shadow, request, live, num_local)
         plan = self._plans.of(live)
@@ -218,7 +226,6 @@ class Planner:
             self._counts.add("plans_stale")
             live.why = None
             return 0
-        resumes = self.gaps.resumes
         if stored is not None and stored.seeks(request, live, plan, num_local, resumes=resumes):
             plan.release()
             return None
@@ -233,20 +240,45 @@ class Planner:
         )
         carried = NOTHING
         if half.carrier is not None:
-            before = promised[1]
-            promised, carried = half.carrier.cut(plan, promised, live.granted or live.policy)
-            if promised[1] < before:
-                self._counts.add("tokens_without_window", before - promised[1])
+            promised, carried = self._carried(half.carrier, live, plan, promised)
         ranges = [promised, *after_gaps]
         if half.reasons is not None:
             half.guard.call(half.reasons.look, request, live, plan, num_local, ranges, resumes)
-        if promised[0] == promised[1] and not after_gaps:
+        is_empty = promised[0] == promised[1] and not after_gaps
+        used: list[int] = []
+        if not is_empty or plan.num_exact or plan.num_approximate:
+            used = used_by(plan)
+        latest = LatestPlan(key, used)
+        if half.carrier is None and live.shadow_policy is None:
+            live.latest = latest
+        if is_empty:
             plan.release()
             return 0
-        pinned = half.sources.blocks([*used_by(plan), *sorted(carried.blocks)])
-        pending = Pending(plan, pinned, promised, after_gaps, carried=carried)
-        self._requests.promise(request, live, pending)
+        latest.plan, latest.promised, latest.after_gaps = plan, promised, tuple(after_gaps)
         self._label(request, live, plan, ranges)
+        return self._promise(request, live, latest, carried)
+
+    def _carried(
+        self, carrier: Carrier, live: LiveRequest, plan: ReusePlan | FilledPlan, promised: Range
+    ) -> tuple[Range, Carried]:
+        """As much of a range as other groups can take along, and what they take."""
+        end = promised[1]
+        promised, carried = carrier.cut(plan, promised, live.granted or live.policy)
+        if promised[1] < end:
+            self._counts.add("tokens_without_window", end - promised[1])
+        return promised, carried
+
+    def _promise(
+        self, request: Request, live: LiveRequest, latest: LatestPlan, carried: Carried
+    ) -> int:
+        """Pin the sources of a plan that copies something; returns what needs no computing."""
+        plan = latest.plan
+        if plan is None:
+            return 0
+        pinned = self.half.sources.blocks([*latest.used, *sorted(carried.blocks)])
+        after_gaps = list(latest.after_gaps)
+        pending = Pending(plan, pinned, latest.promised, after_gaps, carried=carried)
+        self._requests.promise(request, live, pending)
         self.gaps.promise(request, pending)
         start, end = pending.promised
         return end - start
@@ -370,9 +402,8 @@ class Planner:
         self.gaps.advance(request, live, pending, is_scheduled=is_scheduled)
         if not pending.allocated:
             self._requests.refused(request, live, is_idle=not output.total_num_scheduled_tokens)
-        elif pending.after_gaps and request.status == RequestStatus.RUNNING:
-            return
-        self._requests.drop(request.request_id, live)
+        elif not pending.after_gaps or request.status != RequestStatus.RUNNING:
+            self._requests.drop(request.request_id, live)
 
     # --- the end -------------------------------------------------------------------------------
 

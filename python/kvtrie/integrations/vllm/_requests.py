@@ -72,6 +72,25 @@ class Pending:
 
 
 @dataclass(slots=True, eq=False)
+class LatestPlan:
+    """What came of a request's latest plan: a request that finds no room is asked about each step.
+
+    Attributes:
+        key: What it was planned with.
+        used: The blocks that the plan reads. It holds while all are there.
+        plan: The plan; None if nothing of it is copied.
+        promised: As `Pending` has it, before rows extend it.
+        after_gaps: Likewise.
+    """
+
+    key: tuple[int, ...]
+    used: list[int]
+    plan: ReusePlan | FilledPlan | None = None
+    promised: Range = (0, 0)
+    after_gaps: tuple[Range, ...] = ()
+
+
+@dataclass(slots=True, eq=False)
 class Why:
     """Labels of a prompt's tokens, and what they depend on.
 
@@ -96,6 +115,7 @@ class LiveRequest:
         exact_until: Its first approximate token; None while all is exact.
         moved: Ranges of approximate KV that it did not compute, ascending and apart, and their
             hops.
+        latest: What its latest plan was, while it waits to be admitted; None: plan again.
         num_refused: How often vLLM found no blocks while this request's sources were pinned.
         last_free: Free blocks when that last happened.
         is_without_room: Whether it was admitted without reuse for that reason.
@@ -130,6 +150,7 @@ class LiveRequest:
     exact_until: int | None = None
     moved: list[tuple[int, int, int]] = field(default_factory=list)
     pending: Pending | None = None
+    latest: LatestPlan | None = None
     num_refused: int = 0
     last_free: int = -1
     is_without_room: bool = False

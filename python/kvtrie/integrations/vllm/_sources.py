@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         TokenSequence,
     )
     from kvtrie.integrations._filled_plan import FilledPlan
-    from kvtrie.integrations.vllm._requests import Stretch
+    from kvtrie.integrations.vllm._requests import LatestPlan, Stretch
 
 # Each round forgets all stale blocks that it met; another round finds more only after these.
 _MAX_ROUNDS: Final = 4
@@ -53,6 +53,7 @@ class Sources:
         self._hashes: dict[int, bytes] = {}
         self._gone: list[int] = []
         self.num_stale = 0
+        self.num_changes = 0
 
     @property
     def block_size(self) -> int:
@@ -123,6 +124,7 @@ class Sources:
             first += count
         spans = list(spans)
         if spans:
+            self.num_changes += 1
             self.index.tag(seq, spans)
 
     def _take(
@@ -136,6 +138,7 @@ class Sources:
     ) -> None:
         """Insert blocks that follow each other in a sequence; ``found`` has their hashes."""
         hashes = self._hashes
+        self.num_changes += 1
         done = self.index.insert(
             seq,
             np.array(ids, np.int32),
@@ -180,6 +183,17 @@ class Sources:
             self.num_stale += len(stale)
             self.forget(stale)
         return None
+
+    def holds(self, latest: LatestPlan | None, key: tuple[int, ...]) -> bool:
+        """Whether a plan of a key would be the same again."""
+        if latest is None or latest.key != key:
+            return False
+        records, hashes = self._pool.blocks, self._hashes
+        for number in latest.used:
+            known = hashes.get(number)
+            if known is None or known != records[number].block_hash:
+                return False
+        return True
 
     def forget(self, numbers: Iterable[int]) -> None:
         """Index these blocks no more."""
@@ -232,8 +246,8 @@ class Sources:
 
 
 def used_by(plan: ReusePlan | FilledPlan) -> list[int]:
-    """The blocks that a plan uses in place or copies from, each once."""
-    return sorted({*plan.blocks.tolist(), *plan.source_blocks.tolist()})
+    """The blocks that a plan uses in place or copies from, each once, those of the prefix first."""
+    return list(dict.fromkeys([*plan.blocks.tolist(), *plan.source_blocks.tolist()]))
 
 
 def _num_equal(ones: Sequence[int], others: Sequence[int]) -> int:
