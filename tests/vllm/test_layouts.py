@@ -14,8 +14,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvtrie import LayoutError, UnsupportedRopeError
-from kvtrie.integrations.vllm._copies import rope_of
 from kvtrie.integrations.vllm._layouts import locate
+from kvtrie.integrations.vllm._support import rope_of
 from kvtrie.pool import KVLayout, KVPool
 from kvtrie.rope import RopeSpec
 

@@ -27,7 +27,8 @@ from vllm.v1.request import Request
 import kvtrie
 from kvtrie.integrations.vllm import _ranges, _requests, _shadow
 from kvtrie.integrations.vllm._account import Account
-from kvtrie.integrations.vllm._carried import CarriedCopy, Carrier
+from kvtrie.integrations.vllm._carried import Carrier
+from kvtrie.integrations.vllm._carried_copies import CarriedCopy
 from kvtrie.integrations.vllm._dead import DeadReasoning
 from kvtrie.integrations.vllm._stats import Counts
 

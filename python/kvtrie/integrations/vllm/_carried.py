@@ -16,21 +16,18 @@ to be written: vLLM gives a block its hash before the step that writes it.
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
 from itertools import accumulate, islice
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
 from kvtrie.integrations._filled_plan import APPROXIMATE
 from kvtrie.integrations.vllm import _ranges
+from kvtrie.integrations.vllm._carried_copies import NOTHING, Carried, CarriedCopy
 from kvtrie.integrations.vllm._sources import used_by
 from kvtrie.integrations.vllm._vllm import get_block_hash
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from numpy.typing import NDArray
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -38,66 +35,9 @@ if TYPE_CHECKING:
 
     from kvtrie._core import ReusePlan, ReusePolicy
     from kvtrie.integrations._filled_plan import FilledPlan
-    from kvtrie.integrations.vllm._requests import LiveRequest, Range
+    from kvtrie.integrations.vllm._ranges import Range
+    from kvtrie.integrations.vllm._requests import LiveRequest
     from kvtrie.integrations.vllm._sources import Sources
-
-
-class CarriedCopy(NamedTuple):
-    """Tokens that are copied from one block of a group into one block."""
-
-    position: int
-    source_slot: int
-    num_tokens: int
-    delta: int
-
-
-@dataclass(frozen=True, slots=True)
-class Carried:
-    """The copies of other groups, of each group ascending, and the blocks that they read."""
-
-    pieces: Mapping[int, Sequence[CarriedCopy]]
-    blocks: frozenset[int]
-
-    def moves(
-        self,
-        tables: Sequence[Sequence[int]],
-        block_size: int,
-        null: int,
-        given: Range,
-        dtype: np.dtype[np.void],
-    ) -> list[tuple[int, NDArray[np.void]]]:
-        """The copies for a range of tokens, by group, in the form of `kvtrie.ReusePlan.moves`.
-
-        Raises:
-            RuntimeError: A request has a block there that they do not fill.
-        """
-        start, end = given
-        found = []
-        for group, pieces in self.pieces.items():
-            table = tables[group]
-            rows = []
-            for piece in pieces:
-                low = max(piece.position, start)
-                count = min(piece.position + piece.num_tokens, end) - low
-                # Before its window a request has no block.
-                block = null if count <= 0 else table[low // block_size]
-                if block != null:
-                    source = piece.source_slot + low - piece.position
-                    rows.append((source, block * block_size + low % block_size, count, piece.delta))
-            blocks = range(start // block_size, -(-end // block_size))
-            needed = sum(
-                min(end, (at + 1) * block_size) - max(start, at * block_size)
-                for at in blocks
-                if table[at] != null
-            )
-            if sum(row[2] for row in rows) != needed:
-                msg = f"vLLM expects {needed} tokens of [{start}, {end}) in group {group} of blocks"
-                raise RuntimeError(msg)
-            found.append((group, np.array(rows, dtype)))
-        return found
-
-
-NOTHING = Carried({}, frozenset())
 
 
 class _WrittenBlock(NamedTuple):

@@ -5,16 +5,15 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from kvtrie._core import LayoutError, UnsupportedRopeError
+from kvtrie._core import LayoutError
 from kvtrie.integrations._asked import named
 from kvtrie.integrations.vllm._layouts import locate
-from kvtrie.integrations.vllm._support import is_whole
+from kvtrie.integrations.vllm._support import is_whole, rope_of
 from kvtrie.integrations.vllm._vllm import (
     AttentionLayerBase,
     extract_layer_index,
     get_layers_from_vllm_config,
 )
-from kvtrie.models.kv_types import quantized_fields
 from kvtrie.pool.kv_pool import KVPool
 from kvtrie.rope import RopeSpec
 
@@ -121,24 +120,3 @@ def _rope_of_group(
     return RopeSpec(
         layers=tuple(rope.layers[at] for at in numbers), head_dim=max(dims), head_dims=dims
     )
-
-
-def rope_of(vllm_config: VllmConfig) -> RopeSpec:
-    """How the model that vLLM runs rotates its keys.
-
-    For MLA vLLM stores the interleaved order, whatever the checkpoint's code does.
-
-    Raises:
-        UnsupportedRopeError: It cannot be moved, it has M-RoPE, or the checkpoint quantises KV:
-            vLLM then does so itself.
-    """
-    config = vllm_config.model_config.hf_text_config
-    for name, value in quantized_fields(config):
-        msg = f"KvtrieConnector: quantised KV is not supported ({name}={value!r})"
-        raise UnsupportedRopeError(msg)
-    interleaved = True if vllm_config.model_config.use_mla else None
-    rope = RopeSpec.from_config(config, interleaved=interleaved)
-    if rope.item_positions:
-        msg = "KvtrieConnector: M-RoPE is not supported: the connector knows no positions of images"
-        raise UnsupportedRopeError(msg)
-    return rope

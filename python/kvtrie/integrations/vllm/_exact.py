@@ -140,12 +140,9 @@ class ExactPlanner:
         stored = half.stored
         if stored is not None and stored.waits(request):
             return None
-        key = (half.sources.num_changes, num_local, len(live.seq), live.ticket * bool(live.stored))
-        latest = live.latest
-        if latest is not None and half.sources.holds(latest, key):
-            return self._promise(request, live, latest)
+        key, latest = half.latest(request, live, num_local)
         if latest is not None:
-            self._requests.drop(request.request_id, live)
+            return self._promise(request, live, latest)
         made = half.sources.plan(live.seq, EXACT_ONLY)
         if made is None:
             self._counts.add("plans_stale")

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvtrie.integrations.vllm._loads import Loads
-    from kvtrie.integrations.vllm._requests import LiveRequest, Pending, Range
+    from kvtrie.integrations.vllm._ranges import Range
+    from kvtrie.integrations.vllm._requests import LiveRequest, Pending
     from kvtrie.integrations.vllm._rows import GapRows
     from kvtrie.integrations.vllm._runners import MovedRequests
 

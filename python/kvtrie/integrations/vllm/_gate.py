@@ -9,7 +9,7 @@ from kvtrie import gates
 from kvtrie._core import EXACT_ONLY
 from kvtrie.integrations import _served
 from kvtrie.integrations.vllm import _template
-from kvtrie.integrations.vllm._copies import rope_of
+from kvtrie.integrations.vllm._support import rope_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

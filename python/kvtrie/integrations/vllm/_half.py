@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from kvtrie.gates import Decision
     from kvtrie.integrations.vllm._metadata import Load, StoreReport, StoreStep
-    from kvtrie.integrations.vllm._requests import LiveRequest
+    from kvtrie.integrations.vllm._requests import LatestPlan, LiveRequest
     from kvtrie.integrations.vllm._settings import Settings
     from kvtrie.integrations.vllm._stats import Counts
 
@@ -158,6 +158,23 @@ class Half:
         if live is not None:
             self.offers.admitted(request, live)
         return live
+
+    def latest(
+        self, request: Request, live: LiveRequest, num_local: int
+    ) -> tuple[tuple[int, ...], LatestPlan | None]:
+        """What a plan is made from, and what the latest one came to if it would be the same again.
+
+        It would be while nothing was indexed and every block that it reads is there.
+        """
+        ticket = live.ticket if live.stored is not None else 0
+        key = (self.sources.num_changes, num_local, len(live.seq), ticket)
+        latest = live.latest
+        if latest is None:
+            return key, None
+        if latest.key == key and self.sources.has_all(latest.used):
+            return key, latest
+        self.requests.drop(request.request_id, live)
+        return key, None
 
     def continues_alone(self, request_id: str) -> None:
         """Log and count the error that is being handled; vLLM goes on with the request alone."""

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
     from kvtrie._core import ReusePlan
     from kvtrie.integrations.vllm._failures import Failures
-    from kvtrie.integrations.vllm._requests import LiveRequest, Range
+    from kvtrie.integrations.vllm._ranges import Range
+    from kvtrie.integrations.vllm._requests import LiveRequest
     from kvtrie.integrations.vllm._stats import Counts
 
 

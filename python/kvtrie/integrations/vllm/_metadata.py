@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from kvtrie._core import ReusePolicy
     from kvtrie.integrations._turns import StorePrompt, TurnToWrite
-    from kvtrie.integrations.vllm._requests import Range
+    from kvtrie.integrations.vllm._ranges import Range
     from kvtrie.store import PlacedSpan, PromptContexts
 
 

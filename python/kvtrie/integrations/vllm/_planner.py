@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kvtrie._core import EXACT_ONLY, TokenSequence
 from kvtrie.integrations._filled_plan import APPROXIMATE, FilledPlan, common
 from kvtrie.integrations.vllm import _gate, _lineage, _ranges, _shadow, _template
-from kvtrie.integrations.vllm._carried import NOTHING, Carried
+from kvtrie.integrations.vllm._carried_copies import NOTHING, Carried
 from kvtrie.integrations.vllm._events import MOVED, Events
 from kvtrie.integrations.vllm._formats import form_of
 from kvtrie.integrations.vllm._gaps import Gaps
@@ -17,7 +17,7 @@ from kvtrie.integrations.vllm._groups import OtherGroups
 from kvtrie.integrations.vllm._half import Half
 from kvtrie.integrations.vllm._metadata import StepMetadata
 from kvtrie.integrations.vllm._plans import Plans
-from kvtrie.integrations.vllm._requests import LatestPlan, LiveRequest, Pending, Range, adapter_of
+from kvtrie.integrations.vllm._requests import LatestPlan, LiveRequest, Pending, adapter_of
 from kvtrie.integrations.vllm._settings import request_policy, session_of
 from kvtrie.integrations.vllm._sources import used_by
 from kvtrie.integrations.vllm._support import is_whole, window_of
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from kvtrie.gates import Decision
     from kvtrie.integrations.vllm._carried import Carrier
     from kvtrie.integrations.vllm._events import Contents
+    from kvtrie.integrations.vllm._ranges import Range
     from kvtrie.integrations.vllm._settings import Settings
     from kvtrie.integrations.vllm._stats import Counts
     from kvtrie.tags import Tagger
@@ -213,12 +214,9 @@ class Planner:
         if stored is not None and stored.waits(request):
             return None
         resumes = self.gaps.resumes
-        key = (half.sources.num_changes, num_local, len(live.seq), live.ticket * bool(live.stored))
-        latest = live.latest
-        if latest is not None and half.sources.holds(latest, key):
-            return self._promise(request, live, latest, NOTHING)
+        key, latest = half.latest(request, live, num_local)
         if latest is not None:
-            self._requests.drop(request.request_id, live)
+            return self._promise(request, live, latest, NOTHING)
         if live.shadow_policy is not None:
             half.guard.call(self._look_in_shadow, request, live, num_local)
         plan = self._plans.of(live)

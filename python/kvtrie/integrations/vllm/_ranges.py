@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
     from kvtrie._core import ReusePlan
     from kvtrie.integrations._filled_plan import FilledPlan
-    from kvtrie.integrations.vllm._requests import Range
+
+Range = tuple[int, int]
+"""The first of a number of tokens, and the one after the last."""
 
 LEAST_COPIED: Final = 8
 """Fewer tokens are computed: a copy has a fixed cost, and many prompts share their first tokens."""

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from kvtrie.gates import Decision
     from kvtrie.gates.widening import Step
     from kvtrie.integrations._filled_plan import FilledPlan
-    from kvtrie.integrations.vllm._requests import LiveRequest, Paint, Range
+    from kvtrie.integrations.vllm._ranges import Range
+    from kvtrie.integrations.vllm._requests import LiveRequest, Paint
     from kvtrie.integrations.vllm._sources import Sources
     from kvtrie.integrations.vllm._stats import Counts
     from kvtrie.integrations.vllm._tags import Kinds

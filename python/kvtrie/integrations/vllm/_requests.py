@@ -14,7 +14,7 @@ import numpy as np
 from kvtrie._core import COMPUTED, Imported
 from kvtrie.gates import laxest
 from kvtrie.integrations.vllm._account import Account
-from kvtrie.integrations.vllm._carried import NOTHING, Carried
+from kvtrie.integrations.vllm._carried_copies import NOTHING, Carried
 from kvtrie.integrations.vllm._events import AFTER_MOVED, MOVED
 
 if TYPE_CHECKING:
@@ -23,19 +23,18 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.request import Request
 
-    from kvtrie._core import ComputedSource, ReusePlan, ReusePolicy, Span, TokenSequence
+    from kvtrie._core import ReusePlan, ReusePolicy, Span, TokenSequence
     from kvtrie.integrations._filled_plan import FilledPlan
     from kvtrie.integrations.vllm._events import Contents
     from kvtrie.integrations.vllm._metadata import FoundSpans
+    from kvtrie.integrations.vllm._ranges import Range
+    from kvtrie.integrations.vllm._sources import Stretch
     from kvtrie.integrations.vllm._tags import Reading
     from kvtrie.record import Would
     from kvtrie.tags.openings import Openings
 
-Range = tuple[int, int]
 # A range and the label of its tokens.
 Paint = tuple[int, int, int]
-# A number of blocks, and the source of their KV.
-Stretch = tuple[int, "ComputedSource | Imported"]
 
 MOST_STRETCHES: Final = 256
 """Stretches of blocks of one request that have their own hops; with more, all have the most."""

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-    from kvtrie.integrations.vllm._requests import Range
+    from kvtrie.integrations.vllm._ranges import Range
 
 # Tokens that the rows of a step copy, by whether the model runner is V2. For each 100,000 of them
 # V1 needs 0.1 ms, from an array; V2 makes lists, and needs 8 ms.

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
         TokenSequence,
     )
     from kvtrie.integrations._filled_plan import FilledPlan
-    from kvtrie.integrations.vllm._requests import LatestPlan, Stretch
+
+# A number of blocks, and the source of their KV.
+Stretch = tuple[int, "ComputedSource | Imported"]
 
 # Each round forgets all stale blocks that it met; another round finds more only after these.
 _MAX_ROUNDS: Final = 4
@@ -184,16 +186,9 @@ class Sources:
             self.forget(stale)
         return None
 
-    def holds(self, latest: LatestPlan | None, key: tuple[int, ...]) -> bool:
-        """Whether a plan of a key would be the same again."""
-        if latest is None or latest.key != key:
-            return False
-        records, hashes = self._pool.blocks, self._hashes
-        for number in latest.used:
-            known = hashes.get(number)
-            if known is None or known != records[number].block_hash:
-                return False
-        return True
+    def has_all(self, numbers: Iterable[int]) -> bool:
+        """Whether all these blocks may be read now."""
+        return not any(self.is_stale(number) for number in numbers)
 
     def forget(self, numbers: Iterable[int]) -> None:
         """Index these blocks no more."""

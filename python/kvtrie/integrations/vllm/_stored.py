@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     from kvtrie.integrations._filled_plan import FilledPlan
     from kvtrie.integrations._store_settings import StoreSettings
     from kvtrie.integrations.vllm._metadata import Load
-    from kvtrie.integrations.vllm._requests import LiveRequest, Range
+    from kvtrie.integrations.vllm._ranges import Range
+    from kvtrie.integrations.vllm._requests import LiveRequest
     from kvtrie.integrations.vllm._stats import Counts
 
 _LOG: Final = logging.getLogger("vllm.kvtrie")

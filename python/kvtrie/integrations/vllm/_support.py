@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from kvtrie._core import UnsupportedRopeError
 from kvtrie.integrations.vllm._model import check_kv_dtype, check_stored_dtype, is_float
 from kvtrie.integrations.vllm._others import check_around
 from kvtrie.integrations.vllm._version import UnsupportedError, check_version, refuse
@@ -16,6 +17,8 @@ from kvtrie.integrations.vllm._vllm import (
     get_current_vllm_config_or_none,
     probe,
 )
+from kvtrie.models.kv_types import quantized_fields
+from kvtrie.rope import RopeSpec
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -230,3 +233,24 @@ def check_pool(pool: BlockPool, block_size: int) -> None:
             f"vLLM hashes {pool.hash_block_size} tokens of its blocks of {block_size} at once: "
             "turn fine-grained prefix matching off"
         )
+
+
+def rope_of(vllm_config: VllmConfig) -> RopeSpec:
+    """How the model that vLLM runs rotates its keys.
+
+    For MLA vLLM stores the interleaved order, whatever the checkpoint's code does.
+
+    Raises:
+        UnsupportedRopeError: It cannot be moved, it has M-RoPE, or the checkpoint quantises KV:
+            vLLM then does so itself.
+    """
+    config = vllm_config.model_config.hf_text_config
+    for name, value in quantized_fields(config):
+        msg = f"KvtrieConnector: quantised KV is not supported ({name}={value!r})"
+        raise UnsupportedRopeError(msg)
+    interleaved = True if vllm_config.model_config.use_mla else None
+    rope = RopeSpec.from_config(config, interleaved=interleaved)
+    if rope.item_positions:
+        msg = "KvtrieConnector: M-RoPE is not supported: the connector knows no positions of images"
+        raise UnsupportedRopeError(msg)
+    return rope

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kvtrie._core import EXACT_ONLY
 from kvtrie.integrations._asked import SettingsError, named
 from kvtrie.integrations.vllm import _events, _gate, _support, _template, _version
-from kvtrie.integrations.vllm._copies import Copies, rope_of
+from kvtrie.integrations.vllm._copies import Copies
 from kvtrie.integrations.vllm._exact import ExactPlanner
 from kvtrie.integrations.vllm._metadata import StepMetadata, StoreReport
 from kvtrie.integrations.vllm._planner import Planner
@@ -113,7 +113,7 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
         self._decision = _gate.decision_of(self._settings, vllm_config)
         # In shadow mode, too: what moving would refuse has no counts.
         if self._decision.policy.approximate:
-            rope_of(vllm_config)
+            _support.rope_of(vllm_config)
         self._cleared = EXACT_ONLY if self._settings.shadow else self._decision.policy
         self._block_size: int = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self._has_groups = len(kv_cache_config.kv_cache_groups) > 1
