@@ -444,6 +444,28 @@ def test_what_the_template_reads_decides(tmp_path: Path, model: Path) -> None:
     assert "chat template: --chat-template" in out.splitlines()
 
 
+def test_what_the_server_gives_to_the_template_decides(model: Path) -> None:
+    """It was not read, and no option of this command had it."""
+    option = "--default-chat-template-kwargs"
+    asked = ("--model", str(model), option)
+    code, out, _ = run(*asked, '{"preserve": true, "other": 1}', **extra(mode="exact"))
+    assert code == 0
+    assert out.splitlines()[-1] == "chat format: qwen3; reasoning dropped at: never"
+    # The setting takes precedence.
+    code, out, _ = run(
+        *asked, '{"preserve": true}', **extra(template_arguments={"preserve": False})
+    )
+    assert code == 0
+    assert out.splitlines()[-1].endswith("dropped at: next user message")
+    for given, why in (("{", "is no JSON"), ("[]", "must be a mapping, not []")):
+        code, out, err = run(*asked, given)
+        assert (code, out) == (2, "")
+        assert f"{option} {why}" in err
+    code, _, err = run(option, "{}")
+    assert code == 2
+    assert "give --model too" in err
+
+
 def test_several_kinds_of_layers_are_said(tmp_path: Path, model: Path) -> None:
     model = shutil.copytree(model, tmp_path / "model")
     config = json.loads((model / "config.json").read_text())

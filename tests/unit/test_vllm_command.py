@@ -105,6 +105,34 @@ def test_the_served_template(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert _template.served(Settings.read({})).text is None
 
 
+def test_the_arguments_of_the_served_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were not read: reasoning that the server keeps was taken for dropped."""
+    template = "{{ keep }}{{ messages }}"
+    for name in ("--default-chat-template-kwargs", "--default_chat_template_kwargs"):
+        started(monkeypatch, name, '{"keep": true, "enable_thinking": false}')
+        # vLLM drops what the template does not read.
+        assert _template.defaults(template) == {"keep": True}
+        assert _template.served(Settings.read({})).source == (
+            "the model directory's, with --default-chat-template-kwargs"
+        )
+    assert _template.defaults(template, {"keep": 1, "other": 2}) == {"keep": 1}
+    started(monkeypatch)
+    assert _template.defaults(template) == {}
+    for args in (
+        ["--default-chat-template-kwargs", "{"],
+        ["--default-chat-template-kwargs.keep", "true"],
+        ["--config", "serve.yaml", "--default-chat-template-kwargs", "{}"],
+    ):
+        started(monkeypatch, *args)
+        assert _template.defaults(template) == {}
+        source = _template.served(Settings.read({})).source
+        assert source.endswith("is not one JSON text here: set template_arguments)")
+        source = _template.served(Settings.read({"template_arguments": {"keep": True}})).source
+        assert "template_arguments" not in source
+    started(monkeypatch, "--default-chat-template-kwargs", '{"keep": true}', program="chat.py")
+    assert _template.defaults(template) == {}
+
+
 def test_a_template_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     started(monkeypatch, "--chat-template", "built_in.jinja")
     with pytest.raises(

@@ -121,6 +121,32 @@ def test_reasoning_is_dead_where_the_served_template_drops_it(
     assert t.engine.counts["requests_other_template"] == 0
 
 
+@pytest.mark.parametrize(
+    ("setting", "drops"), [(None, False), ({"preserve": False}, True)], ids=["default", "setting"]
+)
+def test_reasoning_that_the_servers_default_arguments_keep_is_not_dead(
+    engine: Callable[..., Engine],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    logged: list[str],
+    setting: dict[str, bool] | None,
+    drops: bool,
+) -> None:
+    """It was evicted first, and the next prompt has it."""
+    model = chat.model(tmp_path / "model", template=QWEN3)
+    kept = '{"preserve": true, "not_read": 1}'
+    monkeypatch.setattr(sys, "argv", [SERVER, "--default-chat-template-kwargs", kept])
+    given: dict[str, Any] = {"skip_tokenizer_init": False, "max_model_len": 2000}
+    settings = {"gate": None, "template_arguments": setting}
+    t = Served(engine(model, connector=settings, **given), QWEN3)
+    (summary,) = [line for line in logged if "chat format" in line]
+    assert summary.endswith(f"dropped at: {'next user message' if drops else 'never'}")
+    source = "the model directory's, with --default-chat-template-kwargs"
+    assert f"kvtrie: chat template: {source}" in logged
+    t.say([chat.user("question")], REASONING + "it " * 60)
+    assert (t.dead() > 0) == drops
+
+
 def test_the_model_directorys_template_counts_where_no_other_is_known(
     serve: Callable[..., Served],
 ) -> None:

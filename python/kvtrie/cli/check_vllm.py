@@ -41,6 +41,9 @@ def check_vllm(
     chat_template: Annotated[
         str | None, typer.Option(metavar="FILE", help="As vLLM gets it, if it does.")
     ] = None,
+    default_chat_template_kwargs: Annotated[
+        str | None, typer.Option(metavar="JSON", help="As vLLM gets it, if it does; with --model.")
+    ] = None,
     probe: Annotated[
         bool,
         typer.Option(
@@ -55,13 +58,26 @@ def check_vllm(
     refused.
     """
     served = None
-    if model is not None:
-        served = ModelOptions(
-            model=model, dtype=dtype, kv_cache_dtype=kv_cache_dtype, revision=revision
+    arguments = default_chat_template_kwargs
+    if model is None and (dtype, kv_cache_dtype, revision, arguments) != (
+        "auto",
+        "auto",
+        None,
+        None,
+    ):
+        fail(
+            "--dtype, --kv-cache-dtype, --revision and --default-chat-template-kwargs are of a "
+            "model: give --model too"
         )
-    elif (dtype, kv_cache_dtype, revision) != ("auto", "auto", None):
-        fail("--dtype, --kv-cache-dtype and --revision are of a model: give --model too")
     try:
+        if model is not None:
+            served = ModelOptions(
+                model=model,
+                dtype=dtype,
+                kv_cache_dtype=kv_cache_dtype,
+                revision=revision,
+                template_arguments=None if arguments is None else _check.arguments(arguments),
+            )
         said = _check.check(
             kv_transfer_config,
             events=kv_events_config,

@@ -215,14 +215,24 @@ def _endpoints(theirs: Mapping[str, Any]) -> list[str | None]:
     return [theirs.get("endpoint", "tcp://*:5557"), theirs.get("replay_endpoint")]
 
 
-def _mapping(text: str, where: str, known: Sequence[str]) -> Mapping[str, Any]:
+def arguments(text: str) -> Mapping[str, Any]:
+    """The value of ``--default-chat-template-kwargs``; it may have any keys.
+
+    Raises:
+        SettingsError: It is no JSON mapping.
+    """
+    return _mapping(text, "--default-chat-template-kwargs", None)
+
+
+def _mapping(text: str, where: str, known: Sequence[str] | None) -> Mapping[str, Any]:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
         _refuse(f"{where} is no JSON: {error}")
     if not isinstance(found, dict):
         _refuse(f"{where} must be a mapping, not {found!r}")
-    _check_keys(found, where, known)
+    if known is not None:
+        _check_keys(found, where, known)
     return found
 
 

@@ -19,6 +19,7 @@ from kvtrie.models.template import is_text
 
 TRANSFER: Final = "kv-transfer-config"
 TEMPLATE: Final = "chat-template"
+ARGUMENTS: Final = "default-chat-template-kwargs"
 MODEL: Final = "model"
 SCHEDULER: Final = "scheduler-cls"
 EVENTS: Final = "kv-events-config"
@@ -69,6 +70,18 @@ def chat_template() -> str | None:
         return given
     shipped = Path(package.origin).parent / "transformers_utils" / "chat_templates" / given
     return str(shipped) if shipped.is_file() else given
+
+
+def template_arguments() -> dict[str, Any] | None:
+    """``--default-chat-template-kwargs``; None if they are not one JSON mapping."""
+    return _mapping(option(ARGUMENTS)) if is_given(ARGUMENTS) else {}
+
+
+def is_given(name: str) -> bool:
+    """Whether the server was started with a long option, or with a part of it."""
+    return _is_vllm() and any(
+        re.match(rf"--{name}([=.]|$)", one.replace("_", "-")) for one in sys.argv[1:]
+    )
 
 
 def transfer_config() -> dict[str, Any] | None:

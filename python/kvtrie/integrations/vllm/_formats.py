@@ -29,6 +29,7 @@ def tagger_of(
     settings: Settings,
     tokenizer: Any,  # noqa: ANN401 - of many types
     otherwise: Callable[[str], Tagger | None],
+    defaults: Mapping[str, Any] | None = None,
 ) -> Tagger | None:
     """The chat format; None if tokens are not tagged.
 
@@ -36,6 +37,7 @@ def tagger_of(
         settings: The connector's settings.
         tokenizer: The model's; None without one.
         otherwise: Called if ``"auto"`` does not know the chat template, with the reason.
+        defaults: What vLLM gives to the template; None: what the server's command line has.
 
     Raises:
         SettingsError: The format does not fit the tokenizer, or the arguments the template.
@@ -50,7 +52,7 @@ def tagger_of(
     if tokenizer is None:
         return None
     try:
-        return _from_template(settings, tokenizer)
+        return _from_template(settings, tokenizer, defaults)
     except _UnknownTemplateError as error:
         return otherwise(str(error))
 
@@ -69,7 +71,7 @@ def openings_of(
     """
     if tokenizer is None or settings.chat_format != "auto" or (tagger and tagger.format.starts):
         return None
-    return Openings.of(tokenizer, **_arguments(settings))
+    return Openings.of(tokenizer, **_arguments(settings, tokenizer, None))
 
 
 def form_of(tagger: Tagger | None) -> str:
@@ -92,22 +94,34 @@ def _from_preset(name: str, tokenizer: Any) -> Tagger:  # noqa: ANN401 - likewis
         raise SettingsError(msg) from error
 
 
-def _from_template(settings: Settings, tokenizer: Any) -> Tagger:  # noqa: ANN401 - likewise
-    arguments = _arguments(settings)
+def _from_template(
+    settings: Settings,
+    tokenizer: Any,  # noqa: ANN401 - likewise
+    defaults: Mapping[str, Any] | None,
+) -> Tagger:
+    arguments = _arguments(settings, tokenizer, defaults)
     given = settings.template_arguments or {}
-    _check_arguments(
-        given, arguments.get("chat_template") or getattr(tokenizer, "chat_template", None)
-    )
+    _check_arguments(given, _text(settings, tokenizer))
     try:
         return Tagger.from_tokenizer(tokenizer, **arguments)
     except (TypeError, ValueError) as error:
         raise _UnknownTemplateError(str(error)) from error
 
 
-def _arguments(settings: Settings) -> dict[str, Any]:
+def _text(settings: Settings, tokenizer: Any) -> object:  # noqa: ANN401 - likewise
+    """The chat template that is served."""
+    return _template.served(settings).text or getattr(tokenizer, "chat_template", None)
+
+
+def _arguments(
+    settings: Settings,
+    tokenizer: Any,  # noqa: ANN401 - likewise
+    defaults: Mapping[str, Any] | None,
+) -> dict[str, Any]:
     """What the tokenizer's method renders prompts with, as the server does."""
+    given = _template.defaults(_text(settings, tokenizer), defaults)
+    given |= settings.template_arguments or {}
     template = _template.served(settings).text
-    given = dict(settings.template_arguments or {})
     return given if template is None else given | {"chat_template": template}
 
 

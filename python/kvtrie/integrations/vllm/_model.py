@@ -59,6 +59,8 @@ class ModelOptions:
         revision: Of a name.
         download_dir: Of the hub's cache.
         load_format: How weights are loaded.
+        template_arguments: What the server gives to the chat template; None: what the command line
+            of this process has.
         quantization: Which vLLM does itself.
     """
 
@@ -68,6 +70,7 @@ class ModelOptions:
     revision: str | None = None
     download_dir: str | None = None
     load_format: str = _AUTO
+    template_arguments: Mapping[str, Any] | None = None
     quantization: str | None = None
 
 
@@ -124,7 +127,7 @@ def check(settings: Settings, options: ModelOptions) -> list[str]:
     served = _served_model(settings, options)
     directory = _directory(served)
     config = _config(directory)
-    said = [_chat(settings, directory)]
+    said = [_chat(settings, directory, options.template_arguments)]
     kv_dtype = _kv_dtype(options) or _found(config)
     if settings.gate is not None and kv_dtype is None:
         said.append("KV's element type is not compared: config.json has none; give --dtype")
@@ -244,7 +247,7 @@ def _gate(settings: Settings, served: EngineModel, kv_dtype: str | None) -> list
     return [f"the gate is of this model; {reuse}{decision.reason}"]
 
 
-def _chat(settings: Settings, directory: Path) -> str:
+def _chat(settings: Settings, directory: Path, defaults: Mapping[str, Any] | None = None) -> str:
     """Read the chat format as vLLM will, and say which it is."""
     tokenizer = None
     if isinstance(settings.chat_format, str):
@@ -252,7 +255,7 @@ def _chat(settings: Settings, directory: Path) -> str:
             return "chat format: not checked, for the model has no tokenizer.json"
         tokenizer = _tokenizer(directory, settings.template_arguments or {})
     reasons: list[str] = []
-    tagger = _formats.tagger_of(settings, tokenizer, otherwise=reasons.append)
+    tagger = _formats.tagger_of(settings, tokenizer, otherwise=reasons.append, defaults=defaults)
     said = _formats.form_of(tagger)
     if reasons:
         # They list what each preset lacks.
