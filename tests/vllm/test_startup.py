@@ -146,6 +146,34 @@ def test_what_the_model_decides_is_refused_before_it_loads_weights(
         started(monkeypatch, connector_config(gate=path), model, "--dtype", "bfloat16")
 
 
+def test_options_that_do_not_go_with_the_settings_are_refused_before_weights_are_loaded(
+    monkeypatch: pytest.MonkeyPatch, llama: Path
+) -> None:
+    """They were refused minutes later, when scheduler and cache manager are made."""
+    on = '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5601"}'
+    published = ("--kv-events-config", on)
+    mine, exact = connector_config, connector_config(mode="exact")
+    events = mine(gate="unchecked", events={"endpoint": "tcp://*:5601"})
+    snapshot = mine(mode="exact", snapshot={"endpoint": "tcp://*:5601"})
+    for config, more, why in (
+        (exact, ("--scheduler-cls", SCHEDULER), "no gaps to continue after: omit --scheduler-cls"),
+        (events, (), "events needs vLLM's own: --kv-events-config"),
+        (events, published, "'tcp://.:5601' is in --kv-events-config too"),
+        (snapshot, (), "snapshot needs vLLM's events: --kv-events-config"),
+        (snapshot, published, "'tcp://.:5601' is another one's too"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            started(monkeypatch, config, str(llama), *more)
+    # What is spread over several options is checked when the connector is made, and a shadow
+    # publishes no events of its own.
+    parts = ("--kv-events-config.enable_kv_cache_events", "true")
+    started(monkeypatch, snapshot, str(llama), *parts)
+    started(monkeypatch, events, str(llama), *parts)
+    started(monkeypatch, mine(shadow=True, events={"endpoint": "tcp://*:5601"}), str(llama))
+    started(monkeypatch, mine(gate="unchecked"), str(llama), "--scheduler-cls", SCHEDULER)
+    started(monkeypatch, exact, str(llama), *published)
+
+
 def test_connectors_next_to_it_are_refused_before_weights_are_loaded(
     monkeypatch: pytest.MonkeyPatch, llama: Path
 ) -> None:

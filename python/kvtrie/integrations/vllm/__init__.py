@@ -44,7 +44,7 @@ def _check_command() -> None:
 
     vLLM looks the connector up when it reads its configuration, with CUDA graphs and without.
     """
-    from kvtrie.integrations.vllm import _model, _others  # noqa: PLC0415 - numpy and more
+    from kvtrie.integrations.vllm import _check, _model, _others  # noqa: PLC0415 - numpy and more
     from kvtrie.integrations.vllm._settings import Settings  # noqa: PLC0415 - likewise
     from kvtrie.integrations.vllm._vllm import probe  # noqa: PLC0415 - imports vLLM
     from kvtrie.integrations.vllm.connector import check_early  # noqa: PLC0415 - likewise
@@ -53,4 +53,6 @@ def _check_command() -> None:
     _others.check_command()
     for extra in _command.settings(_others.MINE, __name__):
         check_early(extra)
-        _model.check_command(Settings.read(extra))
+        settings = Settings.read(extra)
+        _check.check_command(settings)
+        _model.check_command(settings)

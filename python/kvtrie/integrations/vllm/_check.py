@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 from kvtrie import gates
 from kvtrie._nearest import hint
 from kvtrie.integrations._asked import SNAPSHOTS, SettingsError
-from kvtrie.integrations.vllm import _model, _others, _template, _version
+from kvtrie.integrations.vllm import _command, _model, _others, _template, _version
 from kvtrie.integrations.vllm._others import MINE as CONNECTOR
 from kvtrie.integrations.vllm._others import MODULE, MULTI, SCHEDULER, TRANSFER
 from kvtrie.integrations.vllm._settings import Settings
@@ -88,17 +88,37 @@ def check(
     if template.text is not None:
         is_option = chat_template is not None and settings.chat_template == chat_template
         said.append(f"chat template: {'--chat-template' if is_option else template.source}")
-    _check_events(settings, events)
-    _check_snapshot(settings, events)
+    theirs = {} if events is None else _mapping(events, "--kv-events-config", _EVENTS)
+    _check_events(settings, theirs)
+    _check_snapshot(settings, theirs)
     said += [*_on_gaps(settings, scheduler), *_on_failure(found)]
     if model is not None:
         said += _model.check(settings, model)
     return said
 
 
-def _on_gaps(settings: Settings, scheduler: str | None) -> list[str]:
+def check_command(settings: Settings) -> None:
+    """Check what goes with the settings among the options of vLLM's server, as far as they show.
+
+    Raises:
+        SettingsError: As `check`.
+    """
+    if not _command.is_known():
+        return
+    _check_scheduler(settings, _command.option(_command.SCHEDULER))
+    theirs = _command.events_config()
+    if theirs is not None:
+        _check_events(settings, theirs)
+        _check_snapshot(settings, theirs)
+
+
+def _check_scheduler(settings: Settings, scheduler: str | None) -> None:
     if settings.is_exact and scheduler == SCHEDULER:
         _refuse('"mode": "exact" has no gaps to continue after: omit --scheduler-cls')
+
+
+def _on_gaps(settings: Settings, scheduler: str | None) -> list[str]:
+    _check_scheduler(settings, scheduler)
     if settings.is_exact:
         return []
     if scheduler is None:
@@ -177,9 +197,9 @@ def _reuse(settings: Settings) -> str:
     return f"shadow mode: moves nothing; {said}" if settings.shadow else said
 
 
-def _check_events(settings: Settings, given: str | None) -> None:
-    theirs = {} if given is None else _mapping(given, "--kv-events-config", _EVENTS)
-    if settings.events is None:
+def _check_events(settings: Settings, theirs: Mapping[str, Any]) -> None:
+    # A shadow publishes nothing of its own.
+    if settings.events is None or settings.shadow:
         return
     if not theirs.get("enable_kv_cache_events"):
         _refuse(
@@ -193,10 +213,9 @@ def _check_events(settings: Settings, given: str | None) -> None:
             _refuse(f"events: {name} {value!r} is in --kv-events-config too: choose another")
 
 
-def _check_snapshot(settings: Settings, given: str | None) -> None:
+def _check_snapshot(settings: Settings, theirs: Mapping[str, Any]) -> None:
     if settings.snapshot is None:
         return
-    theirs = {} if given is None else _mapping(given, "--kv-events-config", _EVENTS)
     # vLLM publishes over ZeroMQ where it publishes.
     if not theirs.get("enable_kv_cache_events") or theirs.get("publisher", "zmq") != "zmq":
         _refuse(

@@ -89,9 +89,14 @@ def transfer_config() -> dict[str, Any] | None:
     return _mapping(option(TRANSFER))
 
 
+def events_config() -> dict[str, Any] | None:
+    """``--kv-events-config``, empty without it; None if it is not one JSON mapping."""
+    return _mapping(option(EVENTS)) if is_given(EVENTS) else {}
+
+
 def publishes() -> bool:
     """Whether ``--kv-events-config`` switches events on, as one JSON mapping."""
-    return bool((_mapping(option(EVENTS)) or {}).get("enable_kv_cache_events"))
+    return bool((events_config() or {}).get("enable_kv_cache_events"))
 
 
 def _mapping(text: str | None) -> dict[str, Any] | None:
