@@ -175,6 +175,9 @@ def test_the_events_of_both_have_their_own_endpoints() -> None:
     code, _, err = run("--kv-events-config", '{"enable_kv_cache_event": true}')
     assert code == 2
     assert "did you mean 'enable_kv_cache_events'?" in err
+    # It was refused, and vLLM starts: a shadow publishes nothing of its own.
+    code, out, _ = run(**extra(shadow=True, events={"endpoint": "tcp://*:5557"}))
+    assert code == 0, out
 
 
 def test_snapshots_need_events_and_an_endpoint_of_their_own() -> None:

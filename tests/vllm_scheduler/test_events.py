@@ -237,6 +237,11 @@ def test_the_topic_over_zeromq(core: Callable[..., Core], tmp_path: Path) -> Non
         ("tcp://*:5558", "events must be a mapping such as"),
         ({}, "events: endpoint must be an address of ZeroMQ such as"),
         ({"endpoint": 5}, "events: endpoint must be an address .*, not 5"),
+        ({"endpoint": "5558"}, "events: endpoint must be an address .*, not '5558'"),
+        (
+            {"endpoint": "tcp://*:1", "replay_endpoint": "localhost:2"},
+            "events: replay_endpoint must be an address .*, not 'localhost:2'",
+        ),
         ({"endpoints": "tcp://*:5558"}, "events: unknown key 'endpoints'; did you mean 'endpoint'"),
         ({"endpoint": "inproc://a", "hwm": 0}, "events: hwm must be an integer from 1, not 0"),
         ({"endpoint": "inproc://a", "hwm": True}, "events: hwm must be an integer from 1"),

@@ -468,6 +468,7 @@ def test_without_the_setting_nothing_runs(core: Callable[..., Core]) -> None:
         (True, "snapshot must be a mapping such as"),
         ({"endpoint": 5}, "snapshot: endpoint must be an address of ZeroMQ .*, not 5"),
         ({"endpoint": ""}, "snapshot: endpoint must be an address of ZeroMQ .*, not ''"),
+        ({"endpoint": "*:5559"}, r"snapshot: endpoint must be an address .*, not '\*:5559'"),
         ({"endpoint": None}, "snapshot: endpoint must be an address of ZeroMQ .*, not None"),
         ({"endpoints": "tcp://*:5559"}, "snapshot: unknown key 'endpoints'; did you mean 'endpoi"),
     ],

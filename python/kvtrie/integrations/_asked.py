@@ -163,10 +163,15 @@ def check_snapshot(given: object, where: str) -> None:
         raise SettingsError(msg)
     check_keys(given, ("endpoint",), f"{where}: snapshot")
     value = given.get("endpoint", SNAPSHOTS)
-    if not isinstance(value, str) or not value:
+    if not is_address(value):
         wanted = f'an address of ZeroMQ such as "{SNAPSHOTS}"'
         msg = f"{where}: snapshot: endpoint must be {wanted}, not {value!r}"
         raise SettingsError(msg)
+
+
+def is_address(given: object) -> bool:
+    """Whether this has the form of an address of ZeroMQ, which begins with a transport."""
+    return isinstance(given, str) and "://" in given
 
 
 def session_id(given: object, where: str) -> str | None:

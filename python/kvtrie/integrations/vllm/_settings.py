@@ -15,6 +15,7 @@ from kvtrie.integrations._asked import (
     check_keys,
     check_one_of,
     check_snapshot,
+    is_address,
     policy_of,
     session_id,
     shown,
@@ -292,9 +293,10 @@ def _check_events(given: object) -> None:
         if name not in given and name != "endpoint":
             continue
         value = given.get(name)
-        if kind is str and (not isinstance(value, str) or not value):
-            wanted = "a topic" if name == "topic" else 'an address of ZeroMQ such as "tcp://*:5558"'
-            _refuse(f"events: {name}", value, wanted)
+        if name == "topic" and (not isinstance(value, str) or not value):
+            _refuse("events: topic", value, "a topic")
+        if kind is str and name != "topic" and not is_address(value):
+            _refuse(f"events: {name}", value, 'an address of ZeroMQ such as "tcp://*:5558"')
         if kind is int and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             _refuse(f"events: {name}", value, "an integer from 1")
 
