@@ -305,6 +305,30 @@ def test_a_conversation_that_leaves_its_path_gives_its_room_back(core: Callable[
     assert not passes[[one for one in old if one not in common]].any()
 
 
+@pytest.mark.parametrize("is_last", [False, True], ids=["turn", "last"])
+def test_a_turn_that_ends_leaves_a_loop_with_the_same_beginning_whole(
+    core: Callable[..., Core], is_last: bool
+) -> None:
+    """Of the loop what both began with was evicted, so that nothing of the rest was found."""
+    vllm = core(connector=EXACT, blocks=160, **SMALL)
+    passes = vllm.connector.planner._retention._passes
+    both = [*HEAD, *QUESTION, *message(TOOL, 60, 30)]
+    loop = [*both, ASSISTANT, *REASONING, *TOOL_CALL]
+    table = end(vllm, loop, session_id="one")[: (len(loop) - 1) // BLOCK]
+    given = passes[table].tolist()
+    assert all(given)
+    end(vllm, [*both, ASSISTANT, *words(60, 31), END], {"last": is_last}, session_id="two")
+    assert (passes[table] >= given).all()
+    fill(vllm, 300, 1)
+    following = [*loop, *message(TOOL, 40, 8), ASSISTANT]
+    assert len(following) - vllm.computed_for(following) >= len(loop) - BLOCK
+    # When its turn ends as well, or it leaves this path, nothing needs the beginning any more.
+    following = [*loop, *message(TOOL, 40, 8)] if is_last else both
+    end(vllm, [*following, ASSISTANT, *ANSWER], session_id="one")
+    assert not passes[table[len(HEAD) // BLOCK :]].any()
+    vllm.check_idle()
+
+
 @pytest.mark.parametrize("how", ["parameter", "hint"])
 def test_the_last_request_of_a_conversation_leaves_first(exact: Core, how: str) -> None:
     hint = KvHintAction(action_id="1", action_type="kvtrie.last", action_version="1", payload={})

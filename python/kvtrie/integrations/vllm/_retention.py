@@ -15,7 +15,8 @@ evicts, in this order,
 Room for the third is `LOOPS` of the pool, for the third and the fourth together `KEPT`. The rest is
 vLLM's. So some agents find everything and the others nothing, rather than none anything. Where
 requests say which conversation they belong to, one that leaves its old path takes the passes from
-what only that path has.
+what only that path has; and what it shares with another one inside a tool loop stays when its turn
+ends, without which the rest of that path would be of no use.
 
 Where a model has other groups of blocks, windows and states, vLLM continues a prompt only where all
 of them have what it needs. So what they have at the deepest such place goes with the blocks that
@@ -71,6 +72,9 @@ class Retention:
         self._pool = pool
         self._counts = counts
         self._passes = np.zeros(pool.num_gpu_blocks, np.int8)
+        # The block before each one that is kept, in the path of a conversation with an id. Without
+        # an id nobody says that a path was left: it would hold its beginning for all its passes.
+        self._before = np.full(pool.num_gpu_blocks, -1, np.int32)
         # Blocks that no step has looked at are left in a small pool too.
         self._per_step = min(per_step, pool.num_gpu_blocks // 8)
         # The blocks with passes of each conversation, the latest one last.
@@ -109,19 +113,35 @@ class Retention:
         # A helper with a prompt of its own may have the same id.
         if before is not None and np.array_equal(before[num_shared:][:1], ids[num_shared:][:1]):
             passes[before[num_shared:]] = 0
+        had = passes[ids]
         passes[ids] = 0
         passes[list(others)] = 0
-        free = len(passes) * KEPT - np.count_nonzero(passes) - spare
-        shared = min(num_shared, max(0, int(free / per_place)))
-        room = max(0, int((free - len(passes) * (KEPT - LOOPS)) / per_place)) if loops else 0
-        kept = ids[: max(shared, room)]
+        had[self._num_needed(ids) :] = 0
+        free = len(passes) * KEPT - np.count_nonzero(passes) - np.count_nonzero(had) - spare
+        # How many blocks without passes the first ones have.
+        fresh = np.cumsum(had == 0)
+        shared = min(num_shared, int(np.searchsorted(fresh, free / per_place, "right")))
+        room = (free - len(passes) * (KEPT - LOOPS)) / per_place
+        num_kept = int(np.searchsorted(fresh, room, "right")) if loops else 0
+        kept = ids[: max(shared, num_kept)]
         passes[kept] = PASSES
         passes[ids[:shared]] = HEADS
+        passes[ids] = np.maximum(passes[ids], had)
+        self._before[kept] = -1
         if loops and session is not None:
+            self._before[kept[1:]] = kept[:-1]
             self._kept[session] = kept
             if len(self._kept) > MAX_SESSIONS:
                 self._kept.popitem(last=False)
         return len(kept)
+
+    def _num_needed(self, ids: NDArray[np.int32]) -> int:
+        """How many blocks of a table, from the first on, begin paths of others that are kept."""
+        # The last one is for blocks of which nothing is known.
+        is_before = np.zeros(len(self._passes) + 1, bool)
+        is_before[self._before[np.flatnonzero(self._passes)]] = True
+        found = np.flatnonzero(is_before[ids])
+        return int(found[-1]) + 1 if len(found) else 0
 
     def keep_with(
         self, block_ids: Collection[int], session: str | None = None, *, passes: int = PASSES
@@ -129,6 +149,7 @@ class Retention:
         """Give passes to what is of use with the blocks that `keep` has just kept."""
         ids = np.array(sorted(block_ids), np.int32)
         self._passes[ids] = passes
+        self._before[ids] = -1
         if session is not None and session in self._kept:
             self._kept[session] = np.concatenate([self._kept[session], ids])
 
