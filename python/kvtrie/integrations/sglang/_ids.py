@@ -49,6 +49,14 @@ def sequence_of(token_ids: Sequence[int], space: Namespace, *, limit: int) -> To
         return TokenSequence(ids.astype(np.uint32), space, items=list(_items(ids)))
 
 
+def only_text(token_ids: Sequence[int]) -> NDArray[np.uint32] | None:
+    """Ids as a store or a log keeps them; None if one is no text's, or there are none."""
+    ids = np.array(token_ids, np.int64)
+    if not len(ids) or ids.min() < 0 or ids.max() >= _BEYOND:
+        return None
+    return ids.astype(np.uint32)
+
+
 def text_of(token_ids: Sequence[int]) -> NDArray[np.int64]:
     """Ids of a prompt, to read its sections: those of no text are the last of 32 bits."""
     return np.minimum(np.asarray(token_ids, np.int64), _BEYOND - 1)

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import atexit
 import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-import numpy as np
-
+from kvtrie.integrations.sglang._ids import only_text
 from kvtrie.integrations.sglang._version import installed
 from kvtrie.record import Finished, RecordCounts, Recorder
 
@@ -60,8 +59,8 @@ class RequestLog:
         """Hand a request over, if it is in the sample and all its tokens are of text."""
         if not self._recorder.wants(request.rid, session):
             return
-        ids: Any = np.array(request.origin_input_ids + request.output_ids, dtype=np.int64)
-        if ids.size and int(ids.max()) >= 1 << 32:
+        ids = only_text(request.origin_input_ids + request.output_ids)
+        if ids is None:
             return
         # SGLang's clock of durations.
         times, now = request.time_stats, time.perf_counter()
@@ -69,7 +68,7 @@ class RequestLog:
         first = times.prefill_finished_time
         self._recorder.put(
             Finished(
-                tokens=ids.astype(np.uint32),
+                tokens=ids,
                 num_prompt=len(request.origin_input_ids),
                 request_id=request.rid,
                 session=session,

@@ -49,6 +49,7 @@ from kvtrie.integrations._turns import (
     borders_of,
     sought_runs,
 )
+from kvtrie.integrations.sglang._ids import only_text
 from kvtrie.store import Estimate, SpanRows
 from kvtrie.store.placing import rows_from
 from kvtrie.store.runs import Gone, gone_of, pieces
@@ -56,7 +57,7 @@ from kvtrie.store.threads import Shares
 from kvtrie.tags import TurnPolicy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
     from numpy.typing import NDArray
@@ -365,7 +366,7 @@ class PoolStore:
         if self.is_in_host and not self.store.num_runs:
             return  # nobody else writes there
         # The last run of a prompt is named by all of it, though not all of it is asked for.
-        ids = _ids(request.full_untruncated_fill_ids)
+        ids = only_text(request.full_untruncated_fill_ids)
         if ids is None:
             return
         salt = seq.namespace.salt
@@ -475,7 +476,7 @@ class PoolStore:
             return
         num_paged = len(blocks) * self._page_size
         done = num_paged + len(after)
-        ids = _ids(request.full_untruncated_fill_ids[:done])
+        ids = only_text(request.full_untruncated_fill_ids[:done])
         if ids is None:
             return
         borders = (
@@ -607,14 +608,6 @@ class PoolStore:
 
     def _count(self, name: str, number: int = 1) -> None:
         self.counts[name] += number
-
-
-def _ids(given: Sequence[int]) -> NDArray[np.uint32] | None:
-    """Token ids; None if there are none, or one is beyond 32 bits."""
-    ids = np.array(given, np.int64)
-    if not len(ids) or ids.min() < 0 or ids.max() >= 1 << 32:
-        return None
-    return ids.astype(np.uint32)
 
 
 def stop_all(why: str) -> None:
