@@ -369,7 +369,7 @@ def test_a_server_with_a_bad_setting_says_so(
         _support._snapshots_of(context, NUM_PAGES)
     context.server_args = arguments({"publisher": "zmq"})
     monkeypatch.setenv(VARIABLE, '{"snapshot": {"endpoint": "tcp://nowhere"}}')
-    with pytest.raises(SGLangUnsupportedError, match="snapshot: endpoint .tcp://nowhere.: "):
+    with pytest.raises(SGLangUnsupportedError, match=r"snapshot: endpoint .tcp://nowhere.: "):
         _support._snapshots_of(context, NUM_PAGES)
     endpoint = f"ipc://{tmp_path}/snapshot"
     monkeypatch.setenv(VARIABLE, json.dumps({"snapshot": {"endpoint": endpoint}}))

@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from kvtrie.store.keys import Encryption
+
 SEEDS = 10_000
 RUNS = 256
 
@@ -482,7 +484,9 @@ def test_a_store_without_its_descriptor_is_not_refused_and_finds_nothing_of_anot
 
 
 @pytest.mark.parametrize("encryption", ["none", "aes-256-gcm"])
-def test_the_descriptor_is_clear_text_and_nothing_else_is_under_encryption(encryption: str) -> None:
+def test_the_descriptor_is_clear_text_and_nothing_else_is_under_encryption(
+    encryption: Encryption,
+) -> None:
     if encryption != "none":
         pytest.importorskip("cryptography", reason="cryptography is not installed")
     backend = HostBackend(1 << 20)
