@@ -116,22 +116,27 @@ def test_a_run_that_may_take_no_time_measures_nothing() -> None:
 
 
 def test_the_served_template_is_measured() -> None:
-    def template_of(chat_template: str | None) -> str | None:
+    def template_of(
+        chat_template: str | None, arguments: dict[str, Any] | None = None
+    ) -> str | None:
         return measure.calibrate(
             shipped.model_path("gqa"),
             policies=["rotated"],
             is_recall=True,
             most_seconds=0.0,
             chat_template=chat_template,
+            template_arguments=arguments,
         ).template
 
     own = (shipped.model_path("gqa") / "chat_template.jinja").read_text()
     assert template_of(None) == template_of(own) == template_id(own)
     other = own + "{# another #}"
     assert template_of(other) == template_id(other) != template_id(own)
-    # It is the one that renders.
+    # It is the one that renders, with what the server gives it.
+    refuses = "{% if not ours %}{{ raise_exception('not mine') }}{% endif %}" + own
     with pytest.raises(measure.CalibrationError, match="refuses the conversation: not mine"):
-        template_of("{{ raise_exception('not mine') }}")
+        template_of(refuses)
+    assert template_of(refuses, {"ours": True}) == template_id(refuses)
 
 
 @pytest.mark.parametrize("edit", edits.EDITS)
@@ -513,6 +518,10 @@ BAD: dict[str, tuple[Callable[[Path], list[Any]], str]] = {
     "no config": (lambda tmp: [tmp], "config.json"),
     "unknown policy": (lambda _: ["gqa", "--policies", "exact,turn"], "unknown policy 'turn'"),
     "no policy": (lambda _: ["gqa", "--policies", ","], "no policy"),
+    "arguments of the template that are no mapping": (
+        lambda _: ["gqa", "--default-chat-template-kwargs", "[1]"],
+        "must be a mapping, not",
+    ),
     "no chat file": (lambda tmp: ["gqa", "--conversations", tmp / "none.jsonl"], "No such file"),
     "no folder": (lambda tmp: ["gqa", "--out", tmp / "a" / "b.json"], "there is no directory"),
     "nothing to clear": (lambda _: ["gqa", "--policies", "exact"], "name a rotated one"),

@@ -202,6 +202,23 @@ def test_template_that_refuses_a_system_message_gets_its_text_from_the_user(
         Renderer(tokenizer).step(asked)
 
 
+def test_a_template_gets_what_the_server_gives_it(tokenizer: PreTrainedTokenizerBase) -> None:
+    cut = "m.content.split('</think>')[-1]"
+    assert cut in REASONING
+    tokenizer.chat_template = REASONING.replace(cut, f"(m.content if keeps else {cut})")
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "Draw"},
+        {"role": "assistant", "content": "<think>\nhmm\n</think>\n\nAda 10"},
+        {"role": "user", "content": "Again"},
+        {"role": "assistant", "content": "<think>\nso\n</think>\n\nAda 11"},
+    ]
+    for keeps in (False, True):
+        last = Renderer(tokenizer, {"keeps": keeps}).steps(messages, RECORDED)[-1]
+        assert ("hmm" in words(tokenizer, last.prompt)) == keeps
+    with pytest.raises(CalibrationError, match="cannot have tokenize, tools"):
+        Renderer(tokenizer, {"tools": [], "keeps": True, "tokenize": True})
+
+
 def test_nothing_moves_into_the_last_message(
     tokenizer: PreTrainedTokenizerBase, renderer: Renderer
 ) -> None:

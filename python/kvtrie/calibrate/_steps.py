@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from inspect import signature
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -79,9 +80,14 @@ class Step:
 
 
 class Renderer:
-    """A fast tokenizer with a chat template; any other raises `CalibrationError`."""
+    """A fast tokenizer with a chat template; any other raises `CalibrationError`.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    ``arguments``: what the server gives to the template.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any] | None = None
+    ) -> None:
         if not tokenizer.is_fast:
             msg = "the tokenizer is not a fast one, so its tokens cannot be found in the text"
             raise CalibrationError(msg)
@@ -92,7 +98,12 @@ class Renderer:
             )
             raise CalibrationError(msg)
         self._tokenizer = tokenizer
-        self._last_message = LastMessage(tokenizer)
+        self._arguments = dict(arguments or {})
+        own = signature(tokenizer.apply_chat_template).parameters.keys() & self._arguments.keys()
+        if own:
+            msg = f"the arguments of the chat template cannot have {', '.join(sorted(own))}"
+            raise CalibrationError(msg)
+        self._last_message = LastMessage(tokenizer, **self._arguments)
         self._takes_system = not self._refuses(_SYSTEM_FIRST) or self._refuses(_SYSTEM_FIRST[1:])
 
     def steps(
@@ -200,7 +211,11 @@ class Renderer:
         shown = [{k: v for k, v in one.items() if k != "scored"} for one in messages]
         try:
             text = self._tokenizer.apply_chat_template(
-                shown, tools=tools or None, add_generation_prompt=opens, tokenize=False
+                shown,
+                tools=tools or None,
+                add_generation_prompt=opens,
+                tokenize=False,
+                **self._arguments,
             )
         except Exception as error:
             # Templates may raise any error, including jinja2's.

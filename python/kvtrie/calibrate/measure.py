@@ -56,7 +56,7 @@ from kvtrie.models.fingerprint import (
 from kvtrie.models.vision import TEXT_OF_VISION
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from os import PathLike
     from pathlib import Path
 
@@ -192,6 +192,7 @@ def calibrate(
     status: Callable[[str], None] | None = None,
     partial: Partial | None = None,
     chat_template: str | None = None,
+    template_arguments: Mapping[str, Any] | None = None,
     jobs: int = 1,
 ) -> Report:
     """Replay edited conversations and compare every policy with full and with exact reuse.
@@ -218,6 +219,7 @@ def calibrate(
         partial: Keeps each finished conversation, and resumes the same run from it. The caller
             removes and closes it.
         chat_template: The text of the served template; None: the directory's.
+        template_arguments: What the server gives to the template where a request says nothing else.
         jobs: Conversations that are replayed at once, each on a thread of its own and with caches
             of its own. The report is that of one job.
 
@@ -240,7 +242,7 @@ def calibrate(
     loaded, tokenizer = _load(checked_model_dir(path), device, dtype)
     if chat_template is not None:
         tokenizer.chat_template = chat_template
-    renderer = Renderer(tokenizer)
+    renderer = Renderer(tokenizer, template_arguments)
     speed_up(loaded)
     eos = _eos_ids(loaded, tokenizer)
     copies = [loaded, *(twin(loaded) for _ in range(1, jobs))]
@@ -273,6 +275,7 @@ def calibrate(
         "model": model_id(model.model),
         "checkpoint": _digest(path),
         "template": template_id(tokenizer.chat_template),
+        "template_arguments": dict(template_arguments or {}),
         "kv_dtype": model.layout.kv_dtype,
         "rope": rope_id(model.model.config),
         "device": str(model.model.device),

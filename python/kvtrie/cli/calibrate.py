@@ -19,6 +19,7 @@ from kvtrie.calibrate._steps import NothingMovesError
 from kvtrie.cli import _options, _process
 from kvtrie.cli._failure import fail, need
 from kvtrie.demo import load_conversations
+from kvtrie.integrations.vllm._check import arguments as template_arguments
 from kvtrie.models.directory import checked_model_dir
 from kvtrie.models.template import read_template
 
@@ -121,6 +122,10 @@ def calibrate(
             help="The chat template that is served, or its text (default: MODEL's own).",
         ),
     ] = None,
+    default_chat_template_kwargs: Annotated[
+        str | None,
+        typer.Option(metavar="JSON", help="What the server gives to the template (vLLM's option)."),
+    ] = None,
 ) -> None:
     """Compare reuse policies with full recomputation and exact reuse, by kind of edit.
 
@@ -141,6 +146,8 @@ def calibrate(
         checked_model_dir(directory)
         chosen = _chosen(policies, min_run)
         template = None if chat_template is None else read_template(chat_template)
+        given = default_chat_template_kwargs
+        arguments = None if given is None else template_arguments(given)
         thresholds = gates.Thresholds(
             max_loss, max_kl, max_kl_p99, min_top1, loss_per_kind=thorough
         )
@@ -183,6 +190,7 @@ def calibrate(
                     status=shown.stage,
                     partial=partial,
                     chat_template=template,
+                    template_arguments=arguments,
                     jobs=at_once,
                 )
             except NothingMovesError as error:

@@ -69,15 +69,16 @@ class LastMessage:
 
     Args:
         tokenizer: As for `Tagger.from_tokenizer`; if nothing is known of it, nothing is found.
+        **template_arguments: Likewise.
     """
 
-    def __init__(self, tokenizer: Any) -> None:  # noqa: ANN401 - duck-typed
+    def __init__(self, tokenizer: Any, **template_arguments: object) -> None:  # noqa: ANN401 - duck-typed
         self._tagger: Tagger | None = None
         self._openings: Openings | None = None
         try:
-            self._tagger = Tagger.from_tokenizer(tokenizer)
+            self._tagger = Tagger.from_tokenizer(tokenizer, **template_arguments)
         except (TypeError, ValueError):
-            self._openings = Openings.of(tokenizer)
+            self._openings = Openings.of(tokenizer, **template_arguments)
 
     def __call__(self, ids: NDArray[np.integer[Any]]) -> int | None:
         """Where the last message of a user or a tool begins; None if there is none, or no way.
