@@ -54,10 +54,11 @@ def facts(answers: list[str]) -> list[bool]:
 
 def test_real_model_answers_as_without_kvtrie(engine: Callable[..., Engine], chat: Chat) -> None:
     plain = talk(engine(MODEL, shadow=False), chat)
-    vllm = engine(MODEL, connector=EXACT, shadow=False)
-    assert talk(vllm, chat) == plain
-    assert vllm.counts["tokens_exact"] > 0
-    assert vllm.counts["tokens_moved"] == 0
+    for settings in (EXACT, {"mode": "exact"}):
+        vllm = engine(MODEL, connector=settings, shadow=False)
+        assert talk(vllm, chat) == plain
+        assert vllm.counts["tokens_exact"] > 0
+        assert vllm.counts["tokens_moved"] == vllm.counts["errors"] == 0
     assert facts(plain) == [True] * len(FACTS), plain
 
 
