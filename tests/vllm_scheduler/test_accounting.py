@@ -106,15 +106,27 @@ def test_a_copy_that_fails_counts_as_computed(core: Callable[..., Core], in_flig
     assert prefill.num_cached_tokens == len(QUESTION) // BLOCK * BLOCK
 
 
-def test_requests_without_room_are_counted_once(core: Callable[..., Core]) -> None:
+def test_requests_without_room_are_counted_once(
+    core: Callable[..., Core], monkeypatch: pytest.MonkeyPatch
+) -> None:
     # vLLM asks in every step until there is room: 150 were counted for fewer than 30 requests.
     vllm = core(connector=UNCHECKED, blocks=40, max_model_len=608, max_num_seqs=4)
+    requests = vllm.connector.planner.half.requests
+    refused, without = requests.refused, set()
+
+    def watched(request: Any, live: Any, **given: Any) -> None:
+        refused(request, live, **given)
+        if live.num_refused >= 2:
+            without.add(request.request_id)
+
+    monkeypatch.setattr(requests, "refused", watched)
     for number in range(6):
         vllm.ask(QUESTION + REASONING + ANSWER)
         names = [vllm.add(EDITED + words(60, 20 + number), max_tokens=4) for _ in range(4)]
         vllm.drain()
         assert all(vllm.answers[name].finished for name in names)
-    assert 0 < vllm.counts["requests_without_room"] <= len(vllm.answers) == 30
+    assert len(vllm.answers) == 30
+    assert 0 < vllm.counts["requests_without_room"] == len(without)
 
 
 @in_flight
