@@ -7,6 +7,7 @@ Gemma is fetched under its terms of use; nothing of it is kept here. Two measure
 
 * **Turns.** A text grows by a paragraph and by the model's own answer, turn by turn, to more than
   three windows. Each answer through the engine must have the tokens of the model without a cache.
+  Then two texts in turn, with layers with a window in a pool of W - 1 tokens and a block per text.
 * **Moved.** Of three texts a block of 400 tokens is deleted after a head of 200, and a run of 1,100
   moves. The logits of the 64 tokens after it are compared with those of full recomputation: with
   each layer rotated by its own base, by the base of full attention alone, and not rotated. Then
@@ -38,7 +39,7 @@ from kvtrie.pool import KVPool
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig
 
     from kvtrie.rope import RopeSpec
 
@@ -47,6 +48,8 @@ HEAD, BLOCK, RUN, TAIL = 200, 400, 1100, 64
 OWN, SHARED, UNROTATED = "each layer its own base", "one base for all layers", "not rotated"
 REBUILT, REBUILT_EXACT = "windows rebuilt", "windows rebuilt after an exact prompt"
 BLOCK_SIZE: Final = 16
+# In turn, in a pool for their windows alone.
+SESSIONS: Final = 2
 MOST_MOVED: Final = 0.01
 LEAST_ONE_BASE: Final = 1.0
 MOST_REBUILT: Final = 0.02
@@ -54,25 +57,42 @@ MOST_REBUILT: Final = 0.02
 MOST_LOGIT_ERROR: Final = 1e-3
 
 
-def turns(model: PreTrainedModel, words: list[int], count: int) -> tuple[int, int, float]:
+def turns(
+    generator: Generator, words: list[int], count: int, sessions: int = 1
+) -> tuple[int, int, float]:
     """Answers with equal tokens, tokens at the end, and the largest difference of a logit."""
-    generator = Generator(model, num_blocks=256, block_size=BLOCK_SIZE)
-    prompt: list[int] = [model.config.bos_token_id]
+    model = generator.model
+    prompts: list[list[int]] = [[model.config.bos_token_id] for _ in range(sessions)]
     equal, worst, step = 0, 0.0, 110
     for turn in range(count):
-        prompt += words[turn * step : (turn + 1) * step]
-        done = generator.generate(prompt, max_new_tokens=12, ignore_eos=True, return_logits=True)
-        if turn and done.usage.exact < len(prompt) - step - 2 * BLOCK_SIZE:
-            print(f"turn {turn}: only {done.usage.exact} of {len(prompt)} tokens were reused")
-            return equal, len(prompt), float("inf")
-        with torch.inference_mode():
-            whole = torch.tensor([[*prompt, *done.tokens[:-1]]])
-            rows = model(input_ids=whole, use_cache=False, logits_to_keep=len(done.tokens)).logits
-        equal += rows[0].argmax(-1).tolist() == done.tokens
-        if done.logits is not None:
-            worst = max(worst, float((rows[0] - done.logits).abs().max()))
-        prompt += done.tokens
-    return equal, len(prompt), worst
+        for number in range(sessions):
+            prompt, start = prompts[number], (number * count + turn) * step
+            prompt += words[start : start + step]
+            done = generator.generate(
+                prompt,
+                max_new_tokens=12,
+                ignore_eos=True,
+                return_logits=True,
+                session=f"conversation {number}",
+            )
+            if turn and done.usage.exact < len(prompt) - step - 2 * BLOCK_SIZE:
+                print(f"turn {turn}: only {done.usage.exact} of {len(prompt)} tokens were reused")
+                return equal, len(prompt), float("inf")
+            with torch.inference_mode():
+                whole = torch.tensor([[*prompt, *done.tokens[:-1]]])
+                rows = model(
+                    input_ids=whole, use_cache=False, logits_to_keep=len(done.tokens)
+                ).logits
+            equal += rows[0].argmax(-1).tolist() == done.tokens
+            if done.logits is not None:
+                worst = max(worst, float((rows[0] - done.logits).abs().max()))
+            prompt += done.tokens
+    return equal, max(map(len, prompts)), worst
+
+
+def per_session(config: PretrainedConfig) -> int:
+    """Blocks of W - 1 tokens and a block."""
+    return -(-(int(config.sliding_window) - 1 + BLOCK_SIZE) // BLOCK_SIZE)
 
 
 def one_base(rope: RopeSpec, windows: tuple[int | None, ...]) -> RopeSpec:
@@ -203,10 +223,20 @@ def main() -> int:
     text = "\n".join(file.read_text(encoding="utf-8") for file in files)
     words = [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
     needed = HEAD + BLOCK + RUN + TAIL
-    equal, length, worst = turns(model, words, given.turns)
-    print(f"{equal} of {given.turns} turns have the tokens of no cache, up to {length} tokens")
-    print(f"largest difference of a logit: {worst:.2e}")
-    holds = equal == given.turns and worst <= MOST_LOGIT_ERROR
+    holds = True
+    # One pool; then layers with a window in a pool of W - 1 tokens and a block per conversation.
+    for sessions, blocks in ((1, None), (SESSIONS, SESSIONS * per_session(model.config))):
+        generator = Generator(
+            model, num_blocks=256, block_size=BLOCK_SIZE, num_window_blocks=blocks
+        )
+        equal, length, worst = turns(generator, words, given.turns, sessions)
+        pool = "one pool" if blocks is None else f"{blocks} blocks for layers with a window"
+        print(
+            f"{equal} of {sessions * given.turns} turns of {sessions} conversations have the "
+            f"tokens of no cache, up to {length} tokens: {pool}, largest difference of a logit "
+            f"{worst:.2e}"
+        )
+        holds &= equal == sessions * given.turns and worst <= MOST_LOGIT_ERROR
     own = Model(model, BLOCK_SIZE)
     rows = [moved(own, words[at * needed :][:needed]) for at in range(3)]
     for name in rows[0]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from kvtrie._core import OutOfBlocksError
 from kvtrie.engines._watch import UNWATCHED, Planned
 
 if TYPE_CHECKING:
@@ -31,6 +30,8 @@ class Lease:
     tokens chosen is made again under ``without_records``, and judged by it; without a decision,
     with fronts of runs.
     """
+
+    windows: Final = None
 
     def __init__(
         self,
@@ -77,7 +78,7 @@ class Lease:
         fresh = np.empty(0, dtype=np.int32)
         try:
             watch.planned(Planned(seq, self.plan, policy, session, moved_end, decision is None))
-            fresh = self._allocate(self.plan.num_new_blocks, headroom)
+            fresh = store.allocate(self.plan.num_new_blocks, headroom)
             table = np.concatenate([self.plan.blocks, fresh])
             moves = self.plan.moves(table)
             with watch.phase("copy", int(moves["num_tokens"].sum())):
@@ -137,7 +138,7 @@ class Lease:
         ledger = self._store.ledger
         wanted = -(-end // ledger.block_size) - len(ledger.blocks(self))
         if wanted > 0:
-            fresh = self._allocate(wanted, 0)
+            fresh = self._store.allocate(wanted, 0)
             try:
                 ledger.add_blocks(self, fresh)
             except BaseException:
@@ -180,16 +181,3 @@ class Lease:
             store.allocator.free(done.surplus)
         finally:
             store.reclaim()
-
-    def _allocate(self, wanted: int, headroom: int) -> NDArray[np.int32]:
-        store = self._store
-        store.reclaim()
-        if headroom:
-            available = store.allocator.num_free + store.index.num_evictable
-            if available < wanted + headroom:
-                msg = f"{wanted} blocks wanted and {headroom} to spare, {available} available"
-                raise OutOfBlocksError(msg)
-        fresh = store.allocator.allocate(wanted, evict_from=store.index)
-        if store.repair is not None:
-            store.repair.forget(fresh)
-        return fresh

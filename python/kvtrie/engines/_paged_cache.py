@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from kvtrie.engines._windows import WindowTable
     from kvtrie.pool.groups import KVGroup
     from kvtrie.pool.kv_pool import KVPool
 
@@ -54,18 +55,43 @@ class _PassSlots:
         self.read_blocks = pool.block_ids(table, self.end)
 
 
+class _WindowSlots:
+    """Where a pass over ``[start, end)`` reads and writes rows of layers with a window."""
+
+    def __init__(self, table: WindowTable, start: int, end: int) -> None:
+        windows = table.windows
+        self.pool = windows.pool
+        self.start = start
+        self.end = end
+        self.num_tokens = end - start
+        self.first_read = max(0, start - windows.window + 1)
+        first_written = max(start, windows.kept(end).start * windows.block_size)
+        self.num_unwritten = first_written - start
+        self.read_slots = self.pool.slots(table.before, self.first_read, start)
+        self.write_slots = self.pool.slots(table.after, first_written, end, unique=True)
+
+
 class _PagedLayer(CacheLayerMixin):
     """One layer: writes new rows to their slots, returns the rows of the whole table.
 
     A layer with a window returns these as well: the model's mask hides what is before it.
+
+    Args:
+        slots: Where rows are.
+        layer: The layer's number in the model.
+        own: Its number in the pool.
+        group: The shape of its rows.
     """
 
     is_sliding = False
 
-    def __init__(self, slots: _PassSlots, layer: int, group: KVGroup) -> None:
+    def __init__(
+        self, slots: _PassSlots | _WindowSlots, layer: int, own: int, group: KVGroup
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # transformers has no types here
         self._slots = slots
         self._layer = layer
+        self._own = own
         self._group = group
         self.was_written = False
         self.is_initialized = True
@@ -85,8 +111,8 @@ class _PagedLayer(CacheLayerMixin):
         rows = pool_rows(self._group, key_states, value_states)
         check_rows(self._group, rows, slots.num_tokens, pool.dtype, self._layer)
         self.was_written = True
-        k = self._store(pool.k[self._layer], rows[0])
-        v = pool.v[self._layer]
+        k = self._store(pool.k[self._own], rows[0])
+        v = pool.v[self._own]
         if v is None:
             keys, values = k.split([key_states.shape[-1], value_states.shape[-1]], dim=-1)
             return keys, values
@@ -94,6 +120,8 @@ class _PagedLayer(CacheLayerMixin):
 
     def _store(self, blocks: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         slots = self._slots
+        if isinstance(slots, _WindowSlots):
+            return self._store_window(slots, blocks, states)
         # A view: the pool is the engine's own, in slot order.
         rows = blocks.view(-1, *blocks.shape[2:])
         rows.index_copy_(0, slots.write_slots, states[0].transpose(0, 1))
@@ -101,6 +129,18 @@ class _PagedLayer(CacheLayerMixin):
             return states
         rows = reference.gather_blocks(blocks, slots.read_blocks)[: slots.end]
         return rows.transpose(0, 1).unsqueeze(0)
+
+    def _store_window(
+        self, slots: _WindowSlots, blocks: torch.Tensor, states: torch.Tensor
+    ) -> torch.Tensor:
+        # Before the writing, which may be to the same slots.
+        before = reference.gather_rows(blocks, slots.read_slots)
+        new = states[0].transpose(0, 1)
+        rows = blocks.view(-1, *blocks.shape[2:])
+        rows.index_copy_(0, slots.write_slots, new[slots.num_unwritten :])
+        # What is before the window is hidden by the model's mask.
+        hidden = new.new_zeros((slots.first_read, *new.shape[1:]))
+        return torch.cat([hidden, before, new]).transpose(0, 1).unsqueeze(0)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         slots = self._slots
@@ -128,14 +168,28 @@ class PagedCache(Cache):
     ``update`` scatters the new rows to their slots and returns the rows of ``[0, end)`` in table
     order, ``end`` being that of the last range. The first pass of a prompt without reuse gets its
     own rows back and reads nothing.
+
+    With ``windows``, there is one range, and ``pool`` is of layers with full attention. The others
+    are in the windows' pool, and their rows before the window are 0.
     """
 
     def __init__(
-        self, pool: KVPool, table: NDArray[np.int32], ranges: Sequence[tuple[int, int]]
+        self,
+        pool: KVPool,
+        table: NDArray[np.int32],
+        ranges: Sequence[tuple[int, int]],
+        windows: WindowTable | None = None,
     ) -> None:
-        slots = _PassSlots(pool, table, ranges)
+        parts: list[_PassSlots | _WindowSlots] = [_PassSlots(pool, table, ranges)]
+        layers = [(False, number) for number in range(pool.layout.num_layers)]
+        if windows is not None:
+            ((start, end),) = ranges
+            parts.append(_WindowSlots(windows, start, end))
+            layers = list(windows.windows.layers)
         self._paged = [
-            _PagedLayer(slots, layer, group) for layer, group in enumerate(pool.layout.layers)
+            _PagedLayer(slots, layer, own, slots.pool.layout.layers[own])
+            for layer, (has_window, own) in enumerate(layers)
+            for slots in [parts[has_window]]
         ]
         super().__init__(layers=list(self._paged))
 

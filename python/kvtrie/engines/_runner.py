@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvtrie._core import TokenSequence
     from kvtrie.engines._images import PlacedImages
     from kvtrie.engines._repair import Repair
+    from kvtrie.engines._windows import WindowTable
 
     Ranges = Sequence[tuple[int, int]]
 
@@ -99,22 +100,24 @@ class Runner:
         table: NDArray[np.int32],
         ranges: Ranges,
         images: PlacedImages | None = None,
+        windows: WindowTable | None = None,
     ) -> torch.Tensor:
         """Compute the KV of ascending ranges into a table that has all other KV before their end.
 
         Each token attends to everything before it, the other ranges included, as if the ranges were
         computed one after the other. Several ranges need ``is_sparse``. The mask takes one byte per
         computed token and position before the end, or one element of the model where it attends
-        eagerly. ``images`` are those of the whole sequence; a range may begin inside one.
+        eagerly. ``images`` are those of the whole sequence; a range may begin inside one. With
+        ``windows``, which have the blocks of layers with a window, ``table`` is of the others.
 
         Returns the last position's logits, float32, on the CPU.
         """
         ids = np.concatenate([seq[start:end] for start, end in ranges])
         if self.repair is None:
-            return self._run(self._pool, ids, table, ranges, images)
+            return self._run(self._pool, ids, table, ranges, images, windows)
         slots = [self._pool.slots(table, start, end) for start, end in ranges]
         with self.repair.recording(torch.cat(slots)):
-            return self._run(self._pool, ids, table, ranges, images)
+            return self._run(self._pool, ids, table, ranges, images, windows)
 
     def begin(self, tokens: NDArray[np.int64], table: NDArray[np.int32], ranges: Ranges) -> None:
         """Run ranges as far as something ends the pass; what it stored is to be computed again."""
@@ -128,9 +131,10 @@ class Runner:
         table: NDArray[np.int32],
         ranges: Ranges,
         images: PlacedImages | None = None,
+        windows: WindowTable | None = None,
     ) -> torch.Tensor:
         device = pool.device
-        cache = PagedCache(pool, table, ranges)
+        cache = PagedCache(pool, table, ranges, windows)
         parts = [torch.arange(start, end, device=device) for start, end in ranges]
         positions = torch.cat(parts)
         options: dict[str, Any] = {}

@@ -11,6 +11,7 @@ from kvtrie.engines._lease import Lease
 from kvtrie.engines._request import Event, FinishReason, Request, Usage
 from kvtrie.engines._sampling import Sampling, pick
 from kvtrie.engines._watch import UNWATCHED, Watched
+from kvtrie.engines._window_lease import WindowLease
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,7 +45,7 @@ class Job:
     session: str | None = None
     moved_end: int | None = None
     images: PlacedImages | None = None
-    lease: Lease | None = None
+    lease: Lease | WindowLease | None = None
     was_admitted: bool = False
     events: deque[Event] | None = None
     watch: Watched = UNWATCHED
@@ -69,6 +70,11 @@ class Scheduler:
     @property
     def num_held(self) -> int:
         return sum(job.lease.num_held for job in self.running if job.lease is not None)
+
+    @property
+    def num_held_windows(self) -> int:
+        leases = (job.lease for job in self.running)
+        return sum(lease.windows.num_held for lease in leases if isinstance(lease, WindowLease))
 
     def add(self, job: Job) -> None:
         self.waiting.append(job)
@@ -124,7 +130,7 @@ class Scheduler:
             job.request.usage = Usage(plan.num_exact, plan.num_approximate, plan.num_compute)
             job.watch.admitted(plan)
 
-    def _lease(self, job: Job) -> Lease:
+    def _lease(self, job: Job) -> Lease | WindowLease:
         wanted = job.policy
         if self.running:
             # A running request that needs a block soon would otherwise preempt the new one.
@@ -136,7 +142,20 @@ class Scheduler:
 
     def _planned(
         self, job: Job, policy: ReusePolicy, headroom: int = 0, decision: Decision | None = None
-    ) -> Lease:
+    ) -> Lease | WindowLease:
+        windows = self._store.windows
+        if windows is not None:
+            return WindowLease(
+                self._store,
+                windows,
+                job.seq,
+                policy,
+                session=job.session,
+                moved_end=job.moved_end,
+                headroom=headroom,
+                decision=decision,
+                watch=job.watch,
+            )
         return Lease(
             self._store,
             job.seq,
@@ -149,14 +168,16 @@ class Scheduler:
             watch=job.watch,
         )
 
-    def _advance(self, job: Job, lease: Lease, events: list[Event]) -> None:
+    def _advance(self, job: Job, lease: Lease | WindowLease, events: list[Event]) -> None:
         try:
             ranges = lease.next_ranges(self._prefill_chunk)
             if len(ranges) > 1 and not self._runner.is_sparse:
                 ranges = ranges[:1]
             if all(self._make_room(job, lease, end) for _, end in ranges):
                 with job.watch.phase(_pass(job, ranges), sum(end - at for at, end in ranges)):
-                    logits = self._runner.run(job.seq, lease.table, ranges, job.images)
+                    logits = self._runner.run(
+                        job.seq, lease.table, ranges, job.images, lease.windows
+                    )
                 lease.advance(ranges[-1][1])
                 if lease.is_computed:
                     self._emit(job, lease, logits, events)
@@ -166,7 +187,7 @@ class Scheduler:
             self._fail(job, error, events)
             raise
 
-    def _make_room(self, job: Job, lease: Lease, end: int) -> bool:
+    def _make_room(self, job: Job, lease: Lease | WindowLease, end: int) -> bool:
         """Allocate blocks up to ``end``; if none is left, preempt younger requests."""
         while True:
             try:
@@ -191,7 +212,9 @@ class Scheduler:
         self._close(job)
         job.watch.preempted()
 
-    def _emit(self, job: Job, lease: Lease, logits: torch.Tensor, events: list[Event]) -> None:
+    def _emit(
+        self, job: Job, lease: Lease | WindowLease, logits: torch.Tensor, events: list[Event]
+    ) -> None:
         request = job.request
         token = pick(logits, job.sampling, job.rng)
         lease.append([token])

@@ -5,9 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvtrie._core import OutOfBlocksError
+
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from kvtrie._core import BlockAllocator, RadixIndex, SequenceLedger
     from kvtrie.engines._repair import Repair
+    from kvtrie.engines._windows import Windows
     from kvtrie.pool.kv_pool import KVPool
 
 
@@ -39,13 +45,37 @@ class BlockCounts:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """Index, free list, pool and ledger, and what repairs plans, if policies may ask for it."""
+    """Index, free list, pool and ledger, and what repairs plans, if policies may ask for it.
+
+    With ``windows``, these are of layers with full attention, and the ledger is not used.
+    """
 
     index: RadixIndex
     allocator: BlockAllocator
     pool: KVPool
     ledger: SequenceLedger
     repair: Repair | None = None
+    windows: Windows | None = None
 
     def reclaim(self) -> None:
         self.allocator.free(self.index.take_freed())
+        if self.windows is not None:
+            self.windows.reclaim()
+
+    def allocate(self, wanted: int, headroom: int) -> NDArray[np.int32]:
+        """Allocate blocks, evicting others.
+
+        Raises:
+            OutOfBlocksError: There are too few, or less than ``headroom`` would stay available;
+                nothing was evicted.
+        """
+        self.reclaim()
+        if headroom:
+            available = self.allocator.num_free + self.index.num_evictable
+            if available < wanted + headroom:
+                msg = f"{wanted} blocks wanted and {headroom} to spare, {available} available"
+                raise OutOfBlocksError(msg)
+        fresh = self.allocator.allocate(wanted, evict_from=self.index)
+        if self.repair is not None:
+            self.repair.forget(fresh)
+        return fresh

@@ -56,6 +56,7 @@ from kvtrie.engines._scheduler import Job, Scheduler
 from kvtrie.engines._store import BlockCounts, Store
 from kvtrie.engines._text import TextStream
 from kvtrie.engines._watch import Planned, Watched, Watcher
+from kvtrie.engines._windows import GROUP, Split, Windows
 from kvtrie.gates import Decision, Gate
 from kvtrie.models.directory import checked_model_dir
 from kvtrie.models.fingerprint import model_id, rope_id, template_id
@@ -95,6 +96,7 @@ __all__ = [
 
 DEFAULT_MAX_NEW_TOKENS: Final = 256
 _MAX_SESSION: Final = 256
+_NO_WINDOW: Final = "with num_window_blocks a window's KV is not kept where runs move from"
 _WITHOUT_RECORDS: Final = ("fronts", "ngrams")
 
 
@@ -133,10 +135,20 @@ class Generator:
             in the model's element type, ``"fp8"`` in about half of that.
             ``records_bytes_per_token`` is what it takes.
             None: nothing is kept, and such a policy means fronts of runs, if the gate clears them.
+        num_window_blocks: Blocks of a second pool, for the layers with a window of a model that
+            also has layers of full attention. It keeps the last window alone of each request and
+            of what is cached, so that W - 1 tokens and a block per conversation are enough, rounded
+            up to blocks; ``num_blocks`` are of full attention then. What is cached is reused
+            exactly or not at all: nothing moves, and other requests find it when the request has
+            ended. Where a request names its ``session``, the windows of earlier turns that it
+            passes are given up; without, the least recently used ones. None: one pool keeps the KV
+            of all tokens.
 
     Raises:
         LayoutError: The model's KV cannot be held, or differs from its config; what it does with
-            images is not known; or ``records`` are asked for and that layer cannot be probed.
+            images is not known; ``records`` are asked for and that layer cannot be probed; or
+            ``num_window_blocks`` are given and the model has no window, no layer of full attention,
+            windows of several widths, or takes images.
         UnsupportedRopeError: The policy is approximate and the model's KV cannot be moved.
         GateMismatchError: The gate is for another model, and the policy is approximate or None.
         ValueError: The model is in training mode, or an argument is out of range.
@@ -158,6 +170,7 @@ class Generator:
         index_seed: int | None = None,
         prefill_chunk: int = 2048,
         records: Literal["model", "fp8"] | None = None,
+        num_window_blocks: int | None = None,
     ) -> None:
         if model.training:
             msg = "Generator: the model is in training mode; call model.eval() first"
@@ -177,6 +190,10 @@ class Generator:
             rope = checked_rope(model, layout)
         except UnsupportedRopeError as error:
             self._cannot_move = str(error)
+        split = None
+        if num_window_blocks is not None:
+            split = _split(model, layout, num_window_blocks, records)
+            layout, rope, self._cannot_move = split.full, None, _NO_WINDOW
         self._model = model
         self._tokenizer = tokenizer
         self._seed = seed
@@ -199,8 +216,14 @@ class Generator:
         self._gate = gate
         # The pool first, because it may not fit.
         pool = KVPool(layout, rope, num_blocks=num_blocks, device=model.device)
-        runner = Runner(model, pool)
-        index = RadixIndex(num_blocks, block_size, moved_runs=rope is not None, seed=index_seed)
+        runner = Runner(model, pool, is_sparse=None if split is None else False)
+        index = RadixIndex(
+            num_blocks,
+            block_size,
+            moved_runs=rope is not None,
+            seed=index_seed,
+            groups=[] if split is None else [split.group],
+        )
         probe, self._records = _records(model, pool, records)
         self._repair = Repair(index, pool, runner, probe, self._records)
         runner.repair = self._repair
@@ -210,6 +233,7 @@ class Generator:
             pool=pool,
             ledger=SequenceLedger(block_size),
             repair=self._repair,
+            windows=None if split is None else Windows.of(split, index, model.device),
         )
         self._default = self._decide(policy)
         self._default_without_records = self._without_records(policy)
@@ -233,6 +257,7 @@ class Generator:
         seed: int = 0,
         prefill_chunk: int = 2048,
         records: Literal["model", "fp8"] | None = None,
+        num_window_blocks: int | None = None,
     ) -> Generator:
         """Load a model directory; nothing is downloaded and no code of the directory runs.
 
@@ -253,6 +278,7 @@ class Generator:
             seed: As for the class.
             prefill_chunk: As for the class.
             records: As for the class.
+            num_window_blocks: As for the class.
 
         Raises:
             FileNotFoundError: There is no such directory, or no ``config.json`` in it.
@@ -278,6 +304,7 @@ class Generator:
             seed=seed,
             prefill_chunk=prefill_chunk,
             records=records,
+            num_window_blocks=num_window_blocks,
         )
 
     @property
@@ -302,8 +329,14 @@ class Generator:
 
     @property
     def pool(self) -> KVPool:
-        """The KV itself."""
+        """The KV itself; with ``num_window_blocks``, that of layers with full attention."""
         return self._store.pool
+
+    @property
+    def window_pool(self) -> KVPool | None:
+        """The KV of layers with a window, with ``num_window_blocks``."""
+        windows = self._store.windows
+        return None if windows is None else windows.pool
 
     @property
     def repair_counts(self) -> RepairCounts:
@@ -352,6 +385,21 @@ class Generator:
             condemned=stats.condemned,
             waiting=stats.waiting,
             total=self.pool.num_blocks,
+        )
+
+    def window_block_counts(self) -> BlockCounts | None:
+        """The owners of the blocks of layers with a window, with ``num_window_blocks``."""
+        windows = self._store.windows
+        if windows is None:
+            return None
+        stats = self.index.group_stats(GROUP)
+        return BlockCounts(
+            free=windows.allocator.num_free,
+            held=self._scheduler.num_held_windows,
+            indexed=stats.indexed,
+            condemned=stats.condemned + stats.waiting,
+            waiting=stats.waiting,
+            total=windows.pool.num_blocks,
         )
 
     def namespace(self, salt: Salt | None = None) -> Namespace:
@@ -686,6 +734,19 @@ class Generator:
                 "num_blocks or lower max_new_tokens"
             )
             raise OutOfBlocksError(msg)
+
+
+def _split(
+    model: PreTrainedModel, layout: KVLayout, num_window_blocks: int, records: str | None
+) -> Split:
+    """The layouts of two pools, checked against what the second has."""
+    if records is not None:
+        msg = f"Generator: records={records!r} are of moved runs; num_window_blocks moves none"
+        raise ValueError(msg)
+    if model.config.model_type in TEXT_OF_VISION:
+        msg = "Generator: num_window_blocks: a model that takes images has one pool"
+        raise LayoutError(msg)
+    return Split.of(layout, num_window_blocks)
 
 
 def _records(
