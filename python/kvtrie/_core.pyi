@@ -2397,7 +2397,13 @@ class ReusePlan:
         the policy recomputes at its ends.
         """
     def moves(
-        self, /, table: _Integers, start: SupportsIndex = 0, end: SupportsIndex | None = None
+        self,
+        /,
+        table: _Integers,
+        start: SupportsIndex = 0,
+        end: SupportsIndex | None = None,
+        *,
+        group: str | None = None,
     ) -> npt.NDArray[np.void]:
         """
         Return the copies that fill a block table, as plain data for the owner of the memory.
@@ -2406,9 +2412,14 @@ class ReusePlan:
         block. The whole table is checked, at about 10 ns per block.
 
         Args:
-            table: Block ids of the prompt from position 0: `blocks`, then new ones, each id once.
+            table: Block ids of the prompt from position 0: `blocks`, then new ones, each id once. Of a
+                group, blocks of its pool; entries are read and checked where tokens are copied to, and
+                elsewhere may be any ids.
             start: Only copies to positions from here on, in tokens.
             end: Only copies to positions before this one; None means the end of the prompt.
+            group: The name of a group with a window. Its copies are what moved runs bring along of the
+                windows before each gap and before the prompt's end, as far as the group has it at the
+                sources; `rebuild` lists the rest. None means group 0.
 
         Returns:
             A structured array with the int64 fields `source_slot`, `dest_slot`, `num_tokens` and
@@ -2418,7 +2429,7 @@ class ReusePlan:
             StaleHandleError: The plan was released.
             ValueError: The range is reversed or beyond the prompt, or the table is too short, does not
                 start with `blocks`, holds an id outside the pool or an id twice, or has a source block
-                where the range is filled.
+                where the range is filled; or there is no group of that name, or it is one with states.
 
         Example:
             >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
@@ -2456,8 +2467,8 @@ class ReusePlan:
         """
     def rebuild(self, /, name: str) -> npt.NDArray[np.int64]:
         """
-        Return the tokens of which a group with a window needs KV that the plan does not have, next to
-        moved runs (rule G9).
+        Return the tokens of which a group with a window needs KV that the plan neither has nor copies,
+        next to moved runs (rule G9): what is left after the copies of `moves(table, group=name)`.
 
         An engine computes them again for the layers of this group, from the KV that group 0 has. The
         result is approximate, and so is what is computed after it.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from real import cases, conversations, gemma3, measure, policies, recorded, summary
@@ -157,14 +158,21 @@ def test_keys_are_rotated_by_each_layers_base(reader: Reader) -> None:
 # --- windows that are rebuilt ---------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("carried", [False, True], ids=["rebuilt", "carried"])
 def test_rebuilt_tokens_are_those_that_a_plan_lists(
-    bench: measure.Bench, reader: Reader, renderer: Renderer
+    carried: bool, bench: measure.Bench, reader: Reader, renderer: Renderer
 ) -> None:
+    """Without windows where runs come from; with these, a plan copies the same tokens instead."""
     mine = case(renderer)
     (context,) = mine.contexts
+    view = bench.view()
+    rebuilt = policies.rebuilt(view, 0).rebuilt
+    assert rebuilt is not None
+    assert 0 < int(rebuilt.sum()) < view.num_moved
     shelf = Shelf(reader, measure.room(mine), records=False)
     num = len(context) // BLOCK
-    group = kvtrie.Group.window("swa", window=WINDOW, num_blocks=num, block_size=BLOCK)
+    in_place = int(view.plan.segments["end"][0]) // BLOCK
+    group = kvtrie.Group.window("swa", window=WINDOW, num_blocks=2 * num, block_size=BLOCK)
     index = kvtrie.RadixIndex(shelf.num_blocks, BLOCK, min_run=MIN_RUN, seed=0, groups=[group])
     index.insert(
         shelf.sequence(context),
@@ -172,18 +180,21 @@ def test_rebuilt_tokens_are_those_that_a_plan_lists(
         num_computed=num * BLOCK,
         source=kvtrie.COMPUTED,
         session=SESSION,
-        groups={"swa": [(BLOCK * at, at) for at in range(num)]},
+        groups={"swa": [(BLOCK * at, at) for at in range(num if carried else in_place)]},
     )
-    view = bench.view()
-    rebuilt = policies.rebuilt(view, 0).rebuilt
-    assert rebuilt is not None
-    assert 0 < int(rebuilt.sum()) < view.num_moved
     listed = torch.zeros_like(rebuilt)
     with index.plan(
         shelf.sequence(mine.prompt), REUSE, session=SESSION, moved_end=mine.moved_end
     ) as plan:
         assert plan.segments["start"].tolist() == view.plan.segments["start"].tolist()
-        for start, end in plan.rebuild("swa").tolist():
+        ranges = plan.rebuild("swa").tolist()
+        table = np.arange(num, num - (-len(mine.prompt) // BLOCK))
+        moves = plan.moves(table, group="swa")
+        first = moves["dest_slot"] - num * BLOCK
+        copied = np.stack([first, first + moves["num_tokens"]], axis=1).tolist()
+        assert bool(ranges) != carried
+        for start, end in [*ranges, *copied]:
+            assert not listed[start:end].any()
             listed[start:end] = True
     assert torch.equal(rebuilt, listed)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from tests.property.twin import REFUSED, Pair, Plans, Twin
 
 import kvtrie
+from kvtrie.testing.model._plans import SOURCE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -95,6 +96,27 @@ class GroupTwin(Twin):
                     rebuilt = rebuilt.shape, rebuilt.dtype.str, rebuilt.tolist()
                 parts.append((window, state, rebuilt))
             self.same(f"group, state and rebuild of {name} in {plans.model}", *parts)
+            self.same_group_moves(plans, name)
+
+    def same_group_moves(self, plans: Plans, name: str) -> None:
+        """Mostly into blocks that the plan does not read, each once."""
+        needed = -(-len(plans.pair.model) // self.block_size)
+        num_blocks = self.groups[name].num_blocks if name in self.groups else 4
+        read = set(plans.model._carried.get(name, {}).values()) if self.chance(0.9) else set()
+        free = [block for block in range(num_blocks) if block not in read] or [0]
+        table = [free[at % len(free)] for at in range(needed - self.chance(0.02))]
+        if self.chance(0.1):
+            self.rng.shuffle(table)
+        start, end = 0, None
+        if self.chance(0.3):
+            start = self.rng.randint(0, len(plans.pair.model))
+            end = self.rng.randint(0, len(plans.pair.model))
+        found = []
+        for plan in (plans.real, plans.model):
+            moves = _outcome(lambda: plan.moves(table, start, end, group=name))  # noqa: B023
+            found.append(moves if isinstance(moves, str) else moves.tolist())
+        self.same(f"moves of {name} in {plans.model}", *found)
+        self.counts["plans, windows carried"] += bool(found[1]) and not isinstance(found[1], str)
 
     def count_plan(self, plans: Plans, policy: kvtrie.ReusePolicy, session: str | None) -> None:
         super().count_plan(plans, policy, session)
@@ -132,7 +154,7 @@ class GroupTwin(Twin):
             return
         plans = self.rng.choice(known)
         position = self.rng.randint(0, len(plans.pair.model) + 4 * self.block_size)
-        pins = list(plans.model._state.group_pins.items())
+        pins = [pin for pin in plans.model._state.group_pins.items() if pin[1] != SOURCE]
         if pins and self.chance(0.6):
             # Near the last token that reads a pinned id.
             (name, _), end = self.rng.choice(pins)

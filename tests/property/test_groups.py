@@ -20,7 +20,7 @@ from kvtrie.testing import strategies as kv
 from kvtrie.testing.model import ModelIndex
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from random import Random
 
 # Some policies forbid kinds that nothing is tagged with.
@@ -84,6 +84,7 @@ def test_index_with_groups_agrees_with_model_at_random() -> None:
         "plans, cut by a group",
         "plans, in place in groups",
         "plans, windows rebuilt",
+        "plans, windows carried",
         "taken in groups",
         "duplicates in groups",
         "evicted from groups",
@@ -182,7 +183,7 @@ def made(kit: Kit, *groups: Group) -> Any:
     return kit.index(32, 4, min_run=8, groups=groups or [SWA, GDN])
 
 
-def filled(kit: Kit, index: Any, windows: range, states: list[int], **more: Any) -> Any:
+def filled(kit: Kit, index: Any, windows: Sequence[int], states: list[int], **more: Any) -> Any:
     """`TEXT` with blocks 0 to 7, the same numbers of a window, and states."""
     seq = kit.seq(TEXT)
     offers = {
@@ -290,7 +291,8 @@ def test_only_exact_ids_are_taken(kit: Kit) -> None:
 
 def test_a_moved_run_has_its_windows_rebuilt(kit: Kit) -> None:
     index = made(kit, SWA)
-    filled(kit, index, range(8), [])
+    # None of what the run would take along.
+    filled(kit, index, range(5), [])
     prompt = kit.seq(TEXT[:8], [1, 2], TEXT[12:30], [3])
     with index.plan(prompt, ANY_SOURCE) as plan:
         assert parts(plan, [SWA]) == [(0, [0, 1], [[20, 28]])]
@@ -303,6 +305,74 @@ def test_a_moved_run_has_its_windows_rebuilt(kit: Kit) -> None:
         )
         assert done.num_exact == 8
         assert done.groups["swa"].surplus.tolist() == [8, 9]
+
+
+@pytest.mark.parametrize(
+    ("has", "moves", "rebuilt"),
+    [
+        # Tokens 20 to 28 of the prompt are 22 to 30 of the source, whose blocks 5 to 7 have them.
+        (range(8), [(22, 40, 2, -2), (24, 42, 2, -2), (26, 44, 2, -2), (28, 46, 2, -2)], []),
+        ([0, 1, 5, 7], [(22, 40, 2, -2), (28, 46, 2, -2)], [[22, 26]]),
+        ([0, 1, 6], [(24, 42, 2, -2), (26, 44, 2, -2)], [[20, 22], [26, 28]]),
+    ],
+)
+def test_a_moved_run_takes_its_windows_along(
+    kit: Kit, has: Sequence[int], moves: list[Any], rebuilt: list[Any]
+) -> None:
+    index = made(kit, SWA)
+    filled(kit, index, has, [])
+    prompt = kit.seq(TEXT[:8], [1, 2], TEXT[12:30], [3])
+    before = index.group_stats("swa").evictable
+    with index.plan(prompt, ANY_SOURCE) as plan:
+        assert parts(plan, [SWA]) == [(0, [0, 1], rebuilt)]
+        # Where nothing is copied to, entries of the table are not read.
+        table = [0, 0, 0, 0, 0, 10, 11, 0]
+        assert plan.moves(table, group="swa").tolist() == moves
+        assert plan.moves(table, 24, group="swa").tolist() == [m for m in moves if m[1] >= 44]
+        assert plan.moves(table, 0, 24, group="swa").tolist() == [m for m in moves if m[1] < 44]
+        pinned = {0, 1, *(move[0] // 4 for move in moves)}
+        assert index.group_stats("swa").pinned == len(pinned)
+        plan.release_sources()
+        plan.advance(2**40)
+        # No position passes a source: it stays until the release.
+        assert index.group_stats("swa").pinned == len(pinned) - 2
+        # A source, a block in place, and a block for two.
+        for bad in ([*table[:5], moves[0][0] // 4, 11, 0], [*table[:5], 10, 10, 0], [0] * 8):
+            with pytest.raises(ValueError):  # noqa: PT011 - the messages differ
+                plan.moves(bad, group="swa")
+        with pytest.raises(ValueError):  # noqa: PT011 - the messages differ
+            plan.moves(table[:7], group="swa")
+        with pytest.raises(ValueError):  # noqa: PT011 - the messages differ
+            plan.moves(table, group="mla")
+        done = index.insert(
+            prompt,
+            [0, 1, *range(20, 25)],
+            num_computed=28,
+            source=plan,
+            groups={"swa": [(8, 8), (20, 9)]},
+        )
+        # What was carried is as approximate as what was rebuilt.
+        assert done.num_exact == 8
+        assert done.groups["swa"].surplus.tolist() == [8, 9]
+    assert index.group_stats("swa").evictable == before
+    with pytest.raises(kvtrie.StaleHandleError):
+        plan.moves(table, group="swa")
+
+
+def test_tokens_that_are_recomputed_take_other_windows_along(kit: Kit) -> None:
+    index = made(kit, SWA)
+    filled(kit, index, range(8), [])
+    prompt = kit.seq(TEXT[:8], [1, 2], TEXT[12:30], [3])
+    with index.plan(prompt, ANY_SOURCE) as plan:
+        plan.recompute([(18, 20), (27, 28)])
+        # Before 18 and before 27; 18 to 20 are computed.
+        table = [0, 0, 9, 10, 11, 12, 13, 0]
+        copied = plan.moves(table, group="swa")
+        tokens = [t for m in copied.tolist() for t in range(m[1], m[1] + m[2])]
+        slots = [at for block in (9, 10) for at in range(4 * block, 4 * block + 4)]
+        assert tokens[:8] == [*slots[2:], 44, 45]
+        assert len(tokens) == 8 + 7
+        assert parts(plan, [SWA]) == [(0, [0, 1], [])]
 
 
 def test_what_follows_a_rebuilt_window_is_approximate(kit: Kit) -> None:

@@ -305,7 +305,8 @@ def test_what_is_for_group_0_alone_is_refused_by_name() -> None:
 def test_windows_next_to_a_moved_run_are_rebuilt_and_labelled() -> None:
     index = made(groups=[Group.window("swa", window=9, num_blocks=16, block_size=4)], min_run=8)
     seq = TokenSequence(TEXT, SPACE)
-    offers = {"swa": [(4 * block, block) for block in range(8)]}
+    # The group has no block where the run comes from.
+    offers = {"swa": [(4 * block, block) for block in range(5)]}
     index.insert(seq, range(8), num_computed=32, source=kvtrie.COMPUTED, groups=offers)
     prompt = TokenSequence([*TEXT[:8], 1, 2, *TEXT[12:30], 3], SPACE)
     policy = kvtrie.ReusePolicy(scope="namespace")

@@ -11,7 +11,7 @@ use pyo3::exceptions::{PyResourceWarning, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
-use crate::arguments::{arg, call, int, optional_int, text};
+use crate::arguments::{arg, call, int, optional_int, optional_text, text};
 use crate::buffers::{Arg, block_ids};
 use crate::detach::{Cost, Enter, inherited};
 use crate::errors::released;
@@ -333,8 +333,8 @@ impl PyReusePlan {
         Ok(part.blocks.first().map(|id| id.0))
     }
 
-    /// Return the tokens of which a group with a window needs KV that the plan does not have, next to
-    /// moved runs (rule G9).
+    /// Return the tokens of which a group with a window needs KV that the plan neither has nor copies,
+    /// next to moved runs (rule G9): what is left after the copies of `moves(table, group=name)`.
     ///
     /// An engine computes them again for the layers of this group, from the KV that group 0 has. The
     /// result is approximate, and so is what is computed after it.
@@ -429,9 +429,14 @@ impl PyReusePlan {
     /// block. The whole table is checked, at about 10 ns per block.
     ///
     /// Args:
-    ///     table: Block ids of the prompt from position 0: `blocks`, then new ones, each id once.
+    ///     table: Block ids of the prompt from position 0: `blocks`, then new ones, each id once. Of a
+    ///         group, blocks of its pool; entries are read and checked where tokens are copied to, and
+    ///         elsewhere may be any ids.
     ///     start: Only copies to positions from here on, in tokens.
     ///     end: Only copies to positions before this one; None means the end of the prompt.
+    ///     group: The name of a group with a window. Its copies are what moved runs bring along of the
+    ///         windows before each gap and before the prompt's end, as far as the group has it at the
+    ///         sources; `rebuild` lists the rest. None means group 0.
     ///
     /// Returns:
     ///     A structured array with the int64 fields `source_slot`, `dest_slot`, `num_tokens` and
@@ -441,7 +446,7 @@ impl PyReusePlan {
     ///     StaleHandleError: The plan was released.
     ///     ValueError: The range is reversed or beyond the prompt, or the table is too short, does not
     ///         start with `blocks`, holds an id outside the pool or an id twice, or has a source block
-    ///         where the range is filled.
+    ///         where the range is filled; or there is no group of that name, or it is one with states.
     ///
     /// Example:
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
@@ -453,7 +458,7 @@ impl PyReusePlan {
     ///     [(20, 12, 2, 0)]
     #[pyo3(signature = (
         table: "_Integers", start: "SupportsIndex" = 0,
-        end: "SupportsIndex | None" = None
+        end: "SupportsIndex | None" = None, *, group: "str | None" = None
     ) -> "npt.NDArray[np.void]")]
     fn moves<'py>(
         &self,
@@ -461,6 +466,9 @@ impl PyReusePlan {
         table: &Bound<'py, PyAny>,
         #[pyo3(from_py_with = int::<call::ReusePlanMoves, arg::Start>)] start: i128,
         #[pyo3(from_py_with = optional_int::<call::ReusePlanMoves, arg::End>)] end: Option<i128>,
+        #[pyo3(from_py_with = optional_text::<call::ReusePlanMoves, arg::Group>)] group: Option<
+            String,
+        >,
     ) -> PyResult<Records<'py>> {
         const CALL: &str = "ReusePlan.moves";
         let start = Arg::new(CALL, "start").count(start)?;
@@ -468,6 +476,17 @@ impl PyReusePlan {
             Some(end) => Arg::new(CALL, "end").count(end)?,
             None => self.num_tokens,
         };
+        if let Some(name) = group {
+            let (group, _) = self.part(py, name, false, CALL)?;
+            let num_blocks = self.index.groups[group - 1].num_blocks;
+            let table = block_ids(table, num_blocks, Arg::new(CALL, "table"))?;
+            let plan = self.live(CALL)?;
+            let cost = Cost::blocks((plan.num_entries() + table.len()) / OFFERS_PER_VISIT);
+            let moves = py.enter(cost, |_| {
+                Ok(plan.moves_of_group(group, num_blocks, &table, (start, end))?)
+            })?;
+            return output::moves(py, &moves);
+        }
         let table = block_ids(table, self.index.num_blocks, Arg::new(CALL, "table"))?;
         let plan = self.live(CALL)?;
         let entries = plan.num_entries() + table.len();

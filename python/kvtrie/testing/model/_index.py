@@ -203,6 +203,7 @@ class ModelIndex(Removal):
             for name, part in parts.items():
                 for number, entry in enumerate(reversed(part)):
                     state.group_pins[name, entry.block] = end - number * self.block_size
+            plan.pin_carried()
         self._plans.append(state)
         self._settle()
         return plan

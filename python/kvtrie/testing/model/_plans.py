@@ -45,6 +45,9 @@ SEGMENT_DTYPE = np.dtype(
         ("position_delta", "<i8"),
     ]
 )
+SOURCE = 2**64
+"""The end of the place of an id of a group that a plan copies from: no position passes it."""
+
 MOVE_DTYPE = np.dtype(
     [("source_slot", "<i8"), ("dest_slot", "<i8"), ("num_tokens", "<i8"), ("delta", "<i8")]
 )
@@ -145,6 +148,7 @@ class ModelPlan:
         )
         self._used = [_stays(origins) for _, origins in stretches]
         approximate = [at for at, origin in enumerate(draft) if origin and not origin.exact]
+        self._carried = {name: self._carry(name) for name in self._parts}
         lacking = [part for name in self._parts for part in self._missing(name)]
         state = self._state
         state.first_approximate = min(
@@ -153,9 +157,38 @@ class ModelPlan:
         state.first_rebuilt = min((tokens[0] for _, tokens in lacking), default=None)
         state.hops = [origin.hops if origin else 0 for origin in draft]
 
-    def _missing(self, name: str) -> list[tuple[int, list[int]]]:
+    def _carry(self, name: str) -> dict[int, int]:
+        """The tokens that a window lacks and its group has at their sources, with its ids."""
+        column = self._index._columns[name]  # noqa: SLF001 - its index
+        keys = {id(entry): key for key, entry in self._index._entries.items()}  # noqa: SLF001 - its index
+        found = {}
+        for token in (token for _, lacking in self._lacking(name) for token in lacking):
+            origin = self._draft[token]
+            if origin is None or origin.piece == IN_PLACE:
+                continue
+            key = keys.get(id(origin.source.entry))
+            if key is not None and key in column.entries:
+                found[token] = column.entries[key].block
+        return found
+
+    def pin_carried(self) -> None:
+        """Pin what windows take along, until the plan is released."""
+        if self._state.pinned:
+            for name, carried in self._carried.items():
+                for block in carried.values():
+                    self._state.group_pins[name, block] = SOURCE
+
+    def _lacking(self, name: str) -> list[tuple[int, list[int]]]:
         window = self._index._columns[name].group.num_window_tokens  # noqa: SLF001 - its index
         return [] if window is None else missing(self._draft, window, self._parts[name][0])
+
+    def _missing(self, name: str) -> list[tuple[int, list[int]]]:
+        carried = self._carried[name]
+        left = [
+            (gap, [token for token in lacking if token not in carried])
+            for gap, lacking in self._lacking(name)
+        ]
+        return [(gap, lacking) for gap, lacking in left if lacking]
 
     def __repr__(self) -> str:
         return f"ModelPlan({self._in_place}, {self._segments.tolist()})"
@@ -216,9 +249,20 @@ class ModelPlan:
         return self._state.pinned
 
     def moves(
-        self, table: Integers, start: int = 0, end: int | None = None
+        self,
+        table: Integers,
+        start: int = 0,
+        end: int | None = None,
+        *,
+        group: str | None = None,
     ) -> npt.NDArray[np.void]:
-        ids = as_integers(table, "table", self._index.num_blocks)
+        num_blocks = self._index.num_blocks
+        carried = None
+        if group is not None:
+            self._part("moves", group, "window")
+            carried = self._carried[group]
+            num_blocks = self._index._columns[group].group.num_blocks  # noqa: SLF001 - its index
+        ids = as_integers(table, "table", num_blocks)
         size = self._index.block_size
         length = len(self._draft)
         start = as_count(start, "start")
@@ -227,11 +271,16 @@ class ModelPlan:
             message = f"the range [{start}, {end}) is not in [0, {length}]"
             raise ValueError(message)
         self._check_live("moves")
-        self._check_table(ids, start // size, -(-end // size))
+        if group is None or carried is None:
+            self._check_table(ids, start // size, -(-end // size))
+        else:
+            self._check_group_table(ids, group, [at for at in carried if start <= at < end], end)
         moves: list[list[int]] = []
         for position in range(start, end):
             origin = self._draft[position]
             if origin is None or origin.piece == IN_PLACE:
+                continue
+            if carried is not None and position not in carried:
                 continue
             dest, source = ids[position // size], origin.source
             goes_on = (
@@ -240,11 +289,13 @@ class ModelPlan:
                 and source.offset
                 and position > start
                 and _likeness(self._draft[position - 1]) == _likeness(origin)
+                and (carried is None or position - 1 in carried)
             )
             if goes_on:
                 moves[-1][2] += 1
             else:
-                source_slot = source.entry.block * size + source.offset
+                block = source.entry.block if carried is None else carried[position]
+                source_slot = block * size + source.offset
                 dest_slot = dest * size + position % size
                 moves.append([source_slot, dest_slot, 1, self._position_deltas[position]])
         return np.array([tuple(move) for move in moves], dtype=MOVE_DTYPE)
@@ -266,6 +317,17 @@ class ModelPlan:
             if wrong:
                 raise ValueError(message)
 
+    def _check_group_table(self, ids: list[int], name: str, copied: list[int], end: int) -> None:
+        size = self._index.block_size
+        if len(ids) < -(-end // size):
+            message = f"table has {len(ids)} blocks; it needs {-(-end // size)}"
+            raise ValueError(message)
+        written = [ids[at] for at in sorted({position // size for position in copied})]
+        read = {*self._carried[name].values(), *self._parts[name][1]}
+        if len(set(written)) < len(written) or not read.isdisjoint(written):
+            message = "table has a block twice, or one that the plan reads"
+            raise ValueError(message)
+
     def recompute(self, ranges: Iterable[tuple[int, int]]) -> None:
         given = [(as_count(start, "start"), as_count(end, "end")) for start, end in ranges]
         self._check_live("recompute")
@@ -281,6 +343,7 @@ class ModelPlan:
             raise ValueError(message)
         draft = [None if i in chosen else origin for i, origin in enumerate(self._draft)]
         self._set(draft)
+        self.pin_carried()
         state.recomputed = True
 
     def _part(self, call: str, name: str, kind: str) -> tuple[int, list[int]]:

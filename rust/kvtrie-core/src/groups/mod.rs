@@ -14,6 +14,7 @@
 //! | the end of a hit | O(edges of the path between group 0's end and the start of the hit's windows · log entries + entries there), for each group |
 //! | use of a hit | O(edges under its windows · log entries + entries there), for each group |
 //! | pins of a hit, and their release | O(log entries) per id |
+//! | what comes with moved runs, and its pins | O(log entries) per copied block under a window before a range to compute or the end |
 //! | insert | O(log entries) per id; a use of the windows before its end, states and stops, of each block once; O(log entries) per entry that moves where an edge is cut |
 //! | eviction from a group | O(log entries) per id, and per entry that was used or pinned since the last eviction |
 //! | a block of group 0 that leaves | O(log entries), for each group |
@@ -38,6 +39,9 @@ use column::Known;
 
 pub(crate) use column::{Column, IdState, NEEDED};
 pub use config::{Group, GroupKind};
+
+/// The place of an id that a plan copies from: it is not on the prompt's path, so no position of it ends the pin.
+pub(crate) const SOURCE: Depth = Depth::MAX;
 
 /// Where a prompt continues.
 #[derive(Clone, Copy, Debug)]

@@ -2,12 +2,13 @@
 
 use crate::effort::Effort;
 use crate::error::{Error, Result, invalid};
-use crate::groups::{Group, GroupKind, IdState};
+use crate::groups::{Group, GroupKind, IdState, SOURCE};
 use crate::ids::{BlockId, Depth, NodeIndex, depth};
 use crate::index::RadixIndex;
 use crate::index::insert::{InsertOptions, Source};
-use crate::plan::{GroupPart, ReusePlan};
+use crate::plan::{Carried, GroupPart, ReusePlan};
 use crate::policy::ReusePolicy;
+use crate::storage::blocks::BlockState;
 use crate::storage::forest::Position;
 use crate::storage::node::Node;
 use crate::tokens::TokenSequence;
@@ -405,6 +406,7 @@ impl RadixIndex {
             kind: group.kind,
             start: 0,
             blocks: Vec::new(),
+            carried: Vec::new(),
         };
         let Some(end) = end else {
             return self.config.groups.iter().map(of_group).collect();
@@ -432,9 +434,44 @@ impl RadixIndex {
                 kind: group.kind,
                 start: start as usize * group.block_size,
                 blocks: ids.into_iter().map(|(_, id)| id).collect(),
+                carried: Vec::new(),
             });
         }
         parts
+    }
+
+    /// Finds, and pins until the plan is released, what windows take along with moved runs (G9): of the tokens that
+    /// [`rebuild`](ReusePlan::rebuild) would list, those whose source has the group's block.
+    #[inline(never)]
+    pub(super) fn carry_windows(&mut self, plan: &mut ReusePlan, lease: u32) {
+        let is_pinned = self.pins.leases()[lease].pinned;
+        for column in 0..self.config.groups.len() {
+            let part = &plan.groups()[column];
+            let mut carried = Vec::new();
+            for (_, lacking) in plan.lacking(part) {
+                for (tokens, source, offset, delta) in plan.copied_in(&lacking) {
+                    let BlockState::Indexed { node, depth } = self.forest.blocks().state(source.0)
+                    else {
+                        continue;
+                    };
+                    if let Some(entry) = self.groups.columns()[column].entry(node, depth) {
+                        carried.push(Carried {
+                            start: tokens.start,
+                            num_tokens: tokens.len(),
+                            id: BlockId(entry.id),
+                            offset,
+                            delta,
+                        });
+                    }
+                }
+            }
+            if is_pinned {
+                for own in &carried {
+                    self.groups.pin(lease, column, own.id.0, SOURCE);
+                }
+            }
+            plan.groups_mut()[column].carried = carried;
+        }
     }
 
     /// Ends the pins of ids of further groups that a request no longer reads once all tokens before `position` are
@@ -456,6 +493,7 @@ impl RadixIndex {
         self.groups.unpin(lease, |column, place| {
             let end = (place as usize + 1) * block_size;
             match groups[column].kind {
+                _ if place == SOURCE => false,
                 // The next token attends to `window` tokens, itself the last, and later ones to none before these.
                 GroupKind::Window { window } => end <= position.saturating_sub(window - 1),
                 GroupKind::State => end < position,

@@ -235,7 +235,10 @@ impl RadixIndex {
             repair: Repaired::by(policy, &draft, self.block_size()),
             groups,
         };
-        let plan = ReusePlan::new(origin, seq.snapshot(), draft);
+        let mut plan = ReusePlan::new(origin, seq.snapshot(), draft);
+        if !self.groups.is_empty() {
+            self.carry_windows(&mut plan, lease.index);
+        }
         crate::failpoints::within("a lease whose plan is lost");
         if let Some(at) = plan.first_approximate() {
             self.pins.lower_first_approximate(lease.index, at);
@@ -288,6 +291,9 @@ impl RadixIndex {
         }
         let mut plan = plan.recomputed(ranges, CALL)?;
         crate::failpoints::before(CALL)?;
+        if !self.groups.is_empty() {
+            self.carry_windows(&mut plan, lease);
+        }
         plan.set_lease(self.pins.renew(lease, plan.first_approximate()));
         Ok(plan)
     }

@@ -12,6 +12,7 @@
 
 mod budget;
 mod cached;
+mod carried;
 mod context;
 mod cover;
 mod draft;
@@ -41,6 +42,7 @@ use crate::storage::slab::Handle;
 use crate::tokens::{Item, Snapshot, TokenSequence};
 
 pub(crate) use cached::Cached;
+pub(crate) use carried::Carried;
 pub(crate) use draft::Draft;
 pub(crate) use path::CachedPath;
 pub(crate) use scope::InScope;
@@ -122,6 +124,9 @@ pub struct GroupPart {
     /// The blocks from there to the end of what is in place, or the slot of the state. Empty if nothing is in place, or
     /// if a window has to be rebuilt as a whole ([`ReusePlan::rebuild`]).
     pub blocks: Vec<BlockId>,
+    /// Of a window, what comes with moved runs ([`ReusePlan::moves_of_group`]), ascending: of the tokens that it needs
+    /// and lacks, those that it has at their source.
+    pub(crate) carried: Vec<Carried>,
 }
 
 /// Options of a plan.
@@ -354,6 +359,10 @@ impl ReusePlan {
     #[must_use]
     pub fn is_prefix_of(&self, seq: &TokenSequence) -> bool {
         seq.starts_with(&self.snapshot)
+    }
+
+    pub(crate) fn groups_mut(&mut self) -> &mut [GroupPart] {
+        &mut self.groups
     }
 
     pub(crate) fn snapshot(&self) -> &Snapshot {

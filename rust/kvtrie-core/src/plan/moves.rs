@@ -33,13 +33,7 @@ impl ReusePlan {
     /// copy.
     pub fn moves(&self, table: &[BlockId], start: usize, end: usize) -> Result<Vec<Move>> {
         const CALL: &str = "ReusePlan::moves";
-        let len = self.snapshot.tokens.len();
-        if start > end || end > len {
-            return Err(invalid!(
-                CALL,
-                "start and end are {start} and {end}; the range must ascend and lie in [0, {len}], the prompt"
-            ));
-        }
+        self.check_range(start, end, CALL)?;
         self.check_table(table, start, end, CALL)?;
         let mut moves = Vec::new();
         let first = self.copies.partition_point(|copy| copy.end <= start);

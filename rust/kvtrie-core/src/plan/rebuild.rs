@@ -7,8 +7,8 @@ use crate::plan::{Class, GroupPart, ReusePlan};
 
 impl ReusePlan {
     /// Ranges of the prompt of which a group with a window needs KV that the plan does not have: the last `window − 1`
-    /// tokens before each range to compute and before the prompt's end, without those that are computed and those in
-    /// [`group`](Self::group). Empty for a state, a group that the index does not have, and an exact plan, except one that
+    /// tokens before each range to compute and before the prompt's end, without those that are computed, those in
+    /// [`group`](Self::group), and those that [`moves_of_group`](Self::moves_of_group) copies. Empty for a state, a group that the index does not have, and an exact plan, except one that
     /// [`recompute`](crate::RadixIndex::recompute) made exact.
     ///
     /// The engine computes the tokens again for the layers of this group, from the KV that group 0 has. The result is
@@ -48,8 +48,29 @@ impl ReusePlan {
     }
 
     /// For each range to compute and for the prompt's end: its first token, with the parts of the window before it that
-    /// are neither computed nor in place. Ascending by their ends.
+    /// are neither computed, nor in place, nor copied. Ascending by their ends.
     fn missing(&self, part: &GroupPart) -> Vec<(usize, Range<usize>)> {
+        let mut found = Vec::new();
+        let mut next = 0;
+        for (before, lacking) in self.lacking(part) {
+            let mut at = lacking.start;
+            while let Some(carried) = part.carried.get(next).filter(|own| own.start < lacking.end) {
+                if at < carried.start {
+                    found.push((before, at..carried.start));
+                }
+                at = at.max(carried.end());
+                next += 1;
+            }
+            if at < lacking.end {
+                found.push((before, at..lacking.end));
+            }
+        }
+        found
+    }
+
+    /// For each range to compute and for the prompt's end: its first token, with the parts of the window before it that
+    /// are neither computed nor in place. Ascending by their ends.
+    pub(crate) fn lacking(&self, part: &GroupPart) -> Vec<(usize, Range<usize>)> {
         let GroupKind::Window { window } = part.kind else {
             return Vec::new();
         };

@@ -143,6 +143,69 @@ fn missing(plan: &ReusePlan, group: usize, window: usize, next: usize) -> BTreeS
         .collect()
 }
 
+/// Of the tokens that a plan copies, the slots of group 0 that they are copied from, one by one.
+fn copied(plan: &ReusePlan, num_tokens: usize) -> BTreeMap<usize, usize> {
+    let sources = plan.source_blocks();
+    let mut table = plan.blocks().to_vec();
+    let free = (0..512).map(BlockId);
+    let free = free.filter(|id| !sources.contains(id) && !plan.blocks().contains(id));
+    table.extend(free.take(plan.num_new_blocks()));
+    let mut found = BTreeMap::new();
+    for own in plan.moves(&table, 0, num_tokens).unwrap() {
+        for at in 0..usize::try_from(own.num_tokens).unwrap() {
+            let dest = usize::try_from(own.dest_slot).unwrap() + at;
+            let block = table.iter().position(|id| id.0 as usize == dest / BLOCK);
+            let token = block.unwrap() * BLOCK + dest % BLOCK;
+            let source = usize::try_from(own.source_slot).unwrap() + at;
+            assert_eq!(found.insert(token, source), None);
+        }
+    }
+    found
+}
+
+/// The tokens that a group lacks and has where they are copied from, with its slots there.
+fn carried(
+    pair: &Pair,
+    plan: &ReusePlan,
+    group: usize,
+    lacking: &BTreeSet<usize>,
+) -> BTreeMap<usize, usize> {
+    let num_tokens = plan.segments().last().unwrap().end;
+    let mut found = copied(plan, num_tokens);
+    found.retain(|token, _| lacking.contains(token));
+    let of_group = |(token, source): (usize, usize)| {
+        let block = BlockId(u32::try_from(source / BLOCK).unwrap());
+        let path = pair.grouped.path_tokens(block).unwrap();
+        let id = pair.known[group - 1].get(&path)?;
+        Some((token, *id as usize * BLOCK + source % BLOCK))
+    };
+    let found: BTreeMap<usize, usize> = found.into_iter().filter_map(of_group).collect();
+    // What is copied is written to blocks that the plan does not read.
+    let part = plan.group(group).unwrap();
+    let read: BTreeSet<usize> = found.values().map(|slot| slot / BLOCK).collect();
+    let free = (0..512).filter(|&id| !read.contains(&(id as usize)));
+    let free = free.map(BlockId).filter(|id| !part.blocks.contains(id));
+    let table: Vec<BlockId> = free.take(num_tokens.div_ceil(BLOCK)).collect();
+    let moves = plan.moves_of_group(group, 512, &table, (0, num_tokens));
+    let mut moved = BTreeMap::new();
+    for own in moves.unwrap() {
+        let number = |slot| usize::try_from(slot).unwrap();
+        let (source, dest) = (number(own.source_slot), number(own.dest_slot));
+        for at in 0..number(own.num_tokens) {
+            let block = table
+                .iter()
+                .position(|id| id.0 as usize == (dest + at) / BLOCK);
+            let token = block.unwrap() * BLOCK + (dest + at) % BLOCK;
+            let mut segments = plan.segments().iter();
+            let segment = segments.find(|segment| segment.end > token).unwrap();
+            assert_eq!(own.delta, segment.position_delta);
+            moved.insert(token, source + at);
+        }
+    }
+    assert_eq!(moved, found);
+    found
+}
+
 /// Texts that were edited in the middle: a range is left out, put in, or both.
 fn edited(numbers: &mut Numbers, text: &[u32], next: &mut u32) -> Vec<u32> {
     let cut = numbers.below(text.len());
@@ -168,6 +231,8 @@ struct Windows {
     /// The first token of a window that is rebuilt.
     first_rebuilt: usize,
     rebuilds: bool,
+    /// Tokens that come with moved runs.
+    carries: bool,
 }
 
 fn is_approximate(segment: &Segment) -> bool {
@@ -186,6 +251,7 @@ fn check_windows(pair: &Pair, plan: &ReusePlan, tokens: &[u32]) -> Windows {
         first: approximate.map(|own| own.start),
         first_rebuilt: usize::MAX,
         rebuilds: false,
+        carries: false,
     };
     for group in 1..=pair.windows.len() {
         let window = pair.windows[group - 1];
@@ -201,9 +267,14 @@ fn check_windows(pair: &Pair, plan: &ReusePlan, tokens: &[u32]) -> Windows {
         expected.reverse();
         assert_eq!(part.blocks, expected);
         assert_eq!(part.start, (in_place - expected.len()) * BLOCK);
+        let lacking = |&next: &usize| missing(plan, group, window, next);
+        let lacking: BTreeSet<usize> = starts.iter().flat_map(lacking).collect();
+        let carried = carried(pair, plan, group, &lacking);
+        found.carries |= !carried.is_empty();
         let mut all = BTreeSet::new();
         for &next in &starts {
-            let missing = missing(plan, group, window, next);
+            let mut missing = missing(plan, group, window, next);
+            missing.retain(|token| !carried.contains_key(token));
             if let Some(&start) = missing.first() {
                 found.first = Some(found.first.map_or(next, |first| first.min(next)));
                 found.first_rebuilt = found.first_rebuilt.min(start);
@@ -240,8 +311,10 @@ fn chosen(numbers: &mut Numbers, plan: &ReusePlan) -> Vec<(usize, usize)> {
 /// What a plan was.
 #[derive(Default)]
 struct Kind {
-    /// It had moved runs. Such a plan rebuilds windows, because it copies none.
+    /// It had moved runs. Such a plan copies or rebuilds windows.
     is_approximate: bool,
+    /// What its windows do: bring KV along, and bring some and rebuild the rest.
+    carried: (bool, bool),
     /// Some of their tokens were computed, and others were not.
     is_recomputed: bool,
 }
@@ -251,7 +324,7 @@ fn check_plan(numbers: &mut Numbers, pair: &mut Pair, tokens: &[u32]) -> Kind {
     let plain = Pair::plan(&mut pair.plain, tokens);
     let mut kind = Kind {
         is_approximate: plain.num_tokens(Class::Approximate) > 0,
-        is_recomputed: false,
+        ..Kind::default()
     };
     if kind.is_approximate {
         assert_eq!(plan.segments(), plain.segments());
@@ -271,7 +344,8 @@ fn check_plan(numbers: &mut Numbers, pair: &mut Pair, tokens: &[u32]) -> Kind {
         assert_eq!(explained.cut_by, None);
     }
     let mut found = check_windows(pair, &plan, tokens);
-    assert_eq!(found.rebuilds, kind.is_approximate);
+    assert_eq!(found.rebuilds || found.carries, kind.is_approximate);
+    kind.carried = (found.carries, found.carries && found.rebuilds);
     if kind.is_approximate && numbers.one_in(2) {
         let before = plan.num_tokens(Class::Approximate);
         let ranges = chosen(numbers, &plan);
@@ -331,6 +405,7 @@ fn check_labels(
 #[test]
 fn windows_next_to_moved_runs_are_listed_token_by_token() {
     let (mut plans, mut approximate, mut recomputed) = (0, 0, 0);
+    let (mut carried, mut both) = (0, 0);
     for seed in 0..300 {
         let mut numbers = Numbers::of(seed);
         let mut pair = Pair::new(&mut numbers);
@@ -353,10 +428,14 @@ fn windows_next_to_moved_runs_are_listed_token_by_token() {
             let kind = check_plan(&mut numbers, &mut pair, &prompt);
             approximate += u32::from(kind.is_approximate);
             recomputed += u32::from(kind.is_recomputed);
+            carried += u32::from(kind.carried.0);
+            both += u32::from(kind.carried.1);
         }
     }
     println!("{plans} plans, {approximate} with moved runs, {recomputed} of them computed in part");
+    println!("{carried} with windows that come with moved runs, {both} with others to rebuild");
     assert!(approximate > 200 && plans - approximate > 200 && recomputed > 100);
+    assert!(carried > 100 && both > 50);
 }
 
 /// A plan that falls back to the exact one says what its search left untried, and that nothing was in scope, as that of an
