@@ -15,6 +15,7 @@ from transformers import DynamicCache
 import kvtrie
 from kvtrie import LayoutError
 from kvtrie.engines._runner import Runner
+from kvtrie.engines._windows import GROUP, Split
 from kvtrie.engines.transformers import Generator
 from kvtrie.kernels import reference as kernels
 from kvtrie.pool import KVGroup, KVLayout, KVPool
@@ -319,6 +320,56 @@ def test_a_pool_moves_each_group_with_its_own_shape_and_rotation() -> None:
         pool.gather([0], 0, 1)
     with pytest.raises(LayoutError, match=r"KVPool\.scatter: .*differ in shape"):
         pool.scatter(torch.zeros(3, 1, 2, 8), None, [0], 0)
+
+
+def test_a_moved_run_brings_its_windows_into_a_pool_of_their_own() -> None:
+    """Where a window is read, its rows are those of one pool that keeps and moves every token's."""
+    layout, rope = two_shapes()
+    split = Split.of(layout, 16)
+    own_rope = RopeSpec(layers=(rope.layers[0], rope.layers[2]), head_dim=8)
+    one = KVPool(layout, rope, num_blocks=16)
+    own = KVPool(split.windowed, own_rope, num_blocks=16)
+    for view in (*one.k, *one.v):
+        assert view is not None
+        view.copy_(torch.randn(view.shape))
+    text = list(range(24))
+    for view, whole in zip((*own.k, *own.v), (one.k[0], one.k[2], one.v[0], one.v[2]), strict=True):
+        assert view is not None
+        assert whole is not None
+        # Block b of group 0 is block 8 + b of the group.
+        view[8:14] = whole[:6]
+    index = kvtrie.RadixIndex(16, 4, min_run=8, seed=0, groups=[split.group])
+    space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    index.insert(
+        kvtrie.TokenSequence(text, space),
+        range(6),
+        num_computed=24,
+        source=kvtrie.COMPUTED,
+        groups={GROUP: [(4 * at, 8 + at) for at in range(6)]},
+    )
+    prompt = kvtrie.TokenSequence([*text[:4], 99, *text[7:24], 98], space)
+    with index.plan(prompt, kvtrie.ReusePolicy(scope="namespace")) as plan:
+        assert (plan.num_exact, plan.num_approximate) == (4, 17)
+        table = np.array([0, *range(10, 15)], dtype=np.int32)
+        one.apply(plan.moves(table))
+        # The group keeps what is in place, and has blocks for the rest.
+        start, blocks = plan.group(GROUP)
+        assert (start, blocks.tolist()) == (0, [8])
+        own_table = np.array([8, *range(5)], dtype=np.int32)
+        own.apply(plan.moves(own_table, group=GROUP))
+        assert plan.rebuild(GROUP).tolist() == []
+        for gap in [*plan.gaps[:, 0].tolist(), len(prompt)]:
+            at = np.arange(max(0, gap - split.window + 1), gap)
+            computed = [start <= token < end for token in at for start, end in plan.gaps.tolist()]
+            at = at[~np.array(computed).reshape(len(at), -1).any(axis=1)]
+            slots = one.slots(table, 0, len(prompt))[at]
+            own_slots = own.slots(own_table, 0, len(prompt))[at]
+            for mine, whole in ((own.k, one.k), (own.v, one.v)):
+                for view, other in zip(mine, (whole[0], whole[2]), strict=True):
+                    assert view is not None
+                    assert other is not None
+                    rows = kernels.gather_rows(view, own_slots)
+                    assert torch.equal(rows, kernels.gather_rows(other, slots))
 
 
 def test_a_rope_of_other_widths_and_one_with_state_are_refused() -> None:
