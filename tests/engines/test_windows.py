@@ -364,11 +364,11 @@ def test_a_moved_run_brings_its_windows_into_a_pool_of_their_own() -> None:
             at = at[~np.array(computed).reshape(len(at), -1).any(axis=1)]
             slots = one.slots(table, 0, len(prompt))[at]
             own_slots = own.slots(own_table, 0, len(prompt))[at]
-            for mine, whole in ((own.k, one.k), (own.v, one.v)):
-                for view, other in zip(mine, (whole[0], whole[2]), strict=True):
-                    assert view is not None
+            for mine, every in ((own.k, one.k), (own.v, one.v)):
+                for part, other in zip(mine, (every[0], every[2]), strict=True):
+                    assert part is not None
                     assert other is not None
-                    rows = kernels.gather_rows(view, own_slots)
+                    rows = kernels.gather_rows(part, own_slots)
                     assert torch.equal(rows, kernels.gather_rows(other, slots))
 
 
