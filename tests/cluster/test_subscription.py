@@ -344,6 +344,48 @@ def test_scores_are_uncertain_while_batches_wait_for_a_replay() -> None:
         fed.becomes(0)
 
 
+@pytest.mark.parametrize("asks", ["replay", "snapshot"])
+def test_flood_while_an_answer_is_awaited_is_dropped_and_certain_of_nothing(
+    monkeypatch: pytest.MonkeyPatch, asks: str
+) -> None:
+    monkeypatch.setattr("kvtrie.cluster.subscription._MOST_WAITING_BYTES", 5_000)
+    goes_on, asked = threading.Event(), threading.Event()
+
+    def waits(frames: list[Any]) -> list[Any]:
+        asked.set()
+        goes_on.wait(SECONDS)
+        return frames
+
+    with Publisher() as publisher, Fed(publisher, snapshot=publisher.snapshot) as fed:
+        publisher.send(block(0))
+        fed.becomes(2)
+        if asks == "replay":
+            publisher.mangle = waits
+        else:
+            # No replay has it.
+            publisher.buffer.clear()
+            publisher.spoil = waits
+        publisher.send(block(1), lost=True)
+        publisher.buffer.clear()
+        publisher.send(block(2))
+        assert asked.wait(SECONDS)
+        try:
+            payload = packed(removed(1), block(2))
+            for number in range(3, 3 + 10_000 // len(payload)):
+                # Its lock is held while a snapshot is given.
+                publisher.pub.send_multipart([b"", number.to_bytes(8, "big"), payload])
+            until(lambda: fed.subscription.counts["dropped"] > 0, fed.__repr__)
+            assert fed.scores()[1]
+            until(lambda: fed.subscription.counts["resyncs"] > 0, fed.__repr__)
+        finally:
+            goes_on.set()
+        assert fed.subscription.counts["dropped"] <= 10_000 // len(payload)
+        publisher.mangle = publisher.spoil = list
+        publisher.send(CLEARED)
+        publisher.send(block(0))
+        fed.becomes(2)
+
+
 @pytest.mark.parametrize("limit", ["_MOST_REPLAYED", "_MOST_REPLAYED_BYTES"])
 def test_replay_that_does_not_end_is_not_kept(monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
     monkeypatch.setattr(f"kvtrie.cluster.subscription.{limit}", 1_000)

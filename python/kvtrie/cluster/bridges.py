@@ -416,7 +416,7 @@ class Bridge(Subscription):
 
     def _step(self) -> None:
         super()._step()
-        if not self._socket.poll(0):
+        if not self._hold():
             self._emptied_at = time.monotonic()
         if self._store is not None and time.monotonic() >= self._stores_at and self._takes_effect:
             self._keep()
@@ -480,6 +480,7 @@ class Bridge(Subscription):
                 if time.monotonic() >= self._gives_up:
                     msg = f"bridge: {self.error}"
                     raise ReplicationError(msg, reason="unreachable") from error
+                self._hold()
                 self._stop.wait(_RETRY)
                 continue
             return

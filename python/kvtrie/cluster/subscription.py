@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Self
 
 from kvtrie._core import EventError, KvIndexer, StaleHandleError
@@ -26,12 +26,16 @@ SubscriptionState = Literal["syncing", "live", "gapped", "stale"]
 _END: Final = (-1).to_bytes(8, "big", signed=True)
 # A message waits no longer than this for a call of `close`, in milliseconds.
 _TICK: Final = 50
-# Batches that are applied before the connection is looked at again.
+# Batches that are applied before the connection is looked at again, and taken from it at a time.
 _MOST_AT_ONCE: Final = 256
+_MOST_HELD: Final = 4_096
 # A subscription takes effect after the connection is made. What is published before is replayed.
 _SETTLE: Final = 0.1
-# What is kept of batches while ZMQ's own queue is full is lost; the gap shows it.
-_HIGH_WATER: Final = 100_000
+# Messages in ZMQ's own queue, and as many that were taken from it. Beyond, they wait at the engine,
+# which loses what it has no room for; the gap shows it.
+_HIGH_WATER: Final = 50_000
+# Bytes of those that were taken, but for a single message. Beyond, all are dropped.
+_MOST_WAITING_BYTES: Final = 1 << 28
 _HEARTBEAT: Final = 2_000
 # Milliseconds for which scores are certain after nothing was found to wait. So they do not stay so
 # in a process that was stopped, or in a thread that is late.
@@ -196,6 +200,7 @@ class Subscription:
         counts: `batches` applied, `refused` that could not be read, and replays that were too
             long, `gaps` met, `replays` asked for, `replayed` batches, `missed` batches that no
             replay had, `resyncs`,
+            `dropped` messages, because too many bytes waited,
             `snapshots_asked` for, `snapshots` applied, `snapshots_refused`: answers that could not
             be used, and `unanswered`: times that the source did not say whose it is.
         error: The last thing that went wrong, in words; empty if nothing has.
@@ -203,6 +208,9 @@ class Subscription:
 
     # For a reason that stays in `error`.
     _has_ended = False
+    # The bytes of what waits, and whether these were too many.
+    _waiting_bytes = 0
+    _is_flooded = False
 
     def __init__(
         self,
@@ -244,6 +252,8 @@ class Subscription:
         # arrived or was replayed.
         self._applied = self._arrived = self._own = -1
         self._is_gapped = False
+        # What has arrived and is not applied yet.
+        self._waiting: deque[list[bytes]] = deque()
         # Whether what the engine publishes now arrives.
         self._takes_effect = False
         self._due = float("inf")
@@ -352,21 +362,22 @@ class Subscription:
         if self._asker is not None:
             poller.register(self._asker, zmq.POLLIN)
         wait = max(0.0, min(_TICK, 1e3 * (self._due - time.monotonic())))
-        ready = dict(poller.poll(wait))
-        if self._monitor in ready and self._lost_connection():
+        ready = dict(poller.poll(0 if self._waiting else wait))
+        self._hold()
+        if (self._monitor in ready or self._is_flooded) and self._lost_connection():
             return
-        if self._socket not in ready:
-            self._keeps_up()
-        else:
-            for _ in range(_MOST_AT_ONCE):
-                try:
-                    frames = self._socket.recv_multipart(zmq.NOBLOCK)
-                except zmq.Again:
+        is_quiet = not self._waiting
+        for _ in range(_MOST_AT_ONCE):
+            if not self._waiting and not self._hold():
+                if not self._is_flooded:
                     self._keeps_up()
-                    break
-                self._take(frames)
+                break
+            frames = self._waiting.popleft()
+            self._waiting_bytes -= sum(map(len, frames))
+            self._take(frames)
+        if not is_quiet:
             self._due = time.monotonic() + (self._check_every or float("inf"))
-        if self._socket not in ready and time.monotonic() >= self._due:
+        elif not self._waiting and time.monotonic() >= self._due:
             self._due = time.monotonic() + (self._check_every or float("inf"))
             self._takes_effect = True
             self._fill(None)
@@ -374,6 +385,29 @@ class Subscription:
             self._compare_life(has_answer=self._asker in ready)
             if self._lacks_batches and time.monotonic() >= self._restores_at:
                 self._restore()
+
+    def _hold(self) -> bool:
+        """Take messages from ZMQ, which bounds them by number alone; whether any wait."""
+        for _ in range(_MOST_HELD):
+            if len(self._waiting) >= _HIGH_WATER or self._is_flooded:
+                break
+            try:
+                frames = self._socket.recv_multipart(self._zmq.NOBLOCK)
+            except self._zmq.Again:
+                break
+            self._waiting.append(frames)
+            self._waiting_bytes += sum(map(len, frames))
+            if self._waiting_bytes > _MOST_WAITING_BYTES and len(self._waiting) > 1:
+                self._drop()
+        return bool(self._waiting)
+
+    def _drop(self) -> None:
+        """Drop all that waits. Nobody knows what it said, so the connection begins again."""
+        self.counts["dropped"] += len(self._waiting)
+        self._waiting.clear()
+        self._waiting_bytes = 0
+        self._is_flooded = True
+        self._lacks()
 
     @property
     def _lacks_batches(self) -> bool:
@@ -387,6 +421,9 @@ class Subscription:
             self._socket.disable_monitor()
             self._monitor.close(0)
             self._socket.close(0)
+        self._waiting.clear()
+        self._waiting_bytes = 0
+        self._is_flooded = False
         self._socket = self._context.socket(zmq.SUB)
         self._socket.set(zmq.RCVHWM, _HIGH_WATER)
         self._socket.set(zmq.MAXMSGSIZE, LARGEST_SNAPSHOT)
@@ -416,8 +453,8 @@ class Subscription:
         return dealer
 
     def _lost_connection(self) -> bool:
-        """Read what the monitor says; after a disconnect, start again."""
-        lost = False
+        """Read what the monitor says; after a disconnect, or a flood, start again."""
+        lost = self._is_flooded
         while self._monitor.poll(0):
             event = self._zmq.utils.monitor.recv_monitor_message(self._monitor)["event"]
             if event == self._zmq.EVENT_DISCONNECTED:
@@ -429,6 +466,8 @@ class Subscription:
         if lost:
             self.counts["resyncs"] += 1
             self.error = "the connection was lost"
+            if self._is_flooded:
+                self.error = f"messages of more than {_MOST_WAITING_BYTES} bytes waited"
             self._forget()
             self._become("stale")
             self._connect()
@@ -513,6 +552,8 @@ class Subscription:
 
     def _settle(self) -> None:
         state: SubscriptionState = "gapped" if self._is_gapped else "live"
+        if self._is_flooded:
+            state = "syncing"
         if state != self._state:
             self._become(state)
 
@@ -579,7 +620,10 @@ class Subscription:
             num_messages = num_bytes = 0
             patience = time.monotonic() + self._replay_timeout
             while time.monotonic() < patience and not self._stop.is_set():
-                if self._socket.poll(0):
+                is_late = self._hold()
+                if self._is_flooded:
+                    return None
+                if is_late:
                     self._lacks()
                 else:
                     self._keeps_up()
@@ -698,6 +742,7 @@ class Subscription:
                 if dealer.poll(_TICK):
                     frames: list[bytes] = dealer.recv_multipart()
                     return frames
+                self._hold()
                 if self._lost_connection():
                     break
             return None

@@ -381,7 +381,7 @@ def _of_tracker(tracker: TurnTracker) -> dict[str, Samples | _Histogram]:
 _STATES: Final = ("syncing", "live", "gapped", "stale")
 # What a worker has now, and flags; the rest of what is counted of it only grows.
 _OF_SUBSCRIPTION: Final = (
-    *("batches", "refused", "gaps", "replays", "replayed", "missed", "resyncs"),
+    *("batches", "refused", "gaps", "replays", "replayed", "missed", "dropped", "resyncs"),
     *("snapshots_asked", "snapshots", "snapshots_refused", "unanswered"),
 )
 _OF_BRIDGE: Final = (
