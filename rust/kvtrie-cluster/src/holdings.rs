@@ -138,6 +138,11 @@ impl Holdings {
         self.entries.touch(hashes);
     }
 
+    /// Gives the addresses of what is under hashes.
+    pub(crate) fn lines(&self, hashes: impl Iterator<Item = u64>, each: impl FnMut(*const u8)) {
+        self.entries.lines(hashes, each);
+    }
+
     /// Stores what is held under a hash; nothing if there are no copies.
     pub(crate) fn set(&mut self, hash: u64, held: Held) {
         if held.copies.fastest().is_none() {

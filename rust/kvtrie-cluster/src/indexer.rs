@@ -8,7 +8,7 @@ use kvtrie_core::{Error, ErrorKind, Item, Namespace, Result, TokenSequence};
 use crate::blocks::{AT_ONCE, Above, Blocks, NotStored};
 use crate::config::IndexerConfig;
 use crate::error::{EventError, EventRefusal};
-use crate::events::{Event, EventBatch, EventReader, Refused, Stored, Tier};
+use crate::events::{BlocksAhead, Event, EventBatch, EventReader, Refused, Stored, Tier};
 use crate::holdings::Copies;
 use crate::keys::{Digest, Keys, packed};
 use crate::lanes::Lane;
@@ -347,6 +347,19 @@ impl KvIndexer {
     pub fn has_slower_tiers(&self, worker: WorkerId) -> Result<bool> {
         let at = self.column(worker, "KvIndexer::has_slower_tiers")?;
         Ok(self.workers[at].has_slow)
+    }
+
+    /// Gives the addresses of memory that [`apply`](Self::apply) will wait for when it stores these blocks of a worker, so
+    /// that a caller may have it fetched while the rest of the batch is read. Nothing of it is read or changed, and none is
+    /// given if there is no such worker.
+    ///
+    /// # Complexity
+    /// O(blocks), and of these at most [`MOST_AHEAD`](BlocksAhead::MOST).
+    pub fn lines(&self, worker: WorkerId, ahead: BlocksAhead<'_>, each: impl FnMut(*const u8)) {
+        if let Ok(at) = self.column(worker, "KvIndexer::lines") {
+            let holdings = self.blocks.holdings(self.workers[at].lane);
+            holdings.lines(ahead.hashes(), each);
+        }
     }
 
     /// Applies a batch of a worker.

@@ -1,12 +1,14 @@
 //! Keyed digests and fingerprints. No token can be read back from them without the key.
 //!
-//! A block has two names, each of two halves modulo the prime p = 2⁶¹ − 1. Its *contents* are two polynomials of its
-//! tokens, at two secret points. Its *digest* is (its parent's digest + its contents) times another secret number, in
-//! each half. So a digest is a polynomial of everything before a block in its namespace: two others of *n* tokens have
-//! the same with probability (n/2⁶¹)² at most, 2⁻⁸⁸ for 131,072 tokens. That needs secret points, and no digest leaves
-//! the index but through `SipHash`. Namespaces, salts and extra keys are names under `SipHash` themselves.
+//! A block has two names, each of two halves modulo the prime p = 2⁶¹ − 1. Of its *contents* the first half is a
+//! polynomial of its tokens at a secret point. The second is the sum of the products of its tokens two by two, after a
+//! secret number of its place was added to each: half as many multiplications, and two blocks have the same with
+//! probability 1/2⁶¹. A block's *digest* is (its parent's digest + its contents) times another secret number, in each
+//! half. So two others of *n* tokens after one namespace have the same digest with probability (n/2⁶¹)² at most, 2⁻⁸⁸ for
+//! 131,072 tokens. That needs secret numbers, and no digest leaves the index but through `SipHash`. Namespaces, salts and
+//! extra keys are names under `SipHash` themselves.
 //!
-//! Two things follow from the choice of polynomials. The first half of the contents rolls over a prompt one token at a
+//! Two things follow from the polynomial. The first half of the contents rolls over a prompt one token at a
 //! time, so it is the block's *fingerprint* too. And a digest and that of its parent give the fingerprint back, so that
 //! nobody has to keep it.
 
@@ -32,7 +34,7 @@ const PRIME: u64 = (1 << 61) - 1;
 
 /// How digests are made, above all sizes of a block: replicas whose digests are made in another way are refused as
 /// those with another key are.
-const FORM: u64 = 1 << 32;
+const FORM: u64 = 2 << 32;
 
 /// Everything that is derived from the key of an index.
 #[derive(Clone)]
@@ -47,13 +49,72 @@ pub(crate) struct Keys {
     holding: SipHasher24,
     /// The second is odd.
     spread: [u64; 2],
-    /// By place in a block: the powers of the two secret points.
-    factors: Arc<[[u64; 2]]>,
+    /// By pair of places in a block: what names the tokens there.
+    factors: Arc<[Factors]>,
+    /// The sums of no token: tokens count from 1, so all powers together.
+    sums: Sums,
     /// The point of the fingerprints, and its power by which a token leaves the window.
     point: u64,
     leaving: u64,
     block_size: usize,
     check: u64,
+}
+
+/// The secret numbers of two places in a block.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Factors {
+    /// Powers of the point of the fingerprints.
+    powers: [u64; 2],
+    /// What is added to the two tokens before they are multiplied.
+    added: [u64; 2],
+}
+
+/// The contents of a block of which not all tokens have been added.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Sums([u128; 2]);
+
+impl Sums {
+    /// Most pairs that are added before `fold`.
+    const MOST: usize = 16;
+
+    pub(crate) fn add_pair(&mut self, tokens: [u32; 2], factors: &Factors) {
+        self.add_values(tokens.map(u64::from), factors);
+    }
+
+    /// A product of the first half has 93 bits at most and a block 2¹² tokens, so that no sum overflows. One of the second
+    /// has 123 bits.
+    fn add_values(&mut self, values: [u64; 2], factors: &Factors) {
+        let [first, second] = &mut self.0;
+        *first += u128::from(values[0]) * u128::from(factors.powers[0]);
+        *first += u128::from(values[1]) * u128::from(factors.powers[1]);
+        let [one, other] = [values[0] + factors.added[0], values[1] + factors.added[1]];
+        *second += u128::from(one) * u128::from(other);
+    }
+
+    /// Makes room for more.
+    pub(crate) fn fold(&mut self) {
+        let second = &mut self.0[1];
+        *second = (*second & u128::from(PRIME)) + (*second >> 61);
+    }
+
+    /// Adds tokens from a place on at which a pair begins, and `factors` with it.
+    pub(crate) fn add(&mut self, tokens: &[u32], factors: &[Factors]) {
+        let (tokens, factors) = (tokens.chunks(2 * Self::MOST), factors.chunks(Self::MOST));
+        for (tokens, factors) in tokens.zip(factors) {
+            let (pairs, last) = tokens.as_chunks::<2>();
+            for (&pair, factors) in pairs.iter().zip(factors) {
+                self.add_pair(pair, factors);
+            }
+            if let (&[last], Some(factors)) = (last, factors.get(pairs.len())) {
+                self.add_values([last.into(), 0], factors);
+            }
+            self.fold();
+        }
+    }
+
+    pub(crate) fn contents(self) -> Contents {
+        self.0.map(reduced)
+    }
 }
 
 /// The secret numbers by which digests follow each other.
@@ -96,13 +157,9 @@ impl Keys {
                 ),
             ));
         }
-        let words = |person: &[u8]| -> [u64; 2] {
+        let derived = |person: &[u8], of: &[u8]| -> [u64; 2] {
             let mut params = Params::new();
-            let digest = params
-                .hash_length(16)
-                .key(key)
-                .personal(person)
-                .hash(b"kvtrie");
+            let digest = params.hash_length(16).key(key).personal(person).hash(of);
             let mut halves = [0; 2];
             for (half, bytes) in halves.iter_mut().zip(digest.as_bytes().chunks_exact(8)) {
                 *half = bytes
@@ -111,6 +168,7 @@ impl Keys {
             }
             halves
         };
+        let words = |person: &[u8]| derived(person, b"kvtrie");
         let sip = |person: &[u8]| {
             let [first, second] = words(person);
             SipHasher24::new_with_keys(first, second)
@@ -119,14 +177,18 @@ impl Keys {
         // Neither 0 nor 1, at which all windows would be alike.
         let secret = |word: u64| word % (PRIME - 2) + 2;
         let [point, check] = words(b"kvtrie.point");
-        let points = [secret(point), secret(words(b"kvtrie.factors")[0])];
+        let point = secret(point);
         // The last token has a factor too: no token changes the low bits alone.
-        let mut leaving = points;
-        let mut factors = vec![[0; 2]; block_size];
-        for factors in factors.iter_mut().rev() {
-            *factors = leaving;
-            leaving = [times(leaving[0], points[0]), times(leaving[1], points[1])];
+        let mut leaving = point;
+        let mut factors = vec![Factors::default(); block_size.div_ceil(2)];
+        for place in (0..block_size).rev() {
+            factors[place / 2].powers[place % 2] = leaving;
+            leaving = times(leaving, point);
         }
+        for (number, factors) in (0_u64..).zip(&mut factors) {
+            factors.added = derived(b"kvtrie.pair", &number.to_le_bytes()).map(secret);
+        }
+        let powers = factors.iter().flat_map(|factors| factors.powers);
         let chain = |person: &[u8]| Chain::new(words(person).map(secret));
         Ok(Self {
             extra: sip(b"kvtrie.extra"),
@@ -138,9 +200,10 @@ impl Keys {
             engine: sip(b"kvtrie.engine"),
             holding: sip(b"kvtrie.holding"),
             spread: [first, second | 1],
+            sums: Sums([powers.map(u128::from).sum(), 0]),
             factors: factors.into(),
-            point: points[0],
-            leaving: leaving[0],
+            point,
+            leaving,
             block_size,
             check: check.wrapping_add(block_size as u64 + FORM),
         })
@@ -153,24 +216,19 @@ impl Keys {
 
     /// The contents of one block.
     pub(crate) fn contents(&self, tokens: &[u32]) -> Contents {
-        // A product has 94 bits at most and a block 2¹² tokens, so that no sum overflows.
-        let (mut first, mut second) = (0_u128, 0_u128);
-        let mut add = |token: u32, factors: [u64; 2]| {
-            let value = u128::from(value(token));
-            first += value * u128::from(factors[0]);
-            second += value * u128::from(factors[1]);
-        };
-        // Two at a time: a loop has a cost, and more are moved between two kinds of registers.
-        let (pairs, last) = tokens.as_chunks::<2>();
-        let (factors, last_factors) = self.factors.as_chunks::<2>();
-        for (tokens, factors) in pairs.iter().zip(factors) {
-            add(tokens[0], factors[0]);
-            add(tokens[1], factors[1]);
-        }
-        for (&token, &factors) in last.iter().zip(last_factors) {
-            add(token, factors);
-        }
-        [reduced(first), reduced(second)]
+        let mut sums = self.sums;
+        sums.add(tokens, &self.factors);
+        sums.contents()
+    }
+
+    /// The sums of no token.
+    pub(crate) fn sums(&self) -> Sums {
+        self.sums
+    }
+
+    /// The factors of a block's pairs.
+    pub(crate) fn factors(&self) -> &[Factors] {
+        &self.factors
     }
 
     /// The contents of a block whose KV depends on more than its tokens.
@@ -378,6 +436,28 @@ mod tests {
             assert_eq!(window, keys.contents(&tokens[at..at + 4])[0], "at {at}");
         }
         assert!(keys.windows(&tokens[..3]).is_empty());
+    }
+
+    #[test]
+    fn contents_are_sums_modulo_the_prime() {
+        let prime = u128::from(PRIME);
+        for size in [1, 2, 3, 16, 31, 32, 33, 70, 4_096] {
+            let keys = Keys::new(b"0123456789abcdef", size).unwrap();
+            let ascending = (0..u32::MAX).step_by(1_000_003).take(size).collect();
+            for tokens in [vec![u32::MAX; size], ascending] {
+                let (mut first, mut second) = (0, 0);
+                for (pair, factors) in tokens.chunks(2).zip(keys.factors()) {
+                    for (&token, power) in pair.iter().zip(factors.powers) {
+                        first = (first + u128::from(value(token)) * u128::from(power)) % prime;
+                    }
+                    let token = |at: usize| u128::from(pair.get(at).copied().unwrap_or_default());
+                    let [one, other] = factors.added.map(u128::from);
+                    second = (second + (token(0) + one) * (token(1) + other)) % prime;
+                }
+                let [mine, other] = keys.contents(&tokens).map(u128::from);
+                assert_eq!((mine, other), (first, second), "{size} tokens");
+            }
+        }
     }
 
     #[test]

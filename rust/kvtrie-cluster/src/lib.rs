@@ -44,7 +44,8 @@
 //! A unique block takes 17 bytes (its digest, and the room that a growing list has), an entry of a worker 14 to 15 (its
 //! hash and its block, in a table that is 75 to 90 % full), and edges come on top: 31 to 33 bytes for a block that one
 //! worker holds, and 5 to 6 more with moved runs, for which every second block is listed. Each block has its own place in
-//! these tables, and waiting for their memory is much of what a store costs; so `blocks` reads the places of up to 16
+//! these tables, and waiting for their memory is much of what a store costs. So a caller may have it fetched while an
+//! event's tokens are read ([`EventReader::read_ahead`], [`KvIndexer::lines`]), and `blocks` reads the places of up to 16
 //! blocks of an event before the first of them is stored, and appends them to the end of a path together.
 //!
 //! # Threads
@@ -70,7 +71,7 @@ mod tree;
 
 pub use config::IndexerConfig;
 pub use error::{EventError, EventRefusal};
-pub use events::{EventBatch, EventReader, Refused, Tier};
+pub use events::{BlocksAhead, EventBatch, EventReader, Refused, Tier};
 pub use indexer::{
     Applied, FindOptions, IndexerStats, KvIndexer, OverlapScores, Prompt, Stream, WorkerId,
     WorkerStats,

@@ -43,6 +43,10 @@ const AFTER: usize = 12;
 /// Cells of a part, on average, before all parts are cut in two. Tests cut often.
 const MOST: usize = if cfg!(test) { 8 } else { 2_048 };
 
+/// Lines of memory of a key: a cell goes before those after it, up to the next empty place, which is 20 cells on on
+/// average.
+const LINES: usize = 4;
+
 impl<C> Default for Table<C> {
     fn default() -> Self {
         Self {
@@ -64,6 +68,9 @@ impl<C> Default for Part<C> {
 }
 
 impl<C: Cell> Table<C> {
+    /// Number of cells that a line of a processor's cache has.
+    const PER_LINE: usize = 64 / size_of::<C>();
+
     pub(crate) fn len(&self) -> usize {
         self.len
     }
@@ -82,9 +89,25 @@ impl<C: Cell> Table<C> {
 
     /// Reads the places of keys that are asked for next, so that their memory is waited for once and not key by key.
     pub(crate) fn touch(&self, keys: impl Iterator<Item = u64>) {
+        let mut seen = 0;
         for key in keys {
             let part = self.part(key);
-            black_box(part.cells.get(part.home(key, self.bits)).map(C::key));
+            let home = part.home(key, self.bits);
+            seen ^= part.cells.get(home).map_or(0, C::key);
+        }
+        black_box(seen);
+    }
+
+    /// Gives the addresses of the lines of memory at which keys are looked for and inserted.
+    pub(crate) fn lines(&self, keys: impl Iterator<Item = u64>, mut each: impl FnMut(*const u8)) {
+        for key in keys {
+            let part = self.part(key);
+            let home = part.home(key, self.bits);
+            for line in 0..LINES {
+                if let Some(cell) = part.cells.get(home + line * Self::PER_LINE) {
+                    each(std::ptr::from_ref(cell).cast());
+                }
+            }
         }
     }
 
@@ -226,18 +249,19 @@ impl<C: Cell> Part<C> {
         self.lower(key, bits)
     }
 
+    /// Puts a cell before those from a place on, up to the next empty one.
     fn insert(&mut self, at: usize, cell: C) {
-        let empty = self.cells[at.min(self.cells.len())..]
-            .iter()
-            .position(C::is_empty);
-        let end = empty.map_or(self.cells.len(), |after| at + after);
-        if end == self.cells.len() {
-            self.cells.reserve_exact(AFTER);
-            self.cells.push(C::EMPTY);
-        }
-        self.cells.copy_within(at..end, at + 1);
-        self.cells[at] = cell;
         self.len += 1;
+        let mut moved = cell;
+        // Cell by cell: most move a few places, and their number is not known before.
+        for place in self.cells.iter_mut().skip(at) {
+            std::mem::swap(place, &mut moved);
+            if moved.is_empty() {
+                return;
+            }
+        }
+        self.cells.reserve_exact(AFTER);
+        self.cells.push(moved);
     }
 
     fn remove(&mut self, key: u64, bits: u32, is: impl Fn(&C) -> bool) -> bool {
@@ -282,16 +306,21 @@ impl<C: Cell> Part<C> {
         let mut count = 0;
         // The first cell that is free; an empty cell is written there too, and replaced by the next one.
         let mut free = 0;
-        for &cell in list {
+        let mut left: &[C] = &[];
+        for (number, &cell) in list.iter().enumerate() {
             let at = self.home(cell.key(), bits).max(free);
-            if at >= new.len() {
-                new.resize(at + 1, C::EMPTY);
-            }
-            new[at] = cell;
+            let Some(place) = new.get_mut(at) else {
+                left = &list[number..];
+                break;
+            };
+            *place = cell;
             let is_one = usize::from(!cell.is_empty());
             free = if is_one == 0 { free } else { at + 1 };
             count += is_one;
         }
+        let left = left.iter().filter(|cell| !cell.is_empty());
+        count += left.clone().count();
+        new.extend(left);
         self.cells = new;
         self.len = count;
     }

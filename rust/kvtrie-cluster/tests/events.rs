@@ -12,8 +12,8 @@ use std::time::Duration;
 
 use common::{Event, Value, batch, cleared, ints, removed, stored};
 use kvtrie_cluster::{
-    EventRefusal, FindOptions, IndexerConfig, KvIndexer, OverlapScores, Refused, Stream, Tier,
-    WorkerId,
+    BlocksAhead, EventRefusal, FindOptions, IndexerConfig, KvIndexer, OverlapScores, Refused,
+    Stream, Tier, WorkerId,
 };
 use kvtrie_core::{Item, Namespace, Salt, TokenSequence};
 
@@ -117,6 +117,39 @@ fn both_forms_and_all_kinds_of_hashes_say_the_same() {
             assert_eq!(exact(&index, &prompt), 0);
         }
     }
+}
+
+#[test]
+fn blocks_are_told_of_before_their_tokens_are_read() {
+    let (mut index, worker) = new_index();
+    let tokens: Vec<u32> = (0..200).collect();
+    let hashes: Vec<u64> = (1_000..1_100).collect();
+    let first = stored(&hashes, None, &tokens, "GPU");
+    // One token is no id, which is found after the hashes.
+    let mut wrong = stored(&[7], None, &[1, 2], "GPU");
+    wrong[3].1 = Value::List(vec![Value::Int(1), Value::Nil]);
+    let tell = |index: &KvIndexer, worker, event: &Event| {
+        let (mut events, mut lines) = (0, 0);
+        let raw = batch(std::slice::from_ref(event), true, None);
+        let read = index.reader().read_ahead(&raw, &mut |blocks| {
+            events += 1;
+            index.lines(worker, blocks, |_| lines += 1);
+        });
+        (read, events, lines)
+    };
+    let (read, events, lines) = tell(&index, worker, &first);
+    // Nothing is held yet, so there is nothing to fetch.
+    assert_eq!((events, lines), (1, 0));
+    index.apply(worker, Stream::Engine, &read.unwrap()).unwrap();
+    let before = index.digest(worker).unwrap();
+    let (_, events, lines) = tell(&index, worker, &first);
+    let most = BlocksAhead::MOST;
+    assert!(events == 1 && (most..=8 * most).contains(&lines), "{lines}");
+    let (read, events, lines) = tell(&index, worker, &wrong);
+    assert!(read.is_err() && events == 1 && (1..=8).contains(&lines));
+    assert_eq!(index.digest(worker).unwrap(), before);
+    index.remove_worker(worker).unwrap();
+    assert_eq!(tell(&index, worker, &first).2, 0);
 }
 
 #[test]

@@ -18,6 +18,7 @@ mod errors;
 mod explain;
 #[cfg(feature = "failpoints")]
 mod failpoints;
+mod fetch;
 mod fields;
 mod groups;
 mod hints;

@@ -5,6 +5,7 @@ use std::ops::Range;
 use rmp::Marker;
 
 use crate::error::{EventError, EventRefusal};
+use crate::keys::{Factors, Keys, Sums};
 
 pub(super) type Read<T> = Result<T, EventError>;
 
@@ -221,22 +222,40 @@ impl<'a> EventCursor<'a> {
         }
     }
 
-    /// Reads so many token ids, of those beyond 32 bits the low half. These go to `wide` as they are, with their places.
-    pub(super) fn tokens(&mut self, into: &mut [u32], wide: &mut Vec<(usize, u64)>) -> Read<()> {
-        for (number, ids) in into.chunks_mut(EIGHT).enumerate() {
-            if let Ok(eight) = ids.try_into()
-                && let Some(start) = self.at.checked_sub(DIGITS)
+    /// Reads the token ids of a block of so many, and adds them. Of those beyond 32 bits the low half is added, and they go
+    /// to `wide` as they are, with their places.
+    pub(super) fn block(
+        &mut self,
+        size: usize,
+        keys: &Keys,
+        wide: &mut Vec<(usize, u64)>,
+    ) -> Read<Sums> {
+        let mut sums = keys.sums();
+        let factors = keys.factors().chunks(EIGHT / 2);
+        for (first, factors) in (0..size).step_by(EIGHT).zip(factors) {
+            if let Some(start) = self.at.checked_sub(DIGITS)
                 && let Some(window) = self.raw.get(start..).and_then(<[u8]>::first_chunk)
-                && let Some(len) = eight_ids(window, eight)
+                && first + EIGHT <= size
+                && let Ok(factors) = factors.try_into()
+                && let Some((len, more)) = eight_ids(window, factors, sums)
             {
                 self.at += len;
+                sums = more;
                 continue;
             }
-            for (at, id) in ids.iter_mut().enumerate() {
-                *id = self.token(number * EIGHT + at, wide)?;
+            let mut ids = [0; EIGHT];
+            let ids = &mut ids[..EIGHT.min(size - first)];
+            for (place, id) in (first..).zip(&mut *ids) {
+                *id = self.token(place, wide)?;
             }
+            sums.add(ids, factors);
         }
-        Ok(())
+        Ok(sums)
+    }
+
+    /// Reads so many token ids that are no whole block.
+    pub(super) fn rest(&mut self, count: usize) -> Read<()> {
+        (0..count).try_for_each(|_| self.uint("a token id").map(drop))
     }
 
     #[expect(clippy::cast_possible_truncation, reason = "the low half is wanted")]
@@ -292,7 +311,7 @@ impl<'a> EventCursor<'a> {
     }
 }
 
-/// Number of token ids that are read at once, and of digits of the longest.
+/// Number of token ids that are read at once, whole pairs, and of digits of the longest.
 const EIGHT: usize = 8;
 const DIGITS: usize = 4;
 
@@ -314,13 +333,19 @@ const OWN_BITS: [u32; 256] = {
     bits
 };
 
-/// Reads eight ids below 2³² from a window that begins `DIGITS` bytes before them, and returns how many bytes they take;
-/// none if there is another value among them.
+/// Adds eight ids below 2³² from a window that begins `DIGITS` bytes before them to the sums of those before, and returns
+/// how many bytes they take; none if there is another value among them.
 ///
 /// Each id says where the next one begins, and reading waits for that. So its length is computed, without a branch that a
-/// processor would guess wrong for many ids of a large vocabulary, and two ids share a load. What is no id has some
-/// length, and is noticed at the end; masks keep places inside of the window until then.
-fn eight_ids(window: &[u8; WINDOW], into: &mut [u32; EIGHT]) -> Option<usize> {
+/// processor would guess wrong for many ids of a large vocabulary, two ids share a load, and what is read is added in the
+/// time that the next one takes. What is no id has some length, and is noticed at the end; masks keep places inside of
+/// the window until then.
+#[inline]
+fn eight_ids(
+    window: &[u8; WINDOW],
+    factors: &[Factors; EIGHT / 2],
+    mut sums: Sums,
+) -> Option<(usize, Sums)> {
     const PLACES: usize = 63;
     let own = |end: usize, marker: u8| {
         let at = end.wrapping_sub(DIGITS) & PLACES;
@@ -329,7 +354,7 @@ fn eight_ids(window: &[u8; WINDOW], into: &mut [u32; EIGHT]) -> Option<usize> {
         (u32::from_be_bytes(digits) & bits, bits)
     };
     let (mut at, mut all_bits) = (DIGITS, u32::MAX);
-    for pair in into.as_chunks_mut::<2>().0 {
+    for factors in factors {
         let from = at & PLACES;
         let mut bytes = [0; 8];
         bytes.copy_from_slice(&window[from..from + 8]);
@@ -339,10 +364,11 @@ fn eight_ids(window: &[u8; WINDOW], into: &mut [u32; EIGHT]) -> Option<usize> {
         let end = at + len as usize;
         at = end + len_after as usize;
         let (first, second) = (own(end, marker), own(at, marker_after));
-        *pair = [first.0, second.0];
+        sums.add_pair([first.0, second.0], factors);
         all_bits &= first.1 & second.1;
     }
-    (all_bits != 0).then(|| at - DIGITS)
+    sums.fold();
+    (all_bits != 0).then(|| (at - DIGITS, sums))
 }
 
 /// Number of bytes of a number below 2³² at the start of a word, and the first of them: the marker, after which there are
@@ -400,14 +426,18 @@ mod tests {
             let mut raw = raw.into_vec();
             let end = raw.len();
             raw.resize(end + after, 0xcd);
+            let keys = Keys::new(b"0123456789abcdef", expected.len().max(1)).unwrap();
             let mut cursor = EventCursor::new(&raw);
-            let mut read = vec![0; expected.len()];
-            cursor.tokens(&mut read, &mut Vec::new()).unwrap();
-            prop_assert_eq!((read, cursor.at()), (expected, end));
+            let sums = cursor.block(expected.len(), &keys, &mut Vec::new()).unwrap();
+            prop_assert_eq!((sums.contents(), cursor.at()), (keys.contents(&expected), end));
+            let mut cursor = EventCursor::new(&raw);
+            cursor.rest(expected.len()).unwrap();
+            prop_assert_eq!(cursor.at(), end);
             // The last one is cut short.
             if let (true, Some(cut)) = (after == 0, end.checked_sub(1)) {
-                let mut ids = vec![0; cursor.at().max(1)];
-                prop_assert!(EventCursor::new(&raw[..cut]).tokens(&mut ids, &mut Vec::new()).is_err());
+                let mut cursor = EventCursor::new(&raw[..cut]);
+                prop_assert!(cursor.block(expected.len(), &keys, &mut Vec::new()).is_err());
+                prop_assert!(EventCursor::new(&raw[..cut]).rest(expected.len()).is_err());
             }
         }
     }

@@ -160,6 +160,19 @@ impl EventBatch {
     }
 }
 
+/// The blocks that an event names, given before their tokens are read.
+#[derive(Clone, Copy, Debug)]
+pub struct BlocksAhead<'a>(&'a [u64]);
+
+impl BlocksAhead<'_> {
+    /// Most blocks of an event that are given: what they need stays in a processor's nearest cache until it is asked for.
+    pub const MOST: usize = 64;
+
+    pub(crate) fn hashes(&self) -> impl Iterator<Item = u64> {
+        self.0.iter().copied()
+    }
+}
+
 /// Reads batches for one index. It needs no lock, so several threads read at once.
 #[derive(Clone, Debug)]
 pub struct EventReader {
@@ -212,8 +225,7 @@ struct Fields<'a> {
 #[derive(Default)]
 struct Scratch {
     hashes: SmallVec<[u64; 16]>,
-    /// The tokens of one block, and those beyond 32 bits with their places in it.
-    tokens: SmallVec<[u32; 16]>,
+    /// The tokens of one block that are beyond 32 bits, with their places in it.
     wide: Vec<(usize, u64)>,
     /// Number of token ids of the event.
     num_tokens: usize,
@@ -228,6 +240,19 @@ impl EventReader {
     /// # Errors
     /// An [`EventError`] that says at which byte the batch is wrong, or which limit it exceeds.
     pub fn read(&self, raw: &[u8]) -> Result<EventBatch, EventError> {
+        self.read_ahead(raw, &mut |_| ())
+    }
+
+    /// The same, and tells `ahead` of the blocks of each event as soon as they are known: mostly before their tokens are
+    /// read, which takes as long as memory does.
+    ///
+    /// # Errors
+    /// As [`read`](Self::read).
+    pub fn read_ahead(
+        &self,
+        raw: &[u8],
+        ahead: &mut dyn FnMut(BlocksAhead<'_>),
+    ) -> Result<EventBatch, EventError> {
         if raw.len() > self.max_bytes {
             return Err(EventError::new(
                 EventRefusal::Limit,
@@ -253,7 +278,7 @@ impl EventReader {
         cursor.skip()?;
         let count = cursor.array("the events")?;
         for _ in 0..count {
-            let event = self.event(raw, &mut cursor, &mut batch, &mut scratch)?;
+            let event = self.event(raw, &mut cursor, &mut batch, &mut scratch, ahead)?;
             batch.events.push(event);
         }
         for at in 2..entries {
@@ -275,11 +300,12 @@ impl EventReader {
         cursor: &mut EventCursor<'a>,
         batch: &mut EventBatch,
         scratch: &mut Scratch,
+        ahead: &mut dyn FnMut(BlocksAhead<'_>),
     ) -> Read<Event> {
         scratch.hashes.clear();
         scratch.num_tokens = 0;
         scratch.extra.clear();
-        let fields = self.fields(cursor, batch, scratch)?;
+        let fields = self.fields(cursor, batch, scratch, ahead)?;
         let Some(name) = fields.name else {
             return Err(cursor.wrong("the event has no type"));
         };
@@ -319,6 +345,7 @@ impl EventReader {
         cursor: &mut EventCursor<'a>,
         batch: &mut EventBatch,
         scratch: &mut Scratch,
+        ahead: &mut dyn FnMut(BlocksAhead<'_>),
     ) -> Read<Fields<'a>> {
         let mut fields = Fields {
             first: batch.blocks.len(),
@@ -328,14 +355,14 @@ impl EventReader {
             EventForm::Map(entries) => {
                 for _ in 0..entries {
                     let name = cursor.name()?;
-                    self.field(name, &mut fields, cursor, batch, scratch)?;
+                    self.field(name, &mut fields, cursor, batch, scratch, ahead)?;
                 }
             }
             EventForm::Array(entries) => {
                 if entries == 0 {
                     return Err(cursor.wrong("the event is empty"));
                 }
-                self.field(b"type", &mut fields, cursor, batch, scratch)?;
+                self.field(b"type", &mut fields, cursor, batch, scratch, ahead)?;
                 let names: &[&str] = match fields.name {
                     Some("BlockStored") => &STORED,
                     Some("BlockRemoved") => &REMOVED,
@@ -343,7 +370,7 @@ impl EventReader {
                 };
                 for at in 0..entries - 1 {
                     let name = names.get(at).copied().unwrap_or_default();
-                    self.field(name.as_bytes(), &mut fields, cursor, batch, scratch)?;
+                    self.field(name.as_bytes(), &mut fields, cursor, batch, scratch, ahead)?;
                 }
             }
         }
@@ -357,6 +384,7 @@ impl EventReader {
         cursor: &mut EventCursor<'a>,
         batch: &mut EventBatch,
         scratch: &mut Scratch,
+        ahead: &mut dyn FnMut(BlocksAhead<'_>),
     ) -> Read<()> {
         match name {
             b"type" => fields.name = Some(cursor.text("type")?),
@@ -369,6 +397,7 @@ impl EventReader {
                     scratch.hashes.push(self.hash(hash));
                 }
                 fields.has_hashes = true;
+                ahead(BlocksAhead(&scratch.hashes[..count.min(BlocksAhead::MOST)]));
             }
             b"parent_block_hash" => {
                 fields.parent = None;
@@ -441,17 +470,16 @@ impl EventReader {
             scratch.num_tokens % self.block_size,
         );
         blocks.reserve(whole);
-        scratch.tokens.resize(self.block_size, 0);
         for _ in 0..whole {
             scratch.wide.clear();
-            cursor.tokens(&mut scratch.tokens, &mut scratch.wide)?;
-            let mut contents = self.keys.contents(&scratch.tokens);
+            let sums = cursor.block(self.block_size, &self.keys, &mut scratch.wide)?;
+            let mut contents = sums.contents();
             if !scratch.wide.is_empty() {
                 contents = self.keys.with_wide(contents, &scratch.wide);
             }
             blocks.push(EventBlock { hash: 0, contents });
         }
-        cursor.tokens(&mut scratch.tokens[..rest], &mut scratch.wide)
+        cursor.rest(rest)
     }
 
     fn hash(&self, hash: RawHash<'_>) -> u64 {
