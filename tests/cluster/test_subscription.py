@@ -10,7 +10,7 @@ import pytest
 from tests.cluster.publisher import CLEARED, SIZE, Publisher, packed, removed, stored
 
 import kvtrie
-from kvtrie.cluster import Subscription, subscribe
+from kvtrie.cluster import Subscription, follow, subscribe
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -342,6 +342,39 @@ def test_scores_are_uncertain_while_batches_wait_for_a_replay() -> None:
         finally:
             goes_on.set()
         fed.becomes(0)
+
+
+def test_worker_has_one_feed() -> None:
+    """Each said that it was certain, whatever the other one lacked."""
+    with Publisher() as publisher, Fed(publisher) as fed:
+        other = fed.index.add_worker("other", NS)
+        publisher.send(block(0))
+        fed.becomes(2)
+        nowhere: Any = {"servers": "nats://127.0.0.1:1", "timeout": 0}
+        with pytest.raises(ValueError, match=f"subscribe: worker {fed.worker} has a feed already"):
+            subscribe(fed.index, fed.worker, publisher.endpoint)
+        with pytest.raises(ValueError, match=f"follow: worker {fed.worker} has a feed already"):
+            follow(fed.index, {"a": other, "b": fed.worker}, **nowhere)
+        assert fed.scores() == (2, False)
+        # Approximate blocks, another worker, and another index have feeds of their own.
+        more: Any = {"topic": "kvtrie", "approximate": True}
+        with (
+            subscribe(fed.index, fed.worker, publisher.endpoint, **more),
+            Fed(publisher) as third,
+        ):
+            third.becomes(2)
+        with (
+            follow(fed.index, {"a": other}, **nowhere),
+            pytest.raises(ValueError, match=f"worker {other} has a feed"),
+        ):
+            subscribe(fed.index, other, publisher.endpoint)
+        subscribe(fed.index, other, publisher.endpoint).close()
+        # What cannot begin has taken nothing, and what has ended gives it back.
+        with pytest.raises(ValueError, match="endpoint"):
+            subscribe(fed.index, other, "nowhere")
+        fed.index.remove_worker(other)
+        fed.subscription.close()
+        subscribe(fed.index, fed.worker, publisher.endpoint, publisher.replay).close()
 
 
 @pytest.mark.parametrize("asks", ["replay", "snapshot"])

@@ -706,7 +706,7 @@ def test_a_text_prompt_has_special_tokens_as_the_request_says() -> None:
 def test_the_command_reads_settings_and_prints_what_it_counted(tmp_path: Path) -> None:
     async def test(running: Running) -> None:
         byte_tokenizer().save_pretrained(tmp_path / "tokenizer")
-        (tmp_path / "key").write_bytes(b"the key of tests\n")
+        (tmp_path / "key").write_bytes(b"the key of tests")
         publisher = Publisher()
         (tmp_path / "fleet.toml").write_text(
             f"""
@@ -768,6 +768,27 @@ def test_the_command_keeps_what_it_has_loaded_out_of_collections(
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(serve(SETTINGS | given))
     assert done == ["freeze", "start"]
+
+
+@pytest.mark.parametrize("key", [b" fifteen bytes.\n", b"\t" * 16, b"the key of tests\n"])
+def test_the_command_takes_a_key_of_any_bytes_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: bytes
+) -> None:
+    """White space at its ends was cut off: another key than its file's, or one too short."""
+    byte_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "key").write_bytes(key)
+    found: list[int] = []
+
+    async def starts(proxy: Proxy, *_: object) -> int:
+        found.append(proxy._dispatcher._index.key_check)
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(Proxy, "start", starts)
+    model = {"name": "m", "tokenizer": str(tmp_path / "tokenizer"), "shared": True}
+    given = {"key_file": str(tmp_path / "key"), "model": model, "workers": []}
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(serve(SETTINGS | given))
+    assert found == [kvtrie.KvIndexer(16, key).key_check]
 
 
 SETTINGS: dict[str, Any] = {

@@ -109,8 +109,8 @@ def bridge(
     Raises:
         ImportError: pyzmq, nats-py or, with a store, obstore is missing.
         TypeError: `index` is not a `KvIndexer`, or `max_bytes` no int.
-        ValueError: A name, an address, a time or `max_bytes` (at least 1 MiB) is wrong, or there is
-            a store and no `snapshot`.
+        ValueError: A name, an address, a time or `max_bytes` (at least 1 MiB) is wrong, there is
+            a store and no `snapshot`, or the worker has a feed already.
         ReplicationError: With the reason `"key"`, the stream has another key or block size;
             `"version"`, it is of another version of kvtrie; `"malformed"`, it is not kvtrie's;
             `"unreachable"`, NATS or its JetStream does not answer; `"fenced"`, another bridge of
@@ -179,6 +179,8 @@ class Bridge(Subscription):
         name: The worker's name in the stream.
         epoch: The life of the engine that is published.
     """
+
+    _call = "bridge"
 
     def __init__(
         self,

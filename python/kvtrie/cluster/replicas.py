@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from kvtrie._core import EventError, StaleHandleError
 from kvtrie.cluster import snapshots
+from kvtrie.cluster._feeds import Feed
 from kvtrie.cluster.streams import (
     ANSWER,
     Connection,
@@ -83,7 +84,8 @@ def follow(
     Raises:
         ImportError: nats-py or, with a store, obstore is missing.
         TypeError: `index` is not a `KvIndexer`.
-        ValueError: A name or a time is wrong, or two names have one number.
+        ValueError: A name or a time is wrong, two names have one number, or a worker has a feed
+            already.
         ReplicationError: The stream is there, and has another key, block size or version.
         StaleHandleError: There is no such worker.
 
@@ -194,11 +196,16 @@ class Replica:
         for worker in workers.values():
             # Before anything is cleared, so that an error changes nothing.
             index.worker_stats(worker)
-        for followed in self._workers.values():
-            index.set_uncertain(followed.worker, True)
-            index.clear_worker(followed.worker)
+        self._feed = Feed("follow", index, workers.values())
         self._opened = threading.Event()
-        self._nats = Connection("kvtrie-replica", servers, self._connected, self._failed)
+        try:
+            for followed in self._workers.values():
+                index.set_uncertain(followed.worker, True)
+                index.clear_worker(followed.worker)
+            self._nats = Connection("kvtrie-replica", servers, self._connected, self._failed)
+        except BaseException:
+            self._feed.release()
+            raise
         self._nats.spawn(self._run())
         self._opened.wait(timeout)
         refusal = self._refused()
@@ -248,6 +255,7 @@ class Replica:
         self._is_connected = False
         for followed in self._workers.values():
             self._judge(followed)
+        self._feed.release()
 
     def __enter__(self) -> Self:
         return self

@@ -16,6 +16,7 @@ from collections import Counter, deque
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Self
 
 from kvtrie._core import EventError, KvIndexer, StaleHandleError
+from kvtrie.cluster._feeds import Feed
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -99,8 +100,8 @@ def subscribe(
     Raises:
         ImportError: pyzmq is missing.
         TypeError: `index` is not a `KvIndexer`.
-        ValueError: An endpoint is not one of ZMQ, a time is negative, or a snapshot is asked for
-            approximate blocks, of which there is none.
+        ValueError: An endpoint is not one of ZMQ, a time is negative, a snapshot is asked for
+            approximate blocks, of which there is none, or the worker has a feed already.
         StaleHandleError: There is no such worker.
 
     Example:
@@ -206,6 +207,8 @@ class Subscription:
         error: The last thing that went wrong, in words; empty if nothing has.
     """
 
+    # The function that makes it.
+    _call = "subscribe"
     # For a reason that stays in `error`.
     _has_ended = False
     # The bytes of what waits, and whether these were too many.
@@ -238,12 +241,10 @@ class Subscription:
         self._zmq = zmq
         self._index = index
         self._endpoint = endpoint
-        self._replay = replay
-        self._snapshot = snapshot
+        self._replay, self._snapshot = replay, snapshot
         self._topic = topic.encode()
         self._approximate = approximate
-        self._replay_timeout = replay_timeout
-        self._snapshot_timeout = snapshot_timeout
+        self._replay_timeout, self._snapshot_timeout = replay_timeout, snapshot_timeout
         self._check_every = check_every
         self._state: SubscriptionState = "syncing"
         self._changed = threading.Condition()
@@ -267,6 +268,7 @@ class Subscription:
         self._restores_at = 0.0
         self._restored_at = float("-inf")
         self._pause = _LEAST_PAUSE
+        self._feed = Feed(self._call, index, [worker], approximate=approximate)
         self._context: Any = zmq.Context()
         self._socket: Any = None
         self._monitor: Any = None
@@ -284,6 +286,7 @@ class Subscription:
             self._forget()
         except BaseException:
             self._context.destroy(linger=0)
+            self._feed.release()
             raise
         self._thread = threading.Thread(
             target=self._run, name=f"kvtrie-events-{worker}", daemon=True
@@ -349,6 +352,8 @@ class Subscription:
                 self._become("stale")
             except StaleHandleError:
                 self._announce("stale")
+            finally:
+                self._feed.release()
 
     def _end(self, why: str) -> None:
         self._has_ended = True

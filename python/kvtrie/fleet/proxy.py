@@ -644,7 +644,8 @@ async def serve(settings: dict[str, Any]) -> None:
     model = settings["model"]
     space = Namespace(model=model["name"], salt=SHARED if model.get("shared") else model["salt"])
     key = await asyncio.to_thread(Path(settings["key_file"]).read_bytes)
-    index = KvIndexer(settings["block_size"], key.strip())
+    # As it is: secret bytes may be a space or the end of a line.
+    index = KvIndexer(settings["block_size"], key)
     tokenizer = AutoTokenizer.from_pretrained(model["tokenizer"], local_files_only=True)
     served = ServedModel(space, tokenizer, model.get("template_arguments", {}))
     with ExitStack() as stack:
