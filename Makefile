@@ -370,7 +370,8 @@ test-sglang: $(SGLANG_ENV)/.kvtrie ## the cache inside SGLang's scheduler and mo
 
 .PHONY: soak-sglang
 soak-sglang: $(SGLANG_ENV)/.kvtrie ## 500 mixed requests a page size in a small pool, and 100,000 calls next to SGLang's own cache (a quarter of an hour)
-	KVTRIE_SGLANG_TURNS=50 KVTRIE_SGLANG_STEPS=100000 $(SGLANG_TESTS) tests/sglang/test_trace.py tests/sglang/test_engine.py $(SGLANG_FLAGS)
+	KVTRIE_SGLANG_TURNS=50 KVTRIE_SGLANG_STEPS=100000 KVTRIE_SGLANG_FAULTS=5 $(SGLANG_TESTS) tests/sglang/test_trace.py tests/sglang/test_engine.py \
+	    tests/sglang/test_faults.py $(SGLANG_FLAGS)
 
 .PHONY: bench-sglang
 bench-sglang: $(SGLANG_ENV)/.kvtrie ## processor time of the cache's calls in SGLang's scheduler, next to SGLang's own cache in Rust; no model (two minutes)

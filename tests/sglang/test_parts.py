@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections import Counter
 from itertools import product
 from random import Random
 from types import SimpleNamespace
@@ -17,7 +18,12 @@ from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, Req
 from sglang.srt.mem_cache import registry
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.base_prefix_cache import (
+    EvictParams,
+    InitLoadBackParams,
+    InsertParams,
+    MatchPrefixParams,
+)
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from tests.sglang.caches import Pool, Side, key, mine, params, theirs
@@ -295,7 +301,244 @@ def test_turns_read_no_page_of_a_lock_that_failed_once_it_is_given_back(
     assert cache.counts == {"inc_lock_ref": 1}
 
 
-@pytest.mark.parametrize("method", ["match_prefix", "touch_prefix", "insert", "evict"])
+class Failing:
+    """An index of which one call raises."""
+
+    def __init__(self, index: Any, name: str) -> None:
+        self._index, self._name = index, name
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self._name:
+            msg = f"{name} fails for the test"
+            raise RuntimeError(msg)
+        return getattr(self._index, name)
+
+
+class Row:
+    """A request of four tokens or more, with a row of slots."""
+
+    def __init__(self, side: Side, ids: list[int]) -> None:
+        cache = side.cache
+        self.table = torch.zeros(1, 20, dtype=torch.int32)
+        cache.req_to_token_pool = SimpleNamespace(req_to_token=self.table, write=self._write)
+        self.extra_key = self.cache_salt = self.lora_id = None
+        self.full_untruncated_fill_ids = array("q", ids)
+        found = side.match(ids)
+        known = found.device_prefix_len
+        self.kv = SimpleNamespace(
+            req_pool_idx=0, cache_protected_len=known, cache_inserted_len=known
+        )
+        self.last_node = found.last_device_node
+        self.lock = cache.lock(self.last_node)
+        slots = cache.path_device_indices(self.last_node)
+        self.table[0, : len(ids)] = torch.cat([slots, side.pool.alloc(len(ids) - known)])
+
+    def _write(self, at: Any, slots: torch.Tensor) -> None:
+        self.table[at] = slots.to(torch.int32)
+
+    def finished(self) -> bool:
+        return False
+
+
+def test_a_request_reads_no_page_that_went_with_a_lock_that_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another request has computed the prefix again; the row had the slots of before."""
+    side = one_side(1)
+    side.insert([1, 2, 3])
+    with monkeypatch.context() as failing:
+        failing.setattr(side.cache, "_index", Failing(side.cache._index, "pin"))
+        request = Row(side, [1, 2, 3, 4, 5])
+    assert side.evict(3) == 0
+    side.insert([1, 2, 3])
+    side.cache.checkpoint(request, up_to=5)
+    assert side.cache.counts == {"inc_lock_ref": 1}
+    row = request.table[0, :5].tolist()
+    assert not set(row) & set(side.pool.free)
+    assert row == side.cache.path_device_indices(request.last_node).tolist()
+    side.cache.unlock(request.lock)
+    assert side.evict(5) == 5
+    assert len(side.pool.free) == 20
+
+
+def test_a_match_whose_lock_failed_is_continued_by_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To make room for copies could take what is locked out of the index."""
+    side = one_side(1)
+    side.insert([1, 2, 3])
+    found = side.match([1, 2, 3]).last_device_node
+    found.stored = 4
+    asked: list[Any] = []
+    monkeypatch.setattr(side.cache, "_from_store", lambda *given: asked.append(given))
+    params = InitLoadBackParams(best_match_node=found, host_hit_length=4, req=None)
+    with monkeypatch.context() as failing:
+        failing.setattr(side.cache, "_index", Failing(side.cache._index, "pin"))
+        lock = side.cache.lock(found)
+    assert side.cache.init_load_back(params) == (0, found)
+    assert not asked
+    # A lock after it holds the same pages, wherever they are.
+    assert side.evict(3) == 0
+    slots = side.cache.path_device_indices(found).tolist()
+    again = side.cache.lock(found)
+    side.cache.unlock(lock)
+    assert side.cache.path_device_indices(found).tolist() == slots
+    assert not set(slots) & set(side.pool.free)
+    side.cache.unlock(again)
+    assert len(side.pool.free) == 20
+    assert side.cache.counts == {"inc_lock_ref": 1}
+
+
+def test_what_may_have_left_is_not_read_if_it_cannot_be_locked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    side = one_side(1)
+    side.insert([1, 2, 3])
+    found = side.match([1, 2, 3]).last_device_node
+    side.evict(3)
+    side.insert([7, 8, 9])
+    monkeypatch.setattr(side.cache, "_index", Failing(side.cache._index, "pin"))
+    lock = side.cache.lock(found)
+    assert side.cache.path_device_indices(found).tolist() == []
+    assert side.cache.protected_size() == 0
+    side.cache.unlock(lock)
+
+
+def test_pages_that_could_not_be_given_back_are_given_back_with_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    side = one_side(4)
+    side.insert(list(range(40)))
+    free, calls = side.cache._slots.free, []
+
+    def once(*given: Any) -> None:
+        calls.append(given)
+        if len(calls) <= 2:
+            msg = "it fails for the test"
+            raise RuntimeError(msg)
+        free(*given)
+
+    monkeypatch.setattr(side.cache._slots, "free", once)
+    assert side.evict(8) == 0
+    # Their pages are the cache's, and of no use until then.
+    assert (side.cache.total_size(), side.cache.evictable_size()) == (40, 32)
+    assert side.evict(8) == 16
+    assert (side.cache.total_size(), side.cache.evictable_size()) == (24, 24)
+    assert len(side.pool.free) == 14
+    assert side.cache.counts == {"_free_pages": 2}
+
+
+def test_a_row_keeps_its_own_pages_where_those_of_another_are_not_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a prefix with a hole, the pages after it are cached already."""
+    side = one_side(1)
+    side.insert([1, 2, 3, 4])
+    blocks = side.match([1, 2, 3, 4]).last_device_node.blocks
+    side.cache._take_back(side.cache._index.discard(blocks[1:2]))
+    request = Row(side, [1, 2, 3, 4, 5])
+    own = request.table[0, 1:5].tolist()
+    with monkeypatch.context() as failing:
+        failing.setattr(side.cache._slots, "of", None)
+        side.cache.checkpoint(request, up_to=5)
+    assert side.cache.counts == {"_slots_of": 2}
+    assert request.table[0, 1:5].tolist() == own
+    assert not set(own) & set(side.pool.free)
+    request.full_untruncated_fill_ids.append(6)
+    request.table[0, 5:6] = side.pool.alloc(1)
+    side.cache.checkpoint(request, up_to=6)
+    row = request.table[0, :6].tolist()
+    assert row == side.cache.path_device_indices(request.last_node).tolist()
+    assert not set(row) & set(side.pool.free)
+
+
+def test_a_flush_that_fails_forgets_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    side = one_side(4)
+    side.insert(list(range(40)))
+    monkeypatch.setattr(side.cache, "_index", Failing(side.cache._index, "take_freed"))
+    side.cache.reset()
+    assert side.cache.counts == {"reset": 1}
+    assert side.cache.total_size() == side.cache.evictable_size() == 0
+    side.pool.free = list(range(1, 21))
+    assert side.match(list(range(40))).device_prefix_len == 0
+    assert side.insert(list(range(80))) == 0
+    assert side.cache.total_size() == 80
+
+
+def test_a_flush_that_was_not_published_is_published_before_what_follows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool = Pool(20, 2)
+    side = Side(mine(pool, events=True), pool)
+    side.insert([1, 2])
+    side.cache.take_events()
+    with monkeypatch.context() as failing:
+        failing.setattr(side.cache._events.recorder, "record_all_cleared", None)
+        side.cache.reset()
+        assert side.cache.take_events() == []
+    side.pool.free = list(range(1, 21))
+    side.insert([3, 4])
+    events = [type(one).__name__ for one in side.cache.take_events()]
+    assert events == ["AllBlocksCleared", "BlockStored"]
+    assert side.cache.counts == {"_cleared": 1, "take_events": 1}
+
+
+@pytest.mark.parametrize("call", ["record_store", "record_remove"])
+def test_events_that_fail_claim_no_page_that_is_not_there(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = Pool(20, 2)
+    side = Side(mine(pool, events=True), pool)
+    theirs_ = Side(theirs(Pool(20, 2), events=True), Pool(20, 2))
+    claimed: Counter[int] = Counter()
+
+    def read(events: list[Any]) -> None:
+        for event in events:
+            if type(event).__name__ == "AllBlocksCleared":
+                claimed.clear()
+            else:
+                added = 1 if type(event).__name__ == "BlockStored" else -1
+                claimed.update(dict.fromkeys(event.block_hashes, added))
+
+    ids = list(range(12))
+    with monkeypatch.context() as failing:
+        failing.setattr(side.cache._events.recorder, call, None)
+        side.insert(ids)
+        side.evict(4)
+    read(side.cache.take_events())
+    # What is cached is published when it is used again, each page after those before it.
+    side.insert(ids)
+    read(side.cache.take_events())
+    theirs_.insert(ids)
+    stored = [one for event in theirs_.cache.take_events()[1:] for one in event.block_hashes]
+    assert +claimed == dict.fromkeys(stored, 1)
+    side.evict(12)
+    read(side.cache.take_events())
+    assert not +claimed
+
+
+def test_failures_are_counted_where_the_metrics_fail(caplog: pytest.LogCaptureFixture) -> None:
+    side = one_side(1)
+    side.cache._metrics = SimpleNamespace()
+    side.cache._index = None
+    assert [side.match([1, 2, 3]).device_prefix_len for _ in range(2)] == [0, 0]
+    assert side.cache.counts == {"match_prefix": 2, "metrics": 2}
+    assert len(caplog.messages) == 2
+
+
+def test_events_that_no_snapshot_has_are_published_and_end_the_snapshots() -> None:
+    pool = Pool(20, 2)
+    said: list[str] = []
+    side = Side(mine(pool, events=True), pool)
+    side.cache._snapshots = SimpleNamespace(hand_over=None, fail=said.append)
+    side.insert([1, 2])
+    assert [type(one).__name__ for one in side.cache.take_events()] == [
+        "AllBlocksCleared",
+        "BlockStored",
+    ]
+    assert said == ["a batch of events was not handed over"]
+    assert side.cache.counts == {"take_events": 1}
+
+
+@pytest.mark.parametrize("method", ["match_prefix", "touch_prefix", "insert"])
 def test_what_fails_is_a_miss(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     side = one_side(1)
     side.insert([1, 2, 3])
@@ -304,7 +547,6 @@ def test_what_fails_is_a_miss(method: str, monkeypatch: pytest.MonkeyPatch) -> N
         "match_prefix": lambda: side.match([1, 2, 3]).device_prefix_len,
         "touch_prefix": lambda: side.cache.touch_prefix(key([1, 2, 3])) or 0,
         "insert": lambda: _insert(side),
-        "evict": lambda: side.evict(1),
     }
     assert calls[method]() == 0
     assert side.cache.counts == {method: 1}

@@ -10,7 +10,7 @@ anybody's. Where a subscriber is to have exactly what a plain request finds, the
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from sglang.srt.mem_cache.events import KVCacheEventRecorder
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -40,7 +40,7 @@ class PageNode:
 
 
 class PageEvents:
-    """The events of one cache, until SGLang takes them from ``recorder``.
+    """The events of one cache, until SGLang takes them.
 
     Args:
         params: SGLang's settings of events.
@@ -59,26 +59,34 @@ class PageEvents:
         self._page_size: int = params.page_size
         self._root = PageNode(RadixKey([]), None)
         self._root.hash_value = []
+        self._is_cleared = True
         self._nodes: list[PageNode | None] = []
         if self.recorder.enabled:
             self._nodes = [None] * num_pages
         self.cleared()  # a router may know pages of a server that was here before
 
     def stored(self, path: NDArray[np.int32], num_known: int, key: RadixKey) -> None:
-        """Pages of a path are cached from now on, all but the first ``num_known``."""
+        """Pages of a path are cached from now on, all but the first ``num_known``.
+
+        Those before are published too if they were not, as each page names the one before it.
+        """
         if not self.recorder.enabled or (self._tells_all and not self._is_told(key)):
             return
         blocks: Sequence[int] = path.tolist()
-        node = (self._nodes[blocks[num_known - 1]] if num_known else None) or self._root
+        self._clear()
+        first = num_known
+        while first and self._nodes[blocks[first - 1]] is None:
+            first -= 1
+        node = (self._nodes[blocks[first - 1]] if first else None) or self._root
         ids, size = key.raw_token_ids(), self._page_size
-        for page in range(num_known, len(blocks)):
+        for page in range(first, len(blocks)):
             if (cached := self._nodes[blocks[page]]) is not None:
                 node = cached
                 continue
             tokens = ids[page * size : (page + 1) * size]
             node = PageNode(RadixKey(tokens, key.extra_key, cache_salt=key.cache_salt), parent=node)
-            self._nodes[blocks[page]] = node
             self.recorder.record_store(node)
+            self._nodes[blocks[page]] = node
 
     def _is_told(self, key: RadixKey) -> bool:
         """Whether events have all of a key: no ``extra_key`` but the id of a named adapter."""
@@ -93,6 +101,7 @@ class PageEvents:
         """Pages are not cached any more; of a path, the index evicts the last first."""
         if not self.recorder.enabled:
             return
+        self._clear()
         # SGLang says of a node that it removes the first page first.
         for block in reversed(blocks.tolist()):
             node = self._nodes[block]
@@ -101,6 +110,18 @@ class PageEvents:
                 self.recorder.record_remove(node)
 
     def cleared(self) -> None:
-        """No page is cached any more."""
+        """No page is cached any more; if that cannot be published, it is before what follows."""
         self._nodes = [None] * len(self._nodes)
-        self.recorder.record_all_cleared()
+        self._is_cleared = False
+        self._clear()
+
+    def take(self) -> list[Any]:
+        """What SGLang publishes next."""
+        self._clear()
+        taken: list[Any] = self.recorder.take()
+        return taken
+
+    def _clear(self) -> None:
+        if not self._is_cleared:
+            self.recorder.record_all_cleared()
+            self._is_cleared = True

@@ -99,8 +99,8 @@ class PageSlots:
             slots = self.of(blocks)
         else:
             slots = self._slots.narrow(0, first * self._size, len(blocks) * self._size)
-        allocator.free_segment(slots, start_pos=0)
         self.put_back(blocks)
+        allocator.free_segment(slots, start_pos=0)
 
     def _tensor(self, pages: NDArray[np.int64], *, is_kept: bool) -> torch.Tensor:
         """Pages for SGLang's allocators, which copy them unless they sort free pages."""
@@ -165,7 +165,11 @@ class PageSlots:
     def spare(self, count: int) -> NDArray[np.int32]:
         """Ids that no page has now; they stay free."""
         taken = self._ids.take(count)
-        self._ids.give_back(taken[::-1])
+        try:
+            self._ids.give_back(taken[::-1])
+        except Exception:  # they would be lost
+            self._ids.give_back(taken[::-1])
+            raise
         return taken
 
     def put_back(self, ids: NDArray[np.int32]) -> None:

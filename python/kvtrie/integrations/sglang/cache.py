@@ -12,7 +12,8 @@ logged once by its kind; the request then finds nothing, or keeps its KV for its
 
 Where that cannot be, nothing wrong is read: pages of a lock that failed may leave the index, but
 nobody gets their slots until it is given back, and a checkpoint changes the request only when the
-index has taken its pages.
+index has taken its pages. Pages that left the index, and could not be given back, are given back
+with the next.
 
 A match costs one walk of the prompt, a checkpoint one plan and one insert of what is new, and an
 eviction the pages that it takes, however many are cached.
@@ -115,6 +116,9 @@ class Handle:
     """Tokens after the match that have arrived from the store."""
     locks: tuple[Pin | ReusePlan | NDArray[np.int32], ...] = ()
     """What pins it, for each lock; for one that failed, the blocks that it should have held."""
+    kept: tuple[tuple[torch.Tensor, int], ...] = ()
+    """Slots that its request reads in place of cached ones, and goes on owning, with the position
+    of the first; they are freed with its last lock."""
     new: Inserted | None = None
     """What was inserted after what was found."""
     _seq: TokenSequence | None = None
@@ -153,6 +157,11 @@ class Handle:
             new = self.new
             self._blocks = found if new is None else np.concatenate([found, new.blocks])
         return self._blocks
+
+    @property
+    def lock_failed(self) -> bool:
+        """Whether what locks it is not in the index, which then may evict what is locked."""
+        return bool(self.locks) and isinstance(self.locks[-1], np.ndarray)
 
     def add(self, new: Inserted, seq: TokenSequence) -> None:
         """What was inserted after the match belongs to it."""
@@ -256,12 +265,9 @@ class KvtrieCache(BasePrefixCache):
         self._namespaces = Namespaces(model)
         self._moving = moving
         self._is_shadow = moving is not None and moving.is_shadow
-        if moving is None:
-            self._index = RadixIndex(num_pages, self.page_size, moved_runs=False, seed=seed)
-        else:
-            min_run = moving.decision.policy.min_run or LEAST_RUN
-            self._index = RadixIndex(num_pages, self.page_size, min_run=min_run, seed=seed)
-        self._slots = PageSlots(num_pages, self.page_size, self.device)
+        self._seed = seed
+        self._num_pages = num_pages
+        self._make_empty()
         # How often blocks have left the index: blocks that a lookup found since then are still so.
         self._epoch = 0
         self._snapshots = snapshots
@@ -272,14 +278,6 @@ class KvtrieCache(BasePrefixCache):
         self.kv_events = self._events.recorder
         self._tagger = tagger
         self._reasoning = None if tagger is None else Reasoning(tagger)
-        self._reasons: ComputedReasons | None = None
-        if self._metrics is not None or recording is not None:
-            self._reasons = ComputedReasons(
-                self._index,
-                None if moving is None else moving.decision,
-                goes_on=moving is not None and moving.goes_on,
-                is_shadow=moving is not None and moving.is_shadow,
-            )
         self._wishes: WeakKeyDictionary[Req, Wish] = WeakKeyDictionary()
         self._would: WeakKeyDictionary[Req, Would | None] = WeakKeyDictionary()
         # What each prompt has reused, and computed by reason, when it was admitted first.
@@ -289,7 +287,34 @@ class KvtrieCache(BasePrefixCache):
         # Blocks of locks that failed, each as often as it is held; and those that left the index.
         self._held: Counter[int] = Counter()
         self._withheld: set[int] = set()
+        # Blocks that left the index and could not be given back: with their slots, and without.
+        self._unfreed: list[NDArray[np.int32]] = []
+        self._unreturned: list[NDArray[np.int32]] = []
         self.root_node = Handle(None, 0)
+
+    def _make_empty(self) -> None:
+        """An index without pages, and what depends on it."""
+        moving = self._moving
+        if moving is None:
+            self._index = RadixIndex(
+                self._num_pages, self.page_size, moved_runs=False, seed=self._seed
+            )
+        else:
+            self._index = RadixIndex(
+                self._num_pages,
+                self.page_size,
+                min_run=moving.decision.policy.min_run or LEAST_RUN,
+                seed=self._seed,
+            )
+        self._slots = PageSlots(self._num_pages, self.page_size, self.device)
+        self._reasons: ComputedReasons | None = None
+        if self._metrics is not None or self._recording is not None:
+            self._reasons = ComputedReasons(
+                self._index,
+                None if moving is None else moving.decision,
+                goes_on=moving is not None and moving.goes_on,
+                is_shadow=self._is_shadow,
+            )
 
     # --- SGLang's interface ------------------------------------------------------------------
 
@@ -298,12 +323,20 @@ class KvtrieCache(BasePrefixCache):
         self._epoch += 1
         if self._store is not None:
             self._given_up(self._store)
-        self._slots.put_back(self._index.reset())
-        self._slots.put_back(self._index.take_freed())
-        self._slots.put_back(np.array(sorted(self._withheld), dtype=np.int32))
+        try:
+            for blocks in (self._index.reset(), self._index.take_freed()):
+                self._slots.put_back(blocks)
+            for blocks in (*self._unfreed, *self._unreturned):
+                self._slots.put_back(blocks)
+            self._slots.put_back(np.array(sorted(self._withheld), dtype=np.int32))
+        except Exception as error:  # it would end the scheduler
+            self._failed("reset", error)
+            self._make_empty()
         self._held.clear()
         self._withheld.clear()
-        self._events.cleared()
+        self._unfreed.clear()
+        self._unreturned.clear()
+        self._cleared()
         self.root_node = Handle(None, 0)
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
@@ -356,6 +389,8 @@ class KvtrieCache(BasePrefixCache):
         handle: Handle = params.best_match_node
         count = params.host_hit_length
         req = params.req
+        if handle.lock_failed:
+            return 0, handle  # making room could take what is locked out of the index
         if handle.stored:
             stored = self._from_store(handle, count, req)
             return (0, handle) if stored is None else (count, stored)
@@ -414,39 +449,63 @@ class KvtrieCache(BasePrefixCache):
             if req.finished():
                 self._keep_approximate(req, req.last_node.built, seq, key)
             return
+        self._keep_exact(req, seq, key, up_to)
+
+    def _keep_exact(self, req: Req, seq: TokenSequence, key: RadixKey, up_to: int) -> None:
+        """Take the pages of a request that computed, or found, all that it followed."""
+        size, protected = self.page_size, req.kv.cache_protected_len
         session = None if self._moving is None else self._wish(req).session
         row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, : len(seq)]
         # It pins what is known, and what the insert adds: the lock that the request gets.
         plan = self._index.plan(seq, _WHOLE_BLOCKS, keep_last=0)
         try:
-            known = plan.num_exact
+            known, first = plan.num_exact, protected
             if known < protected:
                 self._count("lost")
                 plan.release()
                 return
+            before = req.lock
+            if before is not None and (before.node.lock_failed or before.node.kept):
+                first = 0  # pages of the row before that may go with the lock
+            cached = plan.blocks
+            slots: torch.Tensor | None = None
+            if first < known:
+                slots = self._slots.of(cached[first // size : known // size])
             new, others = self._insert(seq, row, known, len(seq), plan, session)
-            blocks = np.concatenate([plan.blocks, new.blocks])
+            blocks = np.concatenate([cached, new.blocks])
         except BaseException:
             plan.release()
             raise
         handle = Handle.of(seq, blocks, self._epoch)
         handle.locks = (plan,)
         # From here on nothing can fail, or the request would hold pages that are not its own.
-        # Another request was first with these pages; the row uses its copy from now on.
-        for start, end in [(protected, known), *others]:
-            if start < end:
-                allocator = self.token_to_kv_pool_allocator
-                allocator.free_segment(row[start:end], start_pos=start)
-                slots = self._slots.of(blocks[start // self.page_size : end // self.page_size])
-                self.req_to_token_pool.write((req.kv.req_pool_idx, slice(start, end)), slots)
+        if slots is not None:
+            self._use_cached(req, first, known, slots)
+        for start, end in others:
+            theirs = self._slots_of(blocks[start // size : end // size])
+            if theirs is None:
+                handle.kept += ((row[start:end].clone(), start),)
+            else:
+                self._use_cached(req, start, end, theirs)
         req.kv.cache_protected_len = len(seq)
         req.kv.cache_inserted_len = max(req.kv.cache_inserted_len, len(seq))
-        before, req.lock, req.last_node = req.lock, TreeLock(handle, _RECEIPT), handle
+        req.lock, req.last_node = TreeLock(handle, _RECEIPT), handle
         self.unlock(before)
         if self._events.recorder.enabled:
             self._stored(blocks, known, key)
         if req.finished():
             self._settle(req, seq, blocks, blocks, up_to)
+
+    def _use_cached(self, req: Req, start: int, end: int, slots: torch.Tensor) -> None:
+        """Let a row read cached slots: another request was first with these pages.
+
+        Those of the request's own are freed.
+        """
+        index, own = req.kv.req_pool_idx, max(start, req.kv.cache_protected_len)
+        if own < end:
+            row = self.req_to_token_pool.req_to_token[index, own:end]
+            self.token_to_kv_pool_allocator.free_segment(row, start_pos=own)
+        self.req_to_token_pool.write((index, slice(start, end)), slots)
 
     @_guarded(_none)
     def on_release(self, req: Req, *, checkpointed: bool) -> None:  # noqa: ARG002 - SGLang's
@@ -497,21 +556,47 @@ class KvtrieCache(BasePrefixCache):
             return []
         return list(self._tagger.spans(text_of(req.origin_input_ids)))
 
-    @_guarded_call(lambda _: EvictResult())
     def evict(self, params: EvictParams) -> EvictResult:
+        """Free tokens; what fails is tried once more, as SGLang ends where it finds no room."""
         began = time.perf_counter()
         size: int = self.page_size
-        count = self._take_back(self._index.evict(-(-params.num_tokens // size))) * size
+        num_pages = -(-params.num_tokens // size)
+        try:
+            blocks = self._index.evict(num_pages)
+        except Exception as error:  # it would end the scheduler
+            self._failed("evict", error)
+            blocks = self._evicted_again(num_pages)
+        count = self._take_back(blocks)
+        if self._unfreed:
+            count += self._take_back(_NO_BLOCKS)
         if self.metrics_collector is not None:
-            self.update_eviction_metrics(count, began)
-        return EvictResult(count)
+            self._count_evicted(count * size, began)
+        return EvictResult(count * size)
 
+    @_guarded(lambda _: _NO_BLOCKS)
+    def _evicted_again(self, num_pages: int) -> NDArray[np.int32]:
+        return self._index.evict(num_pages)
+
+    @_guarded(_none)
+    def _count_evicted(self, num_tokens: int, began: float) -> None:
+        self.update_eviction_metrics(num_tokens, began)
+
+    @_guarded(lambda _: [])
     def take_events(self) -> list[Any]:
         """What SGLang publishes next, as one batch if it is not empty."""
-        events: list[Any] = self._events.recorder.take()
-        if self._snapshots is not None and self._snapshots.hand_over(events):
-            self._count("snapshots")
+        events = self._events.take()
+        if self._snapshots is not None:
+            self._hand_over(self._snapshots, events)
         return events
+
+    def _hand_over(self, snapshots: SnapshotSource, events: list[Any]) -> None:
+        """Give what is published to the source of snapshots, which has all of it or ends."""
+        try:
+            if snapshots.hand_over(events):
+                self._count("snapshots")
+        except Exception as error:  # the events would not be published
+            self._failed("take_events", error)
+            snapshots.fail("a batch of events was not handed over")
 
     def lock(self, node: Handle) -> TreeLock:
         self._lock(node)
@@ -536,6 +621,9 @@ class KvtrieCache(BasePrefixCache):
         return DecLockRefResult(delta=self.evictable_size() - before)
 
     def _lock(self, node: Handle) -> None:
+        if node.locks and node.lock_failed:
+            self._hold(node)  # some of it may be in the index no more
+            return
         try:
             found = node.found
             if found is None or node.new is not None:
@@ -549,8 +637,16 @@ class KvtrieCache(BasePrefixCache):
             node.locks += (pin,)
         except Exception as error:  # it would end the scheduler
             self._failed("inc_lock_ref", error)
-            node.locks += (node.blocks,)
-            self._held.update(node.blocks.tolist())
+            self._hold(node)
+
+    def _hold(self, node: Handle) -> None:
+        """Lock without the index: slots of these blocks go to nobody until it is given back."""
+        if not node.locks and node.epoch != self._epoch:
+            # They may be another prompt's by now. SGLang, which locks what it has just matched,
+            # then ends with an error, and reads none of them.
+            node.found, node.new, node._blocks = None, None, _NO_BLOCKS  # noqa: SLF001 - its own
+        node.locks += (node.blocks,)
+        self._held.update(node.blocks.tolist())
 
     def _unlock(self, node: Handle) -> None:
         if not node.locks:
@@ -567,15 +663,24 @@ class KvtrieCache(BasePrefixCache):
                 self._take_back(self._index.take_freed())
         except Exception as error:  # it would end the scheduler
             self._failed("dec_lock_ref", error)
+        if node.kept and not node.locks:
+            kept, node.kept = node.kept, ()
+            for slots, start in kept:
+                self.token_to_kv_pool_allocator.free_segment(slots, start_pos=start)
 
     def path_device_indices(self, node: Handle) -> torch.Tensor:
         """The slots of a match, one a token; valid until an eviction, or while it is locked."""
-        found = node.found
-        if found is None or node.new is not None:
+        try:
+            found = node.found
+            if found is None or node.new is not None:
+                slots = self._slots.of(node.blocks)
+            else:
+                piece = self._slots.pieces.get((found.consecutive_from, found.num_tokens))
+                slots = self._slots.of_match(found) if piece is None else piece
+        except Exception as error:  # it would end the scheduler
+            self._failed("path_device_indices", error)
+            # What fails here too ends the scheduler: no other slots would be right.
             slots = self._slots.of(node.blocks)
-        else:
-            piece = self._slots.pieces.get((found.consecutive_from, found.num_tokens))
-            slots = self._slots.of_match(found) if piece is None else piece
         return slots if node.own is None else torch.cat([slots, node.own])
 
     def dfs_weight_order(self, node_handles: Sequence[Handle]) -> list[int]:
@@ -588,10 +693,20 @@ class KvtrieCache(BasePrefixCache):
     def evictable_size(self) -> int:
         size: int = self.page_size
         try:
-            return max(0, self._index.num_evictable - len(self._held)) * size
+            count = self._index.num_evictable
         except Exception as error:  # it would end the scheduler
             self._failed("evictable_size", error)
-            return 0
+            count = self._num_evictable_again()
+        return max(0, count - len(self._held)) * size
+
+    # SGLang ends with an error if its sizes do not add up. So what failed is asked once more.
+    @_guarded(lambda _: 0)
+    def _num_evictable_again(self) -> int:
+        return self._index.num_evictable
+
+    @_guarded(lambda _: 0)
+    def _num_free_again(self) -> int:
+        return self._slots.num_free
 
     def protected_size(self) -> int:
         return self.total_size() - self.evictable_size()
@@ -601,12 +716,19 @@ class KvtrieCache(BasePrefixCache):
 
     def total_size(self) -> int:
         size: int = self.page_size
-        return (self._slots.num_pages - self._slots.num_free) * size
+        try:
+            num_free = self._slots.num_free
+        except Exception as error:  # it would end the scheduler
+            self._failed("total_size", error)
+            num_free = self._num_free_again()
+        return (self._num_pages - num_free) * size
 
+    @_guarded(lambda self: torch.zeros(0, dtype=torch.int64, device=self.device))
     def all_values_flatten(self) -> torch.Tensor:
         """All slots of cached pages, which SGLang compares with the free ones if some are lost."""
         return self._slots.used()
 
+    @_guarded(_none)
     def pretty_print(self) -> None:
         _LOG.info("kvtrie: %s", self._index.stats())
 
@@ -713,12 +835,12 @@ class KvtrieCache(BasePrefixCache):
                 loaded = self._again(handle)
                 loaded.own = own
                 loaded.built = Built.of(plan, gaps, known + count, ask.decision.policy)
+                is_storage = stored is not None and bool(num_stored) and not stored.is_in_host
             except BaseException:
                 allocator.free_segment(own, start_pos=known)
                 raise
         # SGLang reports the rest as found in the device's pool.
-        req.host_hit_length = num_stored
-        req.host_hit_is_storage = bool(num_stored) and stored is not None and not stored.is_in_host
+        req.host_hit_length, req.host_hit_is_storage = num_stored, is_storage
         # Whoever writes the sources next does so on the same stream, after the copies.
         self._take_freed()
         return loaded
@@ -783,16 +905,16 @@ class KvtrieCache(BasePrefixCache):
             if own is None:
                 return None
             self._store.load(req, own, known)
+            # How SGLang reports it.
+            req.host_hit_is_storage = not self._store.is_in_host
+            loaded = self._again(handle)
+            loaded.own = own
         except BaseException:
             if own is not None:
                 allocator.free_segment(own, start_pos=known)
             raise
         finally:
             self._admitted(self._store, req)
-        # How SGLang reports it.
-        req.host_hit_is_storage = not self._store.is_in_host
-        loaded = self._again(handle)
-        loaded.own = own
         return loaded
 
     def _settle(
@@ -932,8 +1054,9 @@ class KvtrieCache(BasePrefixCache):
                 seq, taken, num_computed=length, start=known, source=source, session=session
             )
         except BaseException:
-            self._slots.put_back(taken[::-1])
+            self._put_back(taken[::-1])
             raise
+        # The index has them: from here on nothing may fail.
         if self._moving is not None:  # else nothing approximate was there to be replaced
             self._take_back(done.freed)
         if not done.num_refused:
@@ -941,7 +1064,7 @@ class KvtrieCache(BasePrefixCache):
         blocks = done.blocks
         mine = blocks == taken[: len(blocks)]
         # The ids of pages that were cached already are free again, their slots are not.
-        self._slots.put_back(np.setdiff1d(taken, blocks))
+        self._put_back(np.setdiff1d(taken, blocks))
         size = self.page_size
         others = [
             (known + page * size, known + (page + 1) * size) for page in np.flatnonzero(~mine)
@@ -954,9 +1077,11 @@ class KvtrieCache(BasePrefixCache):
         self._take_back(self._index.take_freed())
 
     def _take_back(self, blocks: NDArray[np.int32]) -> int:
-        """Take blocks that left the index; returns how many pages the pool got."""
+        """Take blocks that left the index; returns how many pages the pool got. It never fails."""
+        if self._unreturned:
+            self._put_back(_NO_BLOCKS)
         if not len(blocks):
-            return 0
+            return self._free_pages(blocks) if self._unfreed else 0
         self._epoch += 1
         if self._events.recorder.enabled:
             self._removed(blocks)
@@ -967,12 +1092,39 @@ class KvtrieCache(BasePrefixCache):
         return self._free_pages(blocks)
 
     def _free_pages(self, blocks: NDArray[np.int32]) -> int:
-        """Give the slots of blocks to the pool, and the ids to the cache; no turn reads them."""
-        if len(blocks):
+        """Give the slots of blocks to the pool, and the ids to the cache; no turn reads them.
+
+        What fails is tried again with the next ones.
+        """
+        if self._unfreed:
+            blocks = np.concatenate([*self._unfreed, blocks])
+            self._unfreed.clear()
+        if not len(blocks):
+            return 0
+        try:
             if self._store is not None:
                 self._left(self._store, blocks)
             self._slots.free(blocks, self.token_to_kv_pool_allocator)
+        except Exception as error:  # they would be lost
+            self._failed("_free_pages", error)
+            self._unfreed.append(blocks)
+            return 0
         return len(blocks)
+
+    def _put_back(self, blocks: NDArray[np.int32]) -> None:
+        """Give ids back whose slots are not the cache's; what fails is tried again with others."""
+        try:
+            while self._unreturned:
+                self._slots.put_back(self._unreturned[-1])
+                self._unreturned.pop()
+            self._slots.put_back(blocks)
+        except Exception as error:  # they would be lost
+            self._failed("_put_back", error)
+            self._unreturned.append(blocks)
+
+    @_guarded(_none)
+    def _slots_of(self, blocks: NDArray[np.int32]) -> torch.Tensor | None:
+        return self._slots.of(blocks)
 
     def _let_go(self, blocks: NDArray[np.int32]) -> None:
         """Give back a lock that failed, and the pages that left the index in the meantime."""
@@ -1007,14 +1159,31 @@ class KvtrieCache(BasePrefixCache):
             self._epoch += 1
             self._take_back(self._index.discard(blocks[-(-start // size) : end // size]))
 
-    @_guarded(_none)
     def _removed(self, blocks: NDArray[np.int32]) -> None:
-        self._events.removed(blocks)
+        """Publish that pages left; if that fails, that all did: nobody is told more than is there.
+
+        What is still cached is published again when a request continues it.
+        """
+        try:
+            self._events.removed(blocks)
+        except Exception as error:  # it would end the scheduler
+            self._failed("_removed", error)
+            self._cleared()
+
+    @_guarded(_none)
+    def _cleared(self) -> None:
+        self._events.cleared()
 
     def _count(self, name: str) -> None:
         self.counts[name] += 1
-        if self._metrics is not None:
+        if self._metrics is None:
+            return
+        try:
             self._metrics.failed(name)
+        except Exception as error:  # as of a full disk, where SGLang's processes keep their metrics
+            self.counts["metrics"] += 1
+            if self.counts["metrics"] == 1:
+                _LOG.warning("kvtrie: failures are not in the metrics", exc_info=error)
 
     def _failed(self, method: str, error: Exception) -> None:
         self._count(method)
