@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -111,19 +112,29 @@ def test_the_gate_of_the_served_model_says_what_may_be_moved(
     ],
     ids=lambda one: str(one)[:30],
 )
-def test_a_gate_of_another_model_is_refused(
+def test_with_a_gate_of_another_model_nothing_is_moved(
     changes: dict[str, Any],
     given: dict[str, Any],
     why: str,
     model: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """The server starts, warns once, and reuses as without kvtrie's gate."""
     path = file(tmp_path / "gate.json", model, **changes)
-    with pytest.raises(_version.SGLangUnsupportedError) as caught:
-        moving({"gate": path}, served(model, **given), monkeypatch)
-    assert why in str(caught.value)
-    assert "\n" not in str(caught.value)
+    settings = {"gate": path, "gaps": True}
+    monkeypatch.setenv(_settings.VARIABLE, json.dumps(settings))
+    caplog.set_level(logging.INFO)
+    cache = _support.make(served(model, skip_tokenizer_init=True, **given))
+    assert cache._moving is None
+    assert cache.counts == {"gate": 1}
+    (said,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    assert said.startswith("kvtrie: exact reuse only: ")
+    assert why in said
+    assert "\n" not in said
+    (started,) = [one for one in caplog.messages if "prefix cache of" in one]
+    assert started.endswith("; exact reuse only (the gate is of another model)")
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,12 @@ def make(context: TreeCacheBuildContext) -> KvtrieCache:
     # All ranks have the same settings, so they come here alike; what is read below they may not.
     seed = shared_seed(params, args.tp_size, num_pages)
     tagger = tagger_of(args)
-    moving, why = _moving_of(context, tagger)
+    moving, why, is_gate_of_another = None, "exact reuse only (the gate is of another model)", False
+    try:
+        moving, why = _moving_of(context, tagger)
+    except gates.GateMismatchError as error:
+        is_gate_of_another = True
+        _LOG.warning("kvtrie: exact reuse only: %s", error)
     recording = _recording_of(context, tagger)
     snapshots = _snapshots_of(context, num_pages)
     stored = _stored_of(context, tagger, moving)
@@ -106,6 +111,8 @@ def make(context: TreeCacheBuildContext) -> KvtrieCache:
         seed=seed,
         counts_for_all=context.tp_rank == 0,
     )
+    if is_gate_of_another:
+        cache._count("gate")  # noqa: SLF001 - its own
     _LOG.info(
         "kvtrie: prefix cache of %d pages of %d tokens, in SGLang %s; %s",
         num_pages,
@@ -124,14 +131,21 @@ def _resolved_context(context: TreeCacheBuildContext) -> TreeCacheBuildContext:
 
 
 def _moving_of(context: TreeCacheBuildContext, tagger: Tagger | None) -> tuple[Moving | None, str]:
-    """What may continue a match, and why, in the words of the log."""
+    """What may continue a match, and why, in the words of the log.
+
+    Raises:
+        GateMismatchError: The gate is of another model, KV type, RoPE setting or chat template.
+        SGLangUnsupportedError: A setting is invalid, or the gate cannot be read.
+    """
     try:
         settings = SGLangSettings.read()
         if settings.gate is None:
             return None, "exact reuse only (no gate)"
         kvcache = context.params.token_to_kv_pool_allocator.get_kvcache()
         decision = _served.decide(settings.gate, settings.wanted(), _model(context, kvcache))
-    except (SettingsError, gates.GateError, gates.GateMismatchError, UnicodeError) as error:
+    except gates.GateMismatchError:
+        raise
+    except (SettingsError, gates.GateError, UnicodeError) as error:
         refuse(str(error))
     if not decision.policy.approximate:
         _LOG.warning("kvtrie: exact reuse only: %s", decision.reason)

@@ -247,7 +247,7 @@ class KvtrieCache(BasePrefixCache):
         self.page_size = params.page_size
         self.disable = False
         self.counts: Counter[str] = Counter()
-        """Failures by method, and keys that cannot be cached as ``"uncacheable"``."""
+        """Failures by method, and bad input: ``"uncacheable"``, ``"custom_params"``, ``"gate"``."""
         self.num_approximate = 0
         """Approximate tokens of requests that have ended, or were put back into the queue."""
         self.would: Counter[str] = Counter()
@@ -1175,6 +1175,7 @@ class KvtrieCache(BasePrefixCache):
         self._events.cleared()
 
     def _count(self, name: str) -> None:
+        """Count a failure, or bad input, by its name."""
         self.counts[name] += 1
         if self._metrics is None:
             return
