@@ -1540,6 +1540,9 @@ class RadixIndex:
             collide. Results depend on it only where they depend on the seed.
         groups: Groups of layers besides group 0, whose layers attend to all tokens: sliding windows
             and recurrent states, at most 15. `num_blocks` and `block_size` are those of group 0.
+        item_positions: Whether every item must say how many positions it takes: what a model with
+            M-RoPE needs, `RopeSpec.item_positions`. `insert` and `plan` refuse a sequence with
+            another, whose moved runs would be rotated by another number.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -1568,6 +1571,7 @@ class RadixIndex:
         pool_id: bytes | None = None,
         hash_bits: SupportsIndex = 64,
         groups: Iterable[Group] = ...,
+        item_positions: bool = False,
     ) -> RadixIndex: ...
     @property
     def block_size(self, /) -> int:
@@ -1791,6 +1795,11 @@ class RadixIndex:
             ... )
             >>> index.insert(seq, [4, 5], num_computed=3, source=kvtrie.COMPUTED)
             InsertResult(blocks=[4], num_exact=2, duplicates=[], surplus=[5], freed=[])
+        """
+    @property
+    def item_positions(self, /) -> bool:
+        """
+        Whether every item must say how many positions it takes.
         """
     @property
     def kinds(self, /) -> tuple[str, ...]:

@@ -302,6 +302,7 @@ def test_the_difference_of_tokens_would_be_noticed() -> None:
     rope = generator.pool.rope
     assert rope is not None
     assert rope.item_positions
+    assert generator.index.item_positions
     _, after, of_tokens, of_positions = EDITS["image deleted before the run"]
     asked = after()
     keys = uncached("qwen2_vl", asked["prompt"], asked["images"]).past_key_values.layers[0].keys[0]

@@ -92,6 +92,43 @@ def test_an_item_without_positions_is_refused_before_anything_changes() -> None:
         pool_of(PLAIN)[0].apply(moves)
 
 
+def test_an_item_without_positions_is_not_cached_where_positions_are_needed() -> None:
+    """A run after it would go by tokens into a prompt without it, where no item shows that."""
+    nameless = kvtrie.Item(8, 20, b"an image")
+    cached = kvtrie.TokenSequence([*range(8), *[9] * 12, *TEXT], SPACE, items=[nameless])
+    prompt = kvtrie.TokenSequence([*range(8), *TEXT, 7], SPACE)
+    index = kvtrie.RadixIndex(num_blocks=64, block_size=BLOCK, seed=0)
+    index.insert(cached, range(15), num_computed=60, source=kvtrie.COMPUTED)
+    with index.plan(prompt, POLICY) as plan:
+        (run,) = plan.segments[plan.segments["class"] == 1]
+        # Wrong under M-RoPE: the image took 4 positions.
+        assert (run["delta"], run["position_delta"]) == (-12, -12)
+        AXES.check_items(plan.items)
+    index = kvtrie.RadixIndex(
+        num_blocks=64, block_size=BLOCK, seed=0, item_positions=AXES.item_positions
+    )
+    assert index.item_positions
+    before = index.digest()
+    with pytest.raises(
+        ValueError, match=r"insert: the item at \[8, 20\) does not say how many pos"
+    ):
+        index.insert(cached, range(15), num_computed=60, source=kvtrie.COMPUTED)
+    for policy in (POLICY, kvtrie.EXACT_ONLY):
+        with pytest.raises(ValueError, match=r"plan.*: the item at \[8, 20\) does not say"):
+            index.plan(cached, policy)
+    assert index.digest() == before
+    named = kvtrie.TokenSequence(cached[:], SPACE, items=[IMAGE])
+    index.insert(named, range(15), num_computed=60, source=kvtrie.COMPUTED)
+    again = kvtrie.RadixIndex.restore(index.snapshot(), pool_id=index.pool_id)
+    assert again.item_positions
+    for one in (index, again):
+        with one.plan(prompt, POLICY) as plan:
+            (run,) = plan.segments[plan.segments["class"] == 1]
+            assert run["position_delta"] == -4
+        with pytest.raises(ValueError, match="does not say how many positions"):
+            one.plan(cached)
+
+
 def test_items_are_checked_before_an_insert() -> None:
     nameless = kvtrie.Item(0, 3, b"image")
     AXES.check_items([IMAGE])

@@ -342,6 +342,20 @@ def test_plan_items_are_compared(kit: Kit, index: Any) -> None:
         assert planned(index, wrong) == "0-14 c"
 
 
+def test_plan_needs_positions_of_items_if_the_index_does(kit: Kit) -> None:
+    index = kit.index(32, 2, item_positions=True)
+    nameless = kit.seq("__abcd", items=(Item(2, 4, b"cat"),))
+    before = index.digest()
+    with pytest.raises(ValueError, match="does not say how many positions"):
+        put(index, nameless, [0, 1, 2])
+    with pytest.raises(ValueError, match="does not say how many positions"):
+        index.plan(nameless)
+    assert index.digest() == before
+    put(index, kit.seq("__abcd", items=(Item(2, 4, b"cat", positions=1),)), [0, 1, 2])
+    put(index, kit.seq("__abcdef"), [0, 4, 5, 6])
+    assert index.stats().indexed == 6
+
+
 def test_plan_without_moved_runs(kit: Kit) -> None:
     index = make(kit, moved_runs=False)
     seq = kit.seq("abcdefghijklmnop")

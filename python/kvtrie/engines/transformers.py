@@ -223,6 +223,7 @@ class Generator:
             moved_runs=rope is not None,
             seed=index_seed,
             groups=[] if split is None else [split.group],
+            item_positions=rope is not None and rope.item_positions,
         )
         probe, self._records = _records(model, pool, records)
         self._repair = Repair(index, pool, runner, probe, self._records)

@@ -21,6 +21,8 @@ pub struct Config {
     pub hash_bits: u32,
     /// Whether windows of the cached tokens are kept, by which moved runs are found.
     pub moved_runs: bool,
+    /// Whether every item must say how many positions it takes, as under M-RoPE: a sequence with another is refused.
+    pub item_positions: bool,
     /// Tokens in the shortest moved run, at least 8.
     pub min_run: usize,
     /// Most recent places at which a window of a prompt is tried, at least 1.
@@ -39,6 +41,7 @@ impl fmt::Debug for Config {
             .field("block_size", &self.block_size)
             .field("hash_bits", &self.hash_bits)
             .field("moved_runs", &self.moved_runs)
+            .field("item_positions", &self.item_positions)
             .field("min_run", &self.min_run)
             .field("max_candidates", &self.max_candidates)
             .field("pool_id", &self.pool_id)
@@ -58,6 +61,7 @@ impl Config {
             seed,
             hash_bits: 64,
             moved_runs: false,
+            item_positions: false,
             min_run: 16,
             max_candidates: 64,
             pool_id: vec![0; 16],

@@ -144,6 +144,7 @@ names! {
         Moved = "moved",
         MovedEnd = "moved_end",
         MovedRuns = "moved_runs",
+        ItemPositions = "item_positions",
         N = "n",
         Name = "name",
         Namespace = "namespace",

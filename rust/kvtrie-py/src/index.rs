@@ -60,6 +60,9 @@ use crate::stats::PyIndexStats;
 ///         collide. Results depend on it only where they depend on the seed.
 ///     groups: Groups of layers besides group 0, whose layers attend to all tokens: sliding windows
 ///         and recurrent states, at most 15. `num_blocks` and `block_size` are those of group 0.
+///     item_positions: Whether every item must say how many positions it takes: what a model with
+///         M-RoPE needs, `RopeSpec.item_positions`. `insert` and `plan` refuse a sequence with
+///         another, whose moved runs would be rotated by another number.
 ///
 /// Raises:
 ///     TypeError: An argument has the wrong type.
@@ -80,6 +83,7 @@ pub(crate) struct PyRadixIndex {
     min_run: usize,
     max_candidates: usize,
     moved_runs: bool,
+    item_positions: bool,
     pool_id: Vec<u8>,
 }
 
@@ -89,8 +93,9 @@ impl PyRadixIndex {
     #[pyo3(signature = (
         num_blocks: "SupportsIndex", block_size: "SupportsIndex" = 16, *, min_run: "SupportsIndex" = 16,
         max_candidates: "SupportsIndex" = 64, moved_runs: "bool" = true, seed: "SupportsIndex | None" = None,
-        pool_id: "bytes | None" = None, hash_bits: "SupportsIndex" = 64, groups: "Iterable[Group]" = nothing()
-    ), text_signature = "(num_blocks, block_size=16, *, min_run=16, max_candidates=64, moved_runs=True, seed=None, pool_id=None, hash_bits=64, groups=())")]
+        pool_id: "bytes | None" = None, hash_bits: "SupportsIndex" = 64, groups: "Iterable[Group]" = nothing(),
+        item_positions: "bool" = false
+    ), text_signature = "(num_blocks, block_size=16, *, min_run=16, max_candidates=64, moved_runs=True, seed=None, pool_id=None, hash_bits=64, groups=(), item_positions=False)")]
     #[expect(
         clippy::too_many_arguments,
         reason = "the keywords of Python's constructor"
@@ -105,6 +110,7 @@ impl PyRadixIndex {
         pool_id: Option<&Bound<'_, PyAny>>,
         #[pyo3(from_py_with = int::<call::RadixIndex, arg::HashBits>)] hash_bits: i128,
         groups: Option<&Bound<'_, PyAny>>,
+        #[pyo3(from_py_with = flag::<call::RadixIndex, arg::ItemPositions>)] item_positions: bool,
     ) -> PyResult<Self> {
         let arg = |name| Arg::new("RadixIndex", name);
         let max_block_size = i64::try_from(Config::MAX_BLOCK_SIZE).unwrap_or(i64::MAX);
@@ -128,6 +134,7 @@ impl PyRadixIndex {
             seed,
             hash_bits,
             moved_runs,
+            item_positions,
             min_run,
             max_candidates,
             pool_id,
@@ -305,6 +312,12 @@ impl PyRadixIndex {
     #[getter]
     fn moved_runs(&self) -> bool {
         self.moved_runs
+    }
+
+    /// Whether every item must say how many positions it takes.
+    #[getter]
+    fn item_positions(&self) -> bool {
+        self.item_positions
     }
 
     /// The seed of every internal hash: a secret if prompts are untrusted.
@@ -1251,6 +1264,7 @@ impl PyRadixIndex {
             seed,
             hash_bits,
             moved_runs,
+            item_positions,
             min_run,
             max_candidates,
             ref pool_id,
@@ -1271,6 +1285,7 @@ impl PyRadixIndex {
             min_run,
             max_candidates,
             moved_runs,
+            item_positions,
             pool_id,
         }
     }

@@ -102,6 +102,7 @@ class ModelIndex(Removal):
         pool_id: bytes | None = None,
         hash_bits: int = 64,
         groups: Iterable[Group] = (),
+        item_positions: bool = False,
     ) -> None:
         super().__init__(
             as_count(num_blocks, "num_blocks", 1), as_count(block_size, "block_size", 1)
@@ -109,6 +110,7 @@ class ModelIndex(Removal):
         self.min_run = as_count(min_run, "min_run", MIN_MIN_RUN)
         self.max_candidates = as_count(max_candidates, "max_candidates")
         self.moved_runs = as_flag(moved_runs, "moved_runs")
+        self.item_positions = as_flag(item_positions, "item_positions")
         self.seed = None if seed is None else as_count(seed, "seed")
         if pool_id is not None:
             expect(pool_id, bytes, "pool_id")
@@ -150,6 +152,12 @@ class ModelIndex(Removal):
         blocks = [entry.block for entry in found[start // self.block_size :]]
         return ModelMatch(len(found) * self.block_size, int32(blocks))
 
+    def _check_items(self, seq: AnySequence) -> None:
+        nameless = [item for item in seq.items if item.positions is None]
+        if self.item_positions and nameless:
+            message = f"{nameless[0]} does not say how many positions it takes"
+            raise ValueError(message)
+
     def _start(self, start: int, tokens: Tokens) -> int:
         start = as_count(start, "start")
         if start % self.block_size or start > len(tokens):
@@ -174,6 +182,7 @@ class ModelIndex(Removal):
         pin = as_flag(pin, "pin")
         session = self._asked(tokens, policy, session, moved_end)
         self._refuse_for_groups(policy, path)
+        self._check_items(seq)
         cached = self._cached(namespace, session, moved_end, path)
         searched = self._searched(policy)
         self._plans_without_scope += cached.is_without_scope(tokens, keep_last, searched)
@@ -355,6 +364,7 @@ class ModelIndex(Removal):
         check_groups(offers, stops, self._columns, len(tokens), size)
         refuse_ids_in_use(offers, self._columns, namespace, tokens)
         self._refuse_blocks_in_use(path, first, offered)
+        self._check_items(seq)
 
         # From here on nothing fails.
         exact_until = min(num_computed, _exact_until(source, plan))

@@ -259,6 +259,7 @@ impl RadixIndex {
         let first = options.start / block_size;
         let need = (options.num_computed / block_size).saturating_sub(first);
         let lease = self.check_insert(seq, ids, &options, need)?;
+        self.check_items(seq, "RadixIndex::insert")?;
         self.check_groups(seq, groups)?;
         crate::failpoints::before("RadixIndex::insert")?;
         let (path, work) = Path::of(

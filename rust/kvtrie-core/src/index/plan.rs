@@ -49,6 +49,7 @@ impl RadixIndex {
         policy.check(self.config.min_run, "RadixIndex::plan")?;
         self.refuse_moved(policy, "RadixIndex::plan")?;
         options.check(seq.len(), "RadixIndex::plan")?;
+        self.check_items(seq, "RadixIndex::plan")?;
         crate::failpoints::before("RadixIndex::plan")?;
         Ok(self.plan_checked(seq, policy, options))
     }
@@ -126,6 +127,7 @@ impl RadixIndex {
         policy.check(self.config.min_run, "RadixIndex::plan_from")?;
         self.refuse_groups("a plan from one path", "RadixIndex::plan_from")?;
         options.check(seq.len(), "RadixIndex::plan_from")?;
+        self.check_items(seq, "RadixIndex::plan_from")?;
         if seq.namespace() != path.namespace() {
             return Err(invalid!(
                 "RadixIndex::plan_from",
@@ -157,6 +159,7 @@ impl RadixIndex {
         policy.check(self.config.min_run, "RadixIndex::plan_within")?;
         self.refuse_moved(policy, "RadixIndex::plan_within")?;
         options.check(seq.len(), "RadixIndex::plan_within")?;
+        self.check_items(seq, "RadixIndex::plan_within")?;
         crate::failpoints::before("RadixIndex::plan_within")?;
         if effort != Effort::ANY && self.is_broken_path(seq, options, effort) {
             return Ok(None);
@@ -200,6 +203,23 @@ impl RadixIndex {
             .forest
             .walk(seq.view(), exact, limit, effort, whole, pass);
         walked.gave_up || is_long
+    }
+
+    /// Refuses a sequence with an item whose positions are not known, if the index needs them: keys after it would be
+    /// rotated by another number. O(items).
+    pub(super) fn check_items(&self, seq: &TokenSequence, call: &'static str) -> Result<()> {
+        if !self.config.item_positions {
+            return Ok(());
+        }
+        match seq.items().iter().find(|item| item.positions().is_none()) {
+            Some(item) => Err(invalid!(
+                call,
+                "the item at [{}, {}) does not say how many positions it takes, and the index has item_positions",
+                item.start(),
+                item.end()
+            )),
+            None => Ok(()),
+        }
     }
 
     fn settle_on(

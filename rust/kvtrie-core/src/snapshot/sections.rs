@@ -76,7 +76,7 @@ fn write_config(index: &RadixIndex, out: &mut Writer) {
     out.len(config.block_size);
     out.u64(config.seed);
     out.u32(config.hash_bits);
-    out.u8(config.moved_runs.into());
+    out.u8(u8::from(config.moved_runs) | u8::from(config.item_positions) << 1);
     out.len(config.min_run);
     out.len(config.max_candidates);
     out.len(config.pool_id.len());
@@ -91,12 +91,16 @@ pub(super) fn read_config(from: &mut Reader<'_>, limits: RestoreLimits) -> Resul
             limits.num_blocks
         )
     })?;
+    let (block_size, seed, hash_bits) = (from.size()?, from.u64()?, from.u32()?);
+    let flags = from.u8()?;
+    from.must(flags <= 3, || format!("flags {flags}; at most 3 is known"))?;
     let config = Config {
         num_blocks,
-        block_size: from.size()?,
-        seed: from.u64()?,
-        hash_bits: from.u32()?,
-        moved_runs: flag(from)?,
+        block_size,
+        seed,
+        hash_bits,
+        moved_runs: flags & 1 != 0,
+        item_positions: flags & 2 != 0,
         min_run: from.size()?,
         max_candidates: from.size()?,
         pool_id: {
@@ -120,12 +124,6 @@ pub(super) fn begin(config: Config) -> Result<RadixIndex> {
     let block_size = index.config().block_size;
     *index.parts_mut().forest = Forest::new(block_size, secret, hash_bits);
     Ok(index)
-}
-
-fn flag(from: &mut Reader<'_>) -> Result<bool> {
-    let flag = from.u8()?;
-    from.must(flag <= 1, || format!("{flag} is neither true nor false"))?;
-    Ok(flag == 1)
 }
 
 fn write_counters(index: &RadixIndex, out: &mut Writer) {

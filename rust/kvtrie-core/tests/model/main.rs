@@ -354,6 +354,7 @@ impl Pair {
             hash_bits,
             // Windows are kept at every position, at every third, or not at all.
             moved_runs: num_blocks != 5,
+            item_positions: false,
             min_run: if num_blocks == 12 { 8 } else { 10 },
             // No place is dropped.
             max_candidates: 1 << 20,
