@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
@@ -252,6 +253,48 @@ def test_blocks_are_free_after_a_request_ends_early(
     assert done.tokens == reference("gemma3").greedy(prompt, 3)
     check_windows(generator)
     check_drained(generator)
+
+
+def test_random_traffic_loses_no_block_and_no_token(make: Make, reference: Any) -> None:
+    """Shared heads, sessions, cancelled requests and pools that are too small for all."""
+    plain = reference("gemma3")
+    exact = preempted = 0
+    for seed in range(5):
+        rng = random.Random(seed)
+        generator = make(
+            "gemma3",
+            num_blocks=rng.randint(24, 60),
+            num_window_blocks=PER_SESSION + rng.randint(0, 24),
+            prefill_chunk=rng.choice([3, 7, 20, 100]),
+        )
+        heads = [[rng.randint(3, 200) for _ in range(rng.randint(9, 30))] for _ in range(2)]
+        requests = []
+        for step in range(500):
+            if step >= 60 and not (generator.num_running or generator.num_waiting):
+                break
+            if step < 60 and rng.random() < 0.3:
+                more = [rng.randint(3, 200) for _ in range(rng.randint(0, 15))]
+                prompt = [*rng.choice(heads), *more]
+                options: Any = {"max_new_tokens": rng.randint(1, 6), "ignore_eos": True}
+                session = rng.choice([None, "a", "b"])
+                requests.append((generator.submit(prompt, session=session, **options), prompt))
+            if requests and rng.random() < 0.08:
+                generator.cancel(rng.choice(requests)[0])
+            if rng.random() < 0.02:
+                generator.forget()
+            generator.step()
+            for counts in (generator.block_counts(), generator.window_block_counts()):
+                assert counts is not None
+                assert counts.lost == 0, (seed, step, counts)
+            generator.index.check()
+        check_windows(generator)
+        for request, prompt in requests:
+            assert request.finish_reason in ("length", "cancelled"), request.error
+            assert request.tokens == plain.greedy(prompt, len(request.tokens)), seed
+            exact += request.usage.exact
+            preempted += request.num_preemptions
+    assert exact > 100
+    assert preempted > 3
 
 
 def test_what_the_index_refuses_is_freed(make: Make, ids: Ids, check_drained: Check) -> None:
