@@ -145,7 +145,8 @@ impl RadixIndex {
     /// for moved runs takes more than `effort`. The next call continues where the match ended; a search starts again.
     /// With groups besides group 0, it also returns `None` if finding where all of them can continue, from the end of
     /// group 0's match on, or pinning what they need takes more than `effort`; that starts again as well. O(effort), plus
-    /// one step for each of [`known_edges`](Self::known_edges).
+    /// one step for each of [`known_edges`](Self::known_edges), and, of a plan with moved runs, one for each copied block
+    /// under a window of a further group.
     ///
     /// # Errors
     /// As [`plan`](Self::plan).
