@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from array import array
 from collections import Counter
 from itertools import product
+from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -40,8 +42,6 @@ from kvtrie.integrations.sglang.cache import KvtrieCache
 from kvtrie.record import RecordOptions
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from kvtrie._core import TokenSequence
 
 
@@ -648,6 +648,32 @@ def test_a_prefix_in_one_piece_is_not_copied(page_size: int) -> None:
     slots = side.cache.path_device_indices(found).tolist()
     assert slots[: 10 * page_size] == whole.tolist()
     assert len(slots) == len(set(slots)) == 12 * page_size
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_a_match_makes_two_calls_of_python(page_size: int) -> None:
+    """Of the cache's own: each takes longer than to compare a hundred tokens."""
+    side = one_side(page_size)
+    ids = list(range(10 * page_size))
+    side.insert(ids)
+    given = MatchPrefixParams(key=key([*ids, 7]))
+    made: list[str] = []
+
+    def called(frame: Any, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(
+            str(Path(_slots.__file__).parent)
+        ):
+            made.append(frame.f_code.co_name)
+
+    for _ in range(2):
+        made.clear()
+        sys.setprofile(called)
+        try:
+            found = side.cache.match_prefix(given)
+            side.cache.path_device_indices(found.last_device_node)
+        finally:
+            sys.setprofile(None)
+    assert made == ["match_prefix", "path_device_indices"]
 
 
 @pytest.mark.parametrize("blocks", [[2, 3, 4], [4, 3, 2], [1, 4, 2], [3]])

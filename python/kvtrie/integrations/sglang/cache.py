@@ -94,6 +94,7 @@ _BAD_INPUT: Final = {
     "custom_params": "a request's parameters are ignored",
 }
 _NEW_TUPLE: Final = tuple.__new__
+_NEW_OBJECT: Final = object.__new__
 _DEFAULTS: Final = MatchResult(0, None, None, None)[4:]
 # A lock is a pin of its handle. SGLang gives back what it gets, and writes nothing into it.
 _RECEIPT: Final = DecLockRefParams()
@@ -340,17 +341,36 @@ class KvtrieCache(BasePrefixCache):
         self.root_node = Handle(None, 0)
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
-        # Called most often, so that it has its guard and its answer in itself.
+        # Called most often: its guard, `_whole_pages`, `_find` and its answer are written out here.
         try:
-            found, req = self._find(params.key), params.req
-            if found is None:
+            key, req = params.key, params.req
+            ids, limit = key.token_ids, key.limit
+            count = len(ids)
+            if limit is not None and limit < count:
+                count = limit
+            count -= count % self.page_size
+            if not count:
                 return _matched(0, self.root_node)
+            if key.extra_key is None and key.cache_salt is None:
+                space = self._namespaces.shared
+            else:
+                space = self._namespaces.of(key.extra_key, key.cache_salt)
+            try:
+                found = self._index.match(ids, space, count)
+            except ValueError:  # an id has more than 32 bits
+                wide = self._find_wide(key)
+                if wide is None:
+                    return _matched(0, self.root_node)
+                found = wide
             if req is not None and (
                 self._moving is not None or self._reasons is not None or self._store is not None
             ):
                 return self._match_of(req, found)
             known = found.num_tokens
-            node = Handle(found, self._epoch) if known else self.root_node
+            node = self.root_node
+            if known:
+                node = _NEW_OBJECT(Handle)  # without a frame of Python
+                node.found, node.epoch = found, self._epoch
             fields = (known, node, node, node) + _DEFAULTS  # noqa: RUF005 - sooner than unpacked
             return _NEW_TUPLE(MatchResult, fields)
         except Exception as error:  # it would end the scheduler
@@ -757,8 +777,12 @@ class KvtrieCache(BasePrefixCache):
         try:
             return self._index.match(key.token_ids, space, count)
         except ValueError:  # an id has more than 32 bits
-            seq = self._sequence(key)
-            return None if seq is None else self._index.lookup(seq)
+            return self._find_wide(key)
+
+    def _find_wide(self, key: RadixKey) -> Match | None:
+        """As `_find`, of a key with ids beyond 32 bits."""
+        seq = self._sequence(key)
+        return None if seq is None else self._index.lookup(seq)
 
     # --- after an edit -------------------------------------------------------------------------
 
