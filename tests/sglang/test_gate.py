@@ -151,6 +151,7 @@ def test_with_a_gate_of_another_model_nothing_is_moved(
         ('{"gate": "unchecked", "policy": {"min_run": 0}}', "policy: "),
         ('{"gate": "unchecked", "policy": 3}', "policy must be a mapping"),
         ('{"default": "all"}', "default must be"),
+        ('{"reasoning": "never"}', "reasoning must be"),
         ('{"gaps": 1}', "gaps must be true or false, not 1"),
         ('{"shadow": true}', '"shadow" counts what a gate would let move: set "gate" too'),
         ('{"record": {"pth": "a"}}', "did you mean 'path'?"),

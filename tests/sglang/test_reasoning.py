@@ -58,9 +58,9 @@ class Request:
         self.__dict__.update(fields)
 
 
-def side(tagger: Tagger | None = TAGGER) -> Side:
+def side(tagger: Tagger | None = TAGGER, reasoning: str = "evict_first") -> Side:
     pool = Pool(20, 2)
-    cache = KvtrieCache(params(pool), 20, "model", tagger)
+    cache = KvtrieCache(params(pool), 20, "model", tagger, reasoning=reasoning)
     cache.req_to_token_pool = Rows()
     return Side(cache, pool)
 
@@ -116,6 +116,27 @@ def test_dropped_reasoning_leaves_at_once() -> None:
     assert len(one.pool.free) == 20 - 2
     assert one.cache.total_size() == one.cache.evictable_size() == 4
     assert not one.cache.counts
+
+
+@pytest.mark.parametrize(
+    ("policy", "custom", "done"),
+    [
+        ("drop", None, "drop"),
+        ("keep", None, "keep"),
+        ("keep", {"kvtrie": {"session": "a"}}, "keep"),
+        ("keep", {"kvtrie": {"reasoning": "drop"}}, "drop"),
+        ("drop", {"kvtrie": {"reasoning": "keep"}}, "keep"),
+        ("keep", {"kvtrie": {"reasoning": "never"}}, "keep"),
+    ],
+)
+def test_the_operator_decides_for_requests_that_do_not(policy: str, custom: Any, done: str) -> None:
+    one = side(reasoning=policy)
+    one.insert(OLD)
+    end(one, [*TURN, 40], custom=custom)
+    assert (left(one, TURN) == 4) == (done == "drop")
+    # What is kept is not evicted first.
+    one.evict(8)
+    assert left(one, OLD) == 0
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,7 @@ class SGLangSettings:
         gate: A gate file, or ``"unchecked"``; None: nothing is moved.
         policy: Of all requests; None: the cheapest that the gate clears for each plan.
         default: What a request gets that does not ask: ``"approximate"`` or ``"exact"``.
+        reasoning: What is done with dead reasoning of a request that does not ask, as in `Wish`.
         gaps: Whether reuse continues after gaps, by hooks in SGLang.
         shadow: Whether what would be moved is only counted.
         record: Where finished requests are recorded: a path, or fields of `RecordOptions`.
@@ -49,6 +50,7 @@ class SGLangSettings:
     gate: str | None = None
     policy: Mapping[str, Any] | None = None
     default: str = "approximate"
+    reasoning: str = "evict_first"
     gaps: bool = False
     shadow: bool = False
     record: str | Mapping[str, Any] | None = None
@@ -87,7 +89,9 @@ class SGLangSettings:
         if not isinstance(policy, Mapping | None):
             msg = f"{VARIABLE}: policy must be a mapping of fields of kvtrie.ReusePolicy"
             raise SettingsError(msg)
-        _asked.check_one_of(given.get("default", "exact"), _REUSE, f"{VARIABLE}: default")
+        for name, known in (("default", _REUSE), ("reasoning", _REASONING)):
+            if name in given:
+                _asked.check_one_of(given[name], known, f"{VARIABLE}: {name}")
         for name in ("gaps", "shadow"):
             if not isinstance(given.get(name, False), bool):
                 msg = f"{VARIABLE}: {name} must be true or false, not {given[name]!r}"
@@ -150,8 +154,12 @@ class Wish:
     session: str | None = None
 
     @classmethod
-    def read(cls, custom_params: object) -> Wish:
+    def read(cls, custom_params: object, reasoning: str = "evict_first") -> Wish:
         """Check the parameters of a request.
+
+        Args:
+            custom_params: They.
+            reasoning: The operator's choice, for a request without one.
 
         Raises:
             SettingsError: A field is unknown or invalid.
@@ -159,7 +167,7 @@ class Wish:
         where = f"custom_params: {PARAMETER}"
         given = custom_params.get(PARAMETER) if isinstance(custom_params, Mapping) else None
         if given is None:
-            return cls()
+            return cls(reasoning)
         if not isinstance(given, Mapping):
             msg = f"{where} must be an object, not {shown(given)}"
             raise SettingsError(msg)
@@ -168,4 +176,4 @@ class Wish:
             if name in given:
                 _asked.check_one_of(given[name], known, f"{where}: {name}")
         _asked.session_id(given.get("session"), f"{where}: session")
-        return cls(**given)
+        return cls(**{"reasoning": reasoning, **given})

@@ -108,6 +108,7 @@ def make(context: TreeCacheBuildContext) -> KvtrieCache:
         recording,
         snapshots,
         stored,
+        reasoning=_settings().reasoning,
         seed=seed,
         counts_for_all=context.tp_rank == 0,
     )
@@ -121,6 +122,18 @@ def make(context: TreeCacheBuildContext) -> KvtrieCache:
         why,
     )
     return cache
+
+
+def _settings() -> SGLangSettings:
+    """The operator's settings.
+
+    Raises:
+        SGLangUnsupportedError: One is unknown or invalid.
+    """
+    try:
+        return SGLangSettings.read()
+    except SettingsError as error:
+        refuse(str(error))
 
 
 def _resolved_context(context: TreeCacheBuildContext) -> TreeCacheBuildContext:

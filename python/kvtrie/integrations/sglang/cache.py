@@ -225,6 +225,7 @@ class KvtrieCache(BasePrefixCache):
         recording: Where requests are recorded when they have finished; None: nowhere.
         snapshots: What gives snapshots of the KV events; None: nothing does.
         stored: The store next to the pool; None: there is none.
+        reasoning: What is done with dead reasoning of a request that does not ask.
         seed: What all ranks of tensor parallelism share; None: the index draws one.
         counts_for_all: Whether this rank has the metrics of all, which do the same.
     """
@@ -240,6 +241,7 @@ class KvtrieCache(BasePrefixCache):
         snapshots: SnapshotSource | None = None,
         stored: PoolStore | None = None,
         *,
+        reasoning: str = "evict_first",
         seed: int | None = None,
         counts_for_all: bool = True,
     ) -> None:
@@ -279,6 +281,7 @@ class KvtrieCache(BasePrefixCache):
         self.kv_events = self._events.recorder
         self._tagger = tagger
         self._reasoning = None if tagger is None else Reasoning(tagger)
+        self._kept_reasoning = reasoning
         self._wishes: WeakKeyDictionary[Req, Wish] = WeakKeyDictionary()
         self._would: WeakKeyDictionary[Req, Would | None] = WeakKeyDictionary()
         # What each prompt has reused, and computed by reason, when it was admitted first.
@@ -786,13 +789,14 @@ class KvtrieCache(BasePrefixCache):
 
     # --- after an edit -------------------------------------------------------------------------
 
-    @_guarded(lambda _: Wish())
+    @_guarded(lambda self: Wish(self._kept_reasoning))
     def _wish(self, req: Req) -> Wish:
         """What a request asks for; what is not known is counted once for each request."""
         if req not in self._wishes:
-            self._wishes[req] = Wish()
+            self._wishes[req] = Wish(self._kept_reasoning)
             try:
-                self._wishes[req] = Wish.read(req.sampling_params.custom_params)
+                asked = req.sampling_params.custom_params
+                self._wishes[req] = Wish.read(asked, self._kept_reasoning)
             except SettingsError as error:
                 self._failed("custom_params", error)
         return self._wishes[req]
