@@ -90,9 +90,9 @@ class Side:
 
 
 def measure(
-    page_size: int, length: int, leaves: int, pieces: int, rounds: int
+    page_size: int, length: int, leaves: int, pieces: int, rounds: int, *, alone: bool = False
 ) -> list[list[float]]:
-    """Medians in microseconds of each call: kvtrie's, and SGLang's."""
+    """Medians in microseconds of each call: kvtrie's, and SGLang's if it is not alone."""
     rng = Random(1)
 
     def draw(count: int) -> array[int]:
@@ -101,7 +101,7 @@ def measure(
     prompts = [draw(length - NEW) for _ in range(PROMPTS)]
     documents = [draw(NEW) for _ in range(leaves)]
     num_tokens = sum(map(len, prompts)) + NEW * leaves
-    sides = [Side(page_size, num_tokens, mine) for mine in (True, False)]
+    sides = [Side(page_size, num_tokens, mine) for mine in ((True,) if alone else (True, False))]
     for side in sides:
         # The oldest are evicted: documents, of which the last lie between the pieces.
         first = leaves - PROMPTS * (pieces - 1)
@@ -118,10 +118,10 @@ def measure(
     del documents
     gc.collect()
     gc.disable()
-    times: list[list[list[int]]] = [[], []]
+    times: list[list[list[int]]] = [[] for _ in sides]
     for number in range(rounds):
         ids = prompts[number % PROMPTS] + draw(NEW)
-        for which in (0, 1) if number % 2 else (1, 0):
+        for which in range(len(sides)) if number % 2 else reversed(range(len(sides))):
             times[which].append(sides[which].request(ids))
     gc.enable()
     warm = PROMPTS
@@ -132,6 +132,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--quick", action="store_true", help="one row, to see that it runs")
+    parser.add_argument("--alone", action="store_true", help="kvtrie alone, by leaves")
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = (
@@ -143,14 +144,18 @@ def main() -> int:
             *((page, 8192, leaves, 1) for page in (1, 16) for leaves in (1000, 100_000)),
         ]
     )
+    if options.alone:
+        rows = [(page, 8192, count, 1) for page in (1, 16) for count in (1000, 20_000, 100_000)]
     out = sys.stdout.write
     out("| page, tokens, leaves, pieces | " + " | ".join(CALLS) + " | all five |\n")
     out("|---" * (len(CALLS) + 2) + "|\n")
     for page_size, length, leaves, pieces in rows:
-        mine, theirs = measure(page_size, length, leaves, pieces, options.rounds)
+        found = measure(page_size, length, leaves, pieces, options.rounds, alone=options.alone)
+        columns = zip(*([*one, sum(one)] for one in found), strict=True)
         cells = [
-            f"{a:.0f} / {b:.0f} ({b / a:.1f}x)"
-            for a, b in (*zip(mine, theirs, strict=True), (sum(mine), sum(theirs)))
+            " / ".join(f"{one:.0f}" for one in times)
+            + "".join(f" ({theirs / times[0]:.1f}x)" for theirs in times[1:])
+            for times in columns
         ]
         out(f"| {page_size}, {length:,}, {leaves:,}, {pieces} | " + " | ".join(cells) + " |\n")
         sys.stdout.flush()
