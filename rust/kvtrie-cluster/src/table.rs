@@ -367,6 +367,18 @@ mod tests {
         }
     }
 
+    #[test]
+    fn cells_go_past_the_last_place() {
+        let mut table = Table::default();
+        for value in 0..500 {
+            let key = u64::MAX - u64::from(value % 7);
+            table.insert(Pair(key, value));
+            table.check().unwrap();
+            assert!(table.all(key).any(|pair| pair.1 == value));
+        }
+        assert_eq!((table.len(), table.iter().count()), (500, 500));
+    }
+
     proptest! {
         #[test]
         fn a_table_is_a_set_of_pairs(

@@ -219,6 +219,33 @@ fn another_workers_hashes_are_only_ones_own() {
     assert_eq!(index.worker_stats(honest).unwrap().entries, 20);
 }
 
+/// The block may stay under the other hash when the first is removed: a score that is too low is no promise.
+#[test]
+fn a_second_hash_of_a_block_makes_its_worker_uncertain() {
+    let (mut index, _, other) = two();
+    apply(
+        &mut index,
+        other,
+        &[stored(&[50, 51], None, &text()[..4], "GPU")],
+    );
+    assert_eq!(ask(&index).uncertain, [false, false]);
+    apply(
+        &mut index,
+        other,
+        &[stored(&[60], None, &text()[..2], "GPU")],
+    );
+    let stats = index.worker_stats(other).unwrap();
+    assert_eq!((stats.aliases, stats.conflicts), (1, 0));
+    assert_eq!(ask(&index).uncertain, [false, true]);
+    apply(&mut index, other, &[removed(&[50], "GPU")]);
+    assert_eq!(
+        (ask(&index).exact, ask(&index).uncertain),
+        (vec![40, 0], vec![false, true])
+    );
+    apply(&mut index, other, &[cleared()]);
+    assert_eq!(ask(&index).uncertain, [false, false]);
+}
+
 /// A text of one block again and again: each worker lists some of them.
 #[test]
 fn repeated_tokens_cost_each_worker_its_own_hints() {
