@@ -498,7 +498,10 @@ impl PyKvIndexer {
             };
             let read = self.reader.read_ahead(raw, &mut ahead);
             let core = &mut keys.lock(&self.named, INDEXER)?.core;
-            let applied = read.and_then(|batch| core.apply(worker, stream, &batch));
+            let applied = match &read {
+                Ok(batch) => core.apply(worker, stream, batch),
+                Err(error) => Err(error.clone()),
+            };
             if applied.is_err() {
                 // An unknown worker counts nothing, and is the error that is reported.
                 core.count_refused_batch(worker)?;

@@ -48,16 +48,23 @@ impl<'a> EventCursor<'a> {
         self.wrong(format!("{what} is encoded as {marker:?}"))
     }
 
+    #[cold]
+    fn too_short(&self, len: usize, what: &str) -> EventError {
+        self.wrong(format!(
+            "{what} takes {len} bytes, {} are left",
+            self.left()
+        ))
+    }
+
+    #[inline]
     fn take(&mut self, len: usize, what: &str) -> Read<&'a [u8]> {
-        if len > self.left() {
-            return Err(self.wrong(format!(
-                "{what} takes {len} bytes, {} are left",
-                self.left()
-            )));
+        match self.raw[self.at..].get(..len) {
+            Some(taken) => {
+                self.at += len;
+                Ok(taken)
+            }
+            None => Err(self.too_short(len, what)),
         }
-        let taken = &self.raw[self.at..self.at + len];
-        self.at += len;
-        Ok(taken)
     }
 
     /// Text of up to 31 bytes, as most texts of events are. None, and nothing is read, if the next value is no such text.
@@ -79,8 +86,15 @@ impl<'a> EventCursor<'a> {
         self.text("a field's name").map(str::as_bytes)
     }
 
+    #[inline]
     fn marker(&mut self, what: &str) -> Read<Marker> {
-        Ok(Marker::from_u8(self.take(1, what)?[0]))
+        match self.raw.get(self.at) {
+            Some(&marker) => {
+                self.at += 1;
+                Ok(Marker::from_u8(marker))
+            }
+            None => Err(self.too_short(1, what)),
+        }
     }
 
     fn number<const N: usize>(&mut self, what: &str) -> Read<u64> {
@@ -95,14 +109,20 @@ impl<'a> EventCursor<'a> {
         self.fitting(len, each, what)
     }
 
+    #[inline]
     fn fitting(&self, len: u64, each: u64, what: &str) -> Read<usize> {
         match usize::try_from(len) {
             Ok(fitting) if len.saturating_mul(each) <= self.left() as u64 => Ok(fitting),
-            _ => Err(self.wrong(format!(
-                "{what} announces {len} elements, {} bytes are left",
-                self.left()
-            ))),
+            _ => Err(self.too_many(len, what)),
         }
+    }
+
+    #[cold]
+    fn too_many(&self, len: u64, what: &str) -> EventError {
+        self.wrong(format!(
+            "{what} announces {len} elements, {} bytes are left",
+            self.left()
+        ))
     }
 
     pub(super) fn nil(&mut self) -> bool {
@@ -152,7 +172,12 @@ impl<'a> EventCursor<'a> {
             let marker = self.marker(what)?;
             self.bytes_of(marker, what)?
         };
-        std::str::from_utf8(bytes).map_err(|_| self.wrong(format!("{what} is not UTF-8")))
+        std::str::from_utf8(bytes).map_err(|_| self.no_text(what))
+    }
+
+    #[cold]
+    fn no_text(&self, what: &str) -> EventError {
+        self.wrong(format!("{what} is not UTF-8"))
     }
 
     pub(super) fn optional_text(&mut self, what: &str) -> Read<Option<&'a str>> {

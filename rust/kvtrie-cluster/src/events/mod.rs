@@ -278,8 +278,7 @@ impl EventReader {
         cursor.skip()?;
         let count = cursor.array("the events")?;
         for _ in 0..count {
-            let event = self.event(raw, &mut cursor, &mut batch, &mut scratch, ahead)?;
-            batch.events.push(event);
+            self.event(raw, &mut cursor, &mut batch, &mut scratch, ahead)?;
         }
         for at in 2..entries {
             if at == 2 {
@@ -294,6 +293,7 @@ impl EventReader {
         Ok(batch)
     }
 
+    /// Reads one event, and appends it to those of the batch.
     fn event<'a>(
         &self,
         raw: &'a [u8],
@@ -301,7 +301,7 @@ impl EventReader {
         batch: &mut EventBatch,
         scratch: &mut Scratch,
         ahead: &mut dyn FnMut(BlocksAhead<'_>),
-    ) -> Read<Event> {
+    ) -> Read<()> {
         scratch.hashes.clear();
         scratch.num_tokens = 0;
         scratch.extra.clear();
@@ -311,33 +311,28 @@ impl EventReader {
         };
         let is_stored = matches!(name, "BlockStored" | "ApproximateBlockStored");
         if is_stored && !fields.is_remote {
-            let event = self.stored(raw, cursor, &fields, batch, scratch)?;
-            if !matches!(event, Event::Stored(_)) {
-                batch.blocks.truncate(fields.first);
-            }
-            return Ok(event);
+            return self.stored(raw, cursor, &fields, batch, scratch);
         }
         batch.blocks.truncate(fields.first);
-        if fields.is_remote {
-            return Ok(Event::Refused(Refused::Remote));
-        }
-        let tier = Tier::of(fields.medium);
-        match name {
+        let event = match name {
+            _ if fields.is_remote => Event::Refused(Refused::Remote),
             "BlockRemoved" => {
                 if !fields.has_hashes {
                     return Err(cursor.wrong("BlockRemoved has no block_hashes"));
                 }
                 let first = batch.removed.len();
                 batch.removed.extend_from_slice(&scratch.hashes);
-                Ok(Event::Removed {
+                Event::Removed {
                     hashes: first..batch.removed.len(),
-                    tier,
+                    tier: Tier::of(fields.medium),
                     group: fields.group,
-                })
+                }
             }
-            "AllBlocksCleared" => Ok(Event::Cleared),
-            _ => Ok(Event::Refused(Refused::UnknownType)),
-        }
+            "AllBlocksCleared" => Event::Cleared,
+            _ => Event::Refused(Refused::UnknownType),
+        };
+        batch.events.push(event);
+        Ok(())
     }
 
     fn fields<'a>(
@@ -489,6 +484,7 @@ impl EventReader {
         }
     }
 
+    /// Appends an event that stores blocks.
     fn stored(
         &self,
         raw: &[u8],
@@ -496,7 +492,7 @@ impl EventReader {
         fields: &Fields<'_>,
         batch: &mut EventBatch,
         scratch: &mut Scratch,
-    ) -> Read<Event> {
+    ) -> Read<()> {
         let refused = match fields.kind {
             Some(kind) => Refused::of_kind(kind),
             None => None,
@@ -504,7 +500,9 @@ impl EventReader {
         let windowed = fields.has_window.then_some(Refused::SlidingWindow);
         let ahead = fields.has_lookahead.then_some(Refused::Lookahead);
         if let Some(refused) = refused.or(windowed).or(ahead) {
-            return Ok(Event::Refused(refused));
+            batch.blocks.truncate(fields.first);
+            batch.events.push(Event::Refused(refused));
+            return Ok(());
         }
         if !fields.has_hashes {
             return Err(cursor.wrong("BlockStored has no block_hashes"));
@@ -554,7 +552,7 @@ impl EventReader {
             (None, Some(id)) => Some(id.to_string().into()),
             (None, None) => None,
         };
-        Ok(Event::Stored(Stored {
+        batch.events.push(Event::Stored(Stored {
             parent: fields.parent,
             adapter,
             salt: salt.map(|salt| self.keys.salt(salt.as_bytes())),
@@ -562,7 +560,8 @@ impl EventReader {
             tier: Tier::of(fields.medium),
             group: fields.group,
             is_approximate: fields.is_approximate || fields.name == Some("ApproximateBlockStored"),
-        }))
+        }));
+        Ok(())
     }
 }
 
