@@ -106,7 +106,8 @@ def test_an_abort_after_any_number_of_steps(model: str, kind: str) -> None:
     lives(found)
     for one in found["balances"]:
         balanced(one)
-    assert len(found["balances"]) >= 6
+    # Four tokens take four steps at least, and one abort comes before the first.
+    assert len(found["balances"]) >= 5
     assert max(found["cached"]) >= 256
     # Another request is served next to it, with the same reply each time.
     first = found["outputs"][0]
