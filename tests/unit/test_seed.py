@@ -56,4 +56,5 @@ def test_index_and_model_take_the_same_arguments(make: Callable[..., object]) ->
         "pool_id",
         "hash_bits",
         "groups",
+        "item_positions",
     ]
