@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -209,6 +210,26 @@ def test_a_request_that_waits_is_planned_when_something_has_changed(
     assert vllm.counts["requests_without_room"] == 0
     if finds:
         assert vllm.counts["tokens_moved"] + vllm.counts["tokens_exact"] > 0
+
+
+def test_a_plan_that_is_not_kept_is_released(core: Callable[..., Core]) -> None:
+    # Where a request that waits is planned in each step, each plan was left to be collected.
+    vllm = core(connector=UNCHECKED | {"shadow": True}, blocks=60, max_model_len=608)
+    cached = QUESTION + REASONING + ANSWER
+    vllm.ask(cached, max_tokens=1)
+    vllm.add(words(22 * BLOCK, 50), max_tokens=100)
+    for _ in range(3):
+        vllm.step()
+    start = cached[: len(cached) // BLOCK * BLOCK - 4]
+    name = vllm.add(start + words(584 - len(start), 51), max_tokens=4)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for _ in range(10):
+            vllm.step()
+        assert not vllm.answers[name].tokens
+        vllm.drain()
+    assert [str(one.message) for one in warned if one.category is ResourceWarning] == []
+    assert vllm.counts["tokens_exact"] > 0
 
 
 def test_a_request_that_waits_leaves_the_prefix_its_order(core: Callable[..., Core]) -> None:

@@ -93,14 +93,16 @@ class LiveRequests:
     def refused(self, request: Request, live: LiveRequest, *, is_idle: bool) -> None:
         """Release the sources of a request that vLLM has not admitted, and count if they are why.
 
-        The plan is kept as its latest.
+        The plan is released too, unless it is kept as the request's latest.
 
         ``is_idle``: the step computes nothing. Then nothing makes room either, and the same free
         blocks a second time mean that the request waits for its own sources. Where others run, they
         make room when they end.
         """
         before = self._pool.get_num_free_blocks()
-        self._unpin(request.request_id, live)
+        pending = self._unpin(request.request_id, live)
+        if pending is not None and live.latest is None:
+            pending.plan.release()
         after = self._pool.get_num_free_blocks()
         needed = -(-request.num_tokens // self._block_size)
         if before < needed <= after or (is_idle and before == live.last_free):
