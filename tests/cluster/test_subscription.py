@@ -344,6 +344,28 @@ def test_scores_are_uncertain_while_batches_wait_for_a_replay() -> None:
         fed.becomes(0)
 
 
+def test_what_cannot_begin_gives_its_feed_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker could have no other feed for the rest of the process."""
+
+    def fails(*_: object) -> None:
+        message = "can't start new thread"
+        raise RuntimeError(message)
+
+    index = kvtrie.KvIndexer(SIZE, KEY)
+    worker = index.add_worker("w", NS)
+    with Publisher() as publisher:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", fails)
+            with pytest.raises(RuntimeError, match="new thread"):
+                subscribe(index, worker, publisher.endpoint)
+        with monkeypatch.context() as patch:
+            # As a key that interrupts the caller.
+            patch.setattr(threading.Event, "wait", lambda *_: fails())
+            with pytest.raises(RuntimeError, match="new thread"):
+                follow(index, {"a": worker}, servers="nats://127.0.0.1:1", timeout=5)
+        subscribe(index, worker, publisher.endpoint).close()
+
+
 def test_worker_has_one_feed() -> None:
     """Each said that it was certain, whatever the other one lacked."""
     with Publisher() as publisher, Fed(publisher) as fed:

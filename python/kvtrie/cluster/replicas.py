@@ -206,12 +206,15 @@ class Replica:
         except BaseException:
             self._feed.release()
             raise
-        self._nats.spawn(self._run())
-        self._opened.wait(timeout)
-        refusal = self._refused()
-        if refusal is not None:
+        try:
+            self._nats.spawn(self._run())
+            self._opened.wait(timeout)
+            refusal = self._refused()
+            if refusal is not None:
+                raise refusal
+        except BaseException:
             self.close()
-            raise refusal
+            raise
 
     @property
     def workers(self) -> dict[str, int]:

@@ -284,14 +284,14 @@ class Subscription:
                 )
             self._connect()
             self._forget()
+            self._thread = threading.Thread(
+                target=self._run, name=f"kvtrie-events-{worker}", daemon=True
+            )
+            self._thread.start()
         except BaseException:
             self._context.destroy(linger=0)
             self._feed.release()
             raise
-        self._thread = threading.Thread(
-            target=self._run, name=f"kvtrie-events-{worker}", daemon=True
-        )
-        self._thread.start()
 
     @property
     def state(self) -> SubscriptionState:
