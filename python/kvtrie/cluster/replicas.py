@@ -209,12 +209,13 @@ class Replica:
         try:
             self._nats.spawn(self._run())
             self._opened.wait(timeout)
-            refusal = self._refused()
-            if refusal is not None:
-                raise refusal
         except BaseException:
             self.close()
             raise
+        refusal = self._refused()
+        if refusal is not None:
+            self.close()
+            raise refusal
 
     @property
     def workers(self) -> dict[str, int]:
