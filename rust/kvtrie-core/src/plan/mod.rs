@@ -122,7 +122,7 @@ pub struct GroupPart {
     /// Position of the first block's first token; of a state, the number of tokens before it.
     pub start: usize,
     /// The blocks from there to the end of what is in place, or the slot of the state. Empty if nothing is in place, or
-    /// if a window has to be rebuilt as a whole ([`ReusePlan::rebuild`]).
+    /// if a window has to be copied ([`ReusePlan::moves_of_group`]) or rebuilt ([`ReusePlan::rebuild`]) as a whole.
     pub blocks: Vec<BlockId>,
     /// Of a window, what comes with moved runs ([`ReusePlan::moves_of_group`]), ascending: of the tokens that it needs
     /// and lacks, those that it has at their source.

@@ -8,8 +8,9 @@ use crate::plan::{Class, GroupPart, ReusePlan};
 impl ReusePlan {
     /// Ranges of the prompt of which a group with a window needs KV that the plan does not have: the last `window − 1`
     /// tokens before each range to compute and before the prompt's end, without those that are computed, those in
-    /// [`group`](Self::group), and those that [`moves_of_group`](Self::moves_of_group) copies. Empty for a state, a group that the index does not have, and an exact plan, except one that
-    /// [`recompute`](crate::RadixIndex::recompute) made exact.
+    /// [`group`](Self::group), and those that [`moves_of_group`](Self::moves_of_group) copies. Empty for a state, a group
+    /// that the index does not have, and an exact plan, except one that [`recompute`](crate::RadixIndex::recompute) made
+    /// exact.
     ///
     /// The engine computes the tokens again for the layers of this group, from the KV that group 0 has. The result is
     /// approximate, and so is all that is computed after it.
