@@ -426,6 +426,30 @@ def test_pages_that_could_not_be_given_back_are_given_back_with_the_next(
     assert side.cache.counts == {"_free_pages": 2}
 
 
+def test_pages_that_sglang_does_not_take_are_given_back_with_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their ids were free already, so that no page was ever given back again."""
+    side = one_side(4)
+    side.insert(list(range(40)))
+    free, calls = side.pool.free_segment, []
+
+    def once(*given: Any, **more: Any) -> None:
+        calls.append(given)
+        if len(calls) <= 2:
+            msg = "it fails for the test"
+            raise RuntimeError(msg)
+        free(*given, **more)
+
+    monkeypatch.setattr(side.pool, "free_segment", once)
+    assert side.evict(8) == 0
+    assert (side.cache.total_size(), side.cache.evictable_size()) == (40, 32)
+    assert side.evict(8) == 16
+    assert (side.cache.total_size(), side.cache.evictable_size()) == (24, 24)
+    assert len(side.pool.free) == 14
+    assert side.cache.counts == {"_free_pages": 2}
+
+
 def test_a_row_keeps_its_own_pages_where_those_of_another_are_not_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -86,13 +86,20 @@ class PageSlots:
         return piece
 
     def free(self, blocks: NDArray[np.int32], allocator: Any) -> None:  # noqa: ANN401 - SGLang's
-        """Give the slots of blocks, of which there is one at least, to SGLang's allocator."""
+        """Give the slots of blocks, of which there is one at least, to SGLang's allocator.
+
+        The ids are free then. If the allocator raises, they are not.
+        """
         kind = type(allocator)
         if self._host is not None and (kind is _BY_TOKEN or kind is _BY_PAGE):
             # What their free_segment makes of the slots, without calls of torch for it. Subclasses
             # have one of their own.
             pages = self._ids.give_back(blocks)
-            allocator.free_page_ids(self._tensor(pages, is_kept=allocator.need_sort))
+            try:
+                allocator.free_page_ids(self._tensor(pages, is_kept=allocator.need_sort))
+            except BaseException:
+                self._ids.take(len(blocks))  # those that were given back last
+                raise
             return
         first = _first_of_run(blocks[::-1])  # as an eviction takes them
         if first is None:
@@ -100,7 +107,11 @@ class PageSlots:
         else:
             slots = self._slots.narrow(0, first * self._size, len(blocks) * self._size)
         self.put_back(blocks)
-        allocator.free_segment(slots, start_pos=0)
+        try:
+            allocator.free_segment(slots, start_pos=0)
+        except BaseException:
+            self._ids.take(len(blocks))  # those that were given back last
+            raise
 
     def _tensor(self, pages: NDArray[np.int64], *, is_kept: bool) -> torch.Tensor:
         """Pages for SGLang's allocators, which copy them unless they sort free pages."""
