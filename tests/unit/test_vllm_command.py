@@ -122,6 +122,8 @@ def test_the_arguments_of_the_served_template(monkeypatch: pytest.MonkeyPatch) -
         ["--default-chat-template-kwargs", "{"],
         ["--default-chat-template-kwargs.keep", "true"],
         ["--config", "serve.yaml", "--default-chat-template-kwargs", "{}"],
+        # They may be in the file.
+        ["--config=serve.yaml"],
     ):
         started(monkeypatch, *args)
         assert _template.defaults(template) == {}

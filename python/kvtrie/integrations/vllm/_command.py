@@ -73,8 +73,12 @@ def chat_template() -> str | None:
 
 
 def template_arguments() -> dict[str, Any] | None:
-    """``--default-chat-template-kwargs``; None if they are not one JSON mapping."""
-    return _mapping(option(ARGUMENTS)) if is_given(ARGUMENTS) else {}
+    """``--default-chat-template-kwargs``, empty without it.
+
+    None if they are not one JSON mapping, or may be in a file.
+    """
+    is_somewhere = is_given(ARGUMENTS) or is_given(_FILE)
+    return _mapping(option(ARGUMENTS)) if is_somewhere else {}
 
 
 def is_given(name: str) -> bool:
