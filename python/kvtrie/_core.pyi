@@ -250,7 +250,7 @@ class Explanation:
         """
         The group that keeps the prompt from using all of the match, with the tokens after which every
         group can continue; None if none does, or if the plan has moved runs, next to which windows are
-        rebuilt.
+        copied or rebuilt.
         """
     @property
     def kinds(self, /) -> tuple[str, ...]:
@@ -2423,7 +2423,7 @@ class ReusePlan:
         Args:
             table: Block ids of the prompt from position 0: `blocks`, then new ones, each id once. Of a
                 group, blocks of its pool; entries are read and checked where tokens are copied to, and
-                elsewhere may be any ids.
+                elsewhere may be any ids of it.
             start: Only copies to positions from here on, in tokens.
             end: Only copies to positions before this one; None means the end of the prompt.
             group: The name of a group with a window. Its copies are what moved runs bring along of the
@@ -2562,7 +2562,7 @@ class ReusePlan:
         """
     def release_sources(self, /) -> None:
         """
-        Unpin the blocks that are copied from. A second call does nothing.
+        Unpin the blocks of group 0 that are copied from. A second call does nothing.
 
         Call it once every later write to the pool is ordered after the copies: on one CUDA stream,
         right after their launch.

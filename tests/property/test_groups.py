@@ -359,6 +359,21 @@ def test_a_moved_run_takes_its_windows_along(
         plan.moves(table, group="swa")
 
 
+@pytest.mark.parametrize("pins", [True, False])
+def test_windows_of_sources_that_may_have_left_are_rebuilt(kit: Kit, pins: bool) -> None:
+    """Windows of the prompt that had got the ids of the sources were copied in their place."""
+    index = made(kit, SWA)
+    filled(kit, index, range(8), [])
+    prompt = kit.seq(TEXT[:8], [1, 2], TEXT[12:30], [3])
+    with index.plan(prompt, ANY_SOURCE, pin=pins) as plan:
+        assert len(plan.moves([0, 0, 0, 0, 0, 10, 11, 0], group="swa"))
+        if pins:
+            plan.release_sources()
+        plan.recompute([(18, 20)])
+        assert plan.moves([0, 0, 9, 10, 11, 12, 13, 0], group="swa").tolist() == []
+        assert parts(plan, [SWA]) == [(0, [0, 1], [[10, 18], [20, 28]])]
+
+
 def test_tokens_that_are_recomputed_take_other_windows_along(kit: Kit) -> None:
     index = made(kit, SWA)
     filled(kit, index, range(8), [])

@@ -107,6 +107,7 @@ def test_the_served_template(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 
 def test_the_arguments_of_the_served_template(monkeypatch: pytest.MonkeyPatch) -> None:
     """They were not read: reasoning that the server keeps was taken for dropped."""
+    pytest.importorskip("jinja2", reason="jinja2 is not installed")
     template = "{{ keep }}{{ messages }}"
     for name in ("--default-chat-template-kwargs", "--default_chat_template_kwargs"):
         started(monkeypatch, name, '{"keep": true, "enable_thinking": false}')

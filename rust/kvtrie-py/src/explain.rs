@@ -117,7 +117,7 @@ impl PyExplanation {
 
     /// The group that keeps the prompt from using all of the match, with the tokens after which every
     /// group can continue; None if none does, or if the plan has moved runs, next to which windows are
-    /// rebuilt.
+    /// copied or rebuilt.
     #[getter]
     fn cut_by(&self) -> Option<(String, usize)> {
         let cut = self.core.cut_by.as_ref()?;

@@ -431,7 +431,7 @@ impl PyReusePlan {
     /// Args:
     ///     table: Block ids of the prompt from position 0: `blocks`, then new ones, each id once. Of a
     ///         group, blocks of its pool; entries are read and checked where tokens are copied to, and
-    ///         elsewhere may be any ids.
+    ///         elsewhere may be any ids of it.
     ///     start: Only copies to positions from here on, in tokens.
     ///     end: Only copies to positions before this one; None means the end of the prompt.
     ///     group: The name of a group with a window. Its copies are what moved runs bring along of the
@@ -566,7 +566,7 @@ impl PyReusePlan {
         Ok(PyArray1::from_vec(py, answers).into())
     }
 
-    /// Unpin the blocks that are copied from. A second call does nothing.
+    /// Unpin the blocks of group 0 that are copied from. A second call does nothing.
     ///
     /// Call it once every later write to the pool is ordered after the copies: on one CUDA stream,
     /// right after their launch.

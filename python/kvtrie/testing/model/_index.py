@@ -249,7 +249,7 @@ class ModelIndex(Removal):
             len(tokens),
             self.block_size,
             ModelWouldSave(exact, approximate, compute, max(0, compute - everywhere)),
-            # Next to moved runs, windows are rebuilt.
+            # Next to moved runs, windows are copied or rebuilt.
             None if approximate else cut(self._columns.values(), namespace, tokens, num_exact),
         )
 

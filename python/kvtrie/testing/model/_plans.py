@@ -136,7 +136,7 @@ class ModelPlan:
             if origin is not None and origin.piece == IN_PLACE
         ]
 
-    def _set(self, draft: Draft) -> None:
+    def _set(self, draft: Draft, *, carries: bool = True) -> None:
         self._draft = draft
         stretches = _stretches(draft)
         self._segments = np.array(
@@ -148,7 +148,7 @@ class ModelPlan:
         )
         self._used = [_stays(origins) for _, origins in stretches]
         approximate = [at for at, origin in enumerate(draft) if origin and not origin.exact]
-        self._carried = {name: self._carry(name) for name in self._parts}
+        self._carried = {name: self._carry(name) if carries else {} for name in self._parts}
         lacking = [part for name in self._parts for part in self._missing(name)]
         state = self._state
         state.first_approximate = min(
@@ -342,7 +342,8 @@ class ModelPlan:
             message = "recompute: a token is not in a moved run, or the plan was used"
             raise ValueError(message)
         draft = [None if i in chosen else origin for i, origin in enumerate(self._draft)]
-        self._set(draft)
+        # Other prompts may have the ids of sources that are not pinned.
+        self._set(draft, carries=bool(state.source_pins))
         self.pin_carried()
         state.recomputed = True
 

@@ -312,8 +312,11 @@ impl RadixIndex {
         }
         let mut plan = plan.recomputed(ranges, CALL)?;
         crate::failpoints::before(CALL)?;
-        if !self.groups.is_empty() {
+        if self.pins.leases()[lease].pins_sources() {
             self.carry_windows(&mut plan, lease);
+        } else {
+            // Other prompts may have the ids of what it copies by now.
+            plan.carry_nothing();
         }
         plan.set_lease(self.pins.renew(lease, plan.first_approximate()));
         Ok(plan)

@@ -155,7 +155,7 @@ pub struct Explanation {
     /// What a plan would find; if the index has a group with states, in place alone.
     pub would_save: WouldSave,
     /// The group that keeps the prompt from using all of the match, if there is one. None where the plan has moved runs:
-    /// windows are then rebuilt, and cut nothing (G9).
+    /// windows are then copied or rebuilt, and cut nothing (G9).
     pub cut_by: Option<GroupCut>,
 }
 

@@ -25,6 +25,13 @@ impl Carried {
 }
 
 impl ReusePlan {
+    /// No group copies anything: [`rebuild`](Self::rebuild) lists all that is lacking.
+    pub(crate) fn carry_nothing(&mut self) {
+        for part in self.groups_mut() {
+            part.carried.clear();
+        }
+    }
+
     /// What the plan copies of a range of the prompt: for each source block of group 0, the tokens of the prompt, the
     /// block, where in it the first one is, and the delta of positions. Ascending.
     pub(crate) fn copied_in(
