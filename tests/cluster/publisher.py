@@ -76,6 +76,7 @@ class Publisher:
         self.number = 0
         self.asked: list[int] = []
         self.mangle: Callable[[list[list[bytes]]], list[list[bytes]]] = list
+        self.topic = b""
         self.has_topic = True
         self.lock = threading.Lock()
         self.stop = threading.Event()
@@ -93,7 +94,7 @@ class Publisher:
                 number, self.number = self.number, self.number + 1
                 self.buffer.append((number, payload))
             if not lost:
-                self.pub.send_multipart([b"", number.to_bytes(8, "big"), payload])
+                self.pub.send_multipart([self.topic, number.to_bytes(8, "big"), payload])
 
     def serve(self) -> None:
         while not self.stop.is_set():
@@ -105,7 +106,7 @@ class Publisher:
             assert empty == b""
             with self.lock:
                 self.asked.append(int.from_bytes(first, "big"))
-                topic = [b""] if self.has_topic else []
+                topic = [self.topic] if self.has_topic else []
                 frames = [
                     [client, b"", *topic, number.to_bytes(8, "big"), payload]
                     for number, payload in self.buffer

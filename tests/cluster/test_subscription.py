@@ -205,6 +205,22 @@ def test_subscriber_that_sleeps_says_so() -> None:
         assert fed.scores()[1]
 
 
+def test_topic_that_begins_alike_is_another_stream() -> None:
+    """Of an engine behind the same broker: its blocks were the worker's, and certain."""
+    with Publisher() as publisher, Fed(publisher, replay=False, topic="decode-1") as fed:
+        publisher.topic = b"decode-1"
+        sends_until(lambda: publisher.send(block(0), number=0), fed, "live")
+        publisher.topic = b"decode-10"
+        publisher.send(block(1), number=1)
+        publisher.topic = b"decode-1"
+        publisher.send(stored([50], None, [8, 8]), number=1)
+        until(lambda: fed.index.worker_stats(fed.worker)["entries"] == 2, fed.__repr__)
+        assert fed.scores() == (2, False)
+        publisher.send(block(2), number=2)
+        publisher.send(block(1), number=3)
+        fed.becomes(6)
+
+
 def test_approximate_blocks_have_a_stream_of_their_own() -> None:
     with Publisher() as publisher, Publisher() as theirs, Fed(publisher) as fed:
         fed.becomes(0)
