@@ -1075,6 +1075,30 @@ def test_words_from_before_a_pause_do_not_count(
         followed.becomes(2)
 
 
+def test_lease_ends_though_the_reading_thread_is_late(nats: NatsServer, raw: Raw) -> None:
+    """Scores stayed certain for as long as that thread did not look."""
+    late = threading.Event()
+    with Followed(nats, lease=1.0) as followed:
+        raw.send("batch", 0, packed(block(0)))
+        raw.beat(followed, 0)
+        followed.becomes(2)
+        followed.replica._nats.soon(late.wait)
+        try:
+            followed.becomes(2, uncertain=True)
+            assert followed.replica.state("w") == "live"
+        finally:
+            late.set()
+
+
+def test_worker_whose_subscription_has_ended_is_certain_again(nats: NatsServer, raw: Raw) -> None:
+    """What its subscription said last of the time made it uncertain for good."""
+    with Followed(nats) as followed:
+        followed.index.set_certain_for(followed.worker, 1)
+        raw.send("batch", 0, packed(block(0)))
+        raw.beat(followed, 0)
+        followed.becomes(2)
+
+
 def test_word_before_the_last_counts_for_a_lease() -> None:
     followed = followed_module._Followed("w", 0)
     followed.bridge, followed.epoch, followed.applied, followed.state = "b", "e", 2, "live"

@@ -46,6 +46,8 @@ _TICK: Final = 0.1
 # Seconds for a snapshot of a store, while which all other messages wait.
 _STORE_PATIENCE: Final = 30.0
 _LEAST_LEASE: Final = 0.5
+# Milliseconds that an index takes.
+_LONGEST: Final = (1 << 31) - 1
 _RETRY: Final = 0.2
 _TRIES: Final = 3
 
@@ -132,6 +134,12 @@ class _Followed:
         self.before_at = self.heard_at = float("-inf")
         # When that word, and all that was read, said the same.
         self.agreed_at = float("-inf")
+
+    def counts_from(self) -> float:
+        """When the word came by which the worker is live."""
+        beat = self.beat
+        has_all = beat is not None and self.applied >= beat.number
+        return self.heard_at if has_all else self.before_at
 
     def judge(self, since: float) -> SubscriptionState:
         """The state, if words that came before a moment do not count."""
@@ -295,10 +303,16 @@ class Replica:
     def _judge(self, followed: _Followed) -> None:
         since = time.monotonic() - self._lease if self._is_connected else float("inf")
         state = followed.judge(since)
-        if state == followed.state:
+        if state == followed.state != "live":
             return
         # The index says it first: who waits for a state finds the index in it.
         try:
+            if state == "live":
+                # A lease ends in the index too: this thread may be late, or the process stopped.
+                left = 1e3 * max(0.0, followed.counts_from() - since)
+                self._index.set_certain_for(followed.worker, min(1 + int(left), _LONGEST))
+            if state == followed.state:
+                return
             self._index.set_uncertain(followed.worker, state != "live")
         except StaleHandleError as error:
             self.error = f"worker {followed.name!r} is gone: {error}"
