@@ -11,7 +11,7 @@ import time
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 from tests.cluster.publisher import CLEARED, SIZE, Publisher, packed, removed, stored
@@ -110,6 +110,62 @@ def test_three_replicas_agree_after_one_batch_in_ten_was_lost(
         for fed in feds:
             fed.index.check()
             assert fed.subscription.counts["gaps"] + fed.subscription.counts["snapshots"] > 5
+
+
+@contextmanager
+def engine(
+    others: int, blocks: int, endpoint: str = "tcp://127.0.0.1:0", replay: str = "tcp://127.0.0.1:0"
+) -> Iterator[Alone]:
+    command = [sys.executable, "-m", "tests.cluster.killed", endpoint, replay]
+    process = subprocess.Popen(
+        [*command, str(others), str(blocks)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        yield Alone(*json.loads(process.stdout.readline()))
+    finally:
+        # As kill -9 does.
+        process.kill()
+        process.communicate()
+
+
+class Alone(NamedTuple):
+    """Where an engine in a process of its own publishes."""
+
+    endpoint: str
+    replay: str
+
+
+@pytest.mark.parametrize("others", [0, 30], ids=["lower number", "higher number"])
+def test_killed_engine_holds_nothing_in_three_replicas(others: int) -> None:
+    with ExitStack() as stack:
+        with engine(0, 9) as one:
+            feds = [stack.enter_context(Fed(one)) for _ in range(3)]
+            for fed in feds:
+                fed.becomes(18)
+        for fed in feds:
+            fed.becomes(0, uncertain=True)
+            assert fed.subscription.wait("stale", 0)
+        # It starts again, with other blocks and fewer of the prompt's.
+        with engine(others, 2, *one):
+            truth = kvtrie.KvIndexer(SIZE, KEY)
+            worker = truth.add_worker("w", NS)
+            for number in range(others):
+                truth.apply(worker, packed(stored([100 + number], None, [1_000 + number, 1])))
+            truth.apply(worker, packed(block(0), block(1)))
+            end = time.monotonic() + SECONDS
+            while any(fed.scores()[1] for fed in feds):
+                assert time.monotonic() < end, feds
+                # Not its old self, at no moment.
+                assert {score for fed in feds for score in [fed.scores()[0]]} <= {0, 2, 4}
+                time.sleep(0.002)
+            until(lambda: {fed.scores() for fed in feds} == {(4, False)}, feds.__repr__)
+            assert {fed.index.digest(fed.worker) for fed in feds} == {truth.digest(worker)}
 
 
 class Sleeper:

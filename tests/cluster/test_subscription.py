@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import pytest
 from tests.cluster.publisher import CLEARED, SIZE, Publisher, packed, removed, stored
@@ -21,10 +21,19 @@ PROMPT = kvtrie.TokenSequence(range(40), NS)
 SECONDS = 20.0
 
 
+class Publishes(Protocol):
+    """Where an engine publishes, in this process or in another."""
+
+    @property
+    def endpoint(self) -> str: ...
+    @property
+    def replay(self) -> str: ...
+
+
 class Fed:
     """An index with one worker that a publisher feeds."""
 
-    def __init__(self, publisher: Publisher, *, replay: bool = True, **options: Any) -> None:
+    def __init__(self, publisher: Publishes, *, replay: bool = True, **options: Any) -> None:
         self.index = kvtrie.KvIndexer(SIZE, KEY)
         self.worker = self.index.add_worker("w", NS)
         asked = publisher.replay if replay else None
