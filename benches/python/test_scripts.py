@@ -16,6 +16,7 @@ import generate
 import hostile
 import limits
 import moved
+import paths
 import pytest
 import replicas
 import reuse
@@ -80,6 +81,21 @@ def test_replicas(capsys: pytest.CaptureFixture[str]) -> None:
     assert rate.endswith("reach all 3 replicas")
     assert latency.startswith("one every 20 ms: ")
     assert ", of 1, from its start until all replicas are live" in recovery
+
+
+@pytest.mark.parametrize("shape", paths.SHAPES, ids=str)
+def test_paths(shape: paths.Shape) -> None:
+    small = shape._replace(blocks=shape.blocks // 50, branches=min(shape.branches, 2))
+    small = small._replace(workers=shape.workers // 8, holes=shape.holes // 8)
+    _, found = paths.measured(small, 1)
+    index, _ = paths.filled(small)
+    index.check()
+    stats = index.stats()
+    assert stats["blocks"] == small.blocks + small.branches
+    assert stats["edges"] >= 1 + 2 * small.branches - 1
+    assert stats["entries"] == small.workers * small.blocks + small.branches - small.holes
+    assert found <= paths.BLOCK_SIZE * small.workers * small.blocks
+    assert (found < paths.BLOCK_SIZE * small.workers * small.blocks) == bool(small.holes)
 
 
 def test_fleet() -> None:
