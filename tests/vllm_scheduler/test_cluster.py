@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from contextlib import suppress
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -18,6 +19,18 @@ from tests.vllm_scheduler.test_events import (
     listen,
     probes,
 )
+from tests.vllm_scheduler.test_exact import (
+    ASSISTANT,
+    END,
+    EXACT,
+    HEAD,
+    STOP,
+    THINK,
+    USER,
+    end,
+    message,
+    words,
+)
 from tests.vllm_scheduler.test_traffic import SMALL, Run
 from tests.vllm_scheduler.worker import BLOCK
 
@@ -28,6 +41,7 @@ if TYPE_CHECKING:
 
     from tests.vllm_scheduler.core import Core
 
+NUM_TALKS = 40
 SHARED = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
 
 
@@ -84,6 +98,70 @@ def test_an_index_of_workers_answers_what_vllm_finds(
     assert fed.num_others > 0
     assert num_moved > 0
     fed.index.check()
+    assert vllm.counts["errors"] == 0
+
+
+@in_flight
+def test_an_index_has_what_vllm_finds_after_dead_reasoning_and_twins(
+    core: Callable[..., Core], in_flight: bool
+) -> None:
+    """Blocks that are evicted out of the middle, and prompts that are computed twice at once."""
+    options = SMALL | {"kv_events_config": enabled()}
+    vllm = core(connector=EXACT, in_flight=in_flight, **options)
+    index = kvtrie.KvIndexer(BLOCK, b"the key of tests")
+    worker = index.add_worker("vllm", SHARED)
+    encode = msgspec.msgpack.Encoder().encode
+    copies: Counter[Any] = Counter()
+    num_twins = num_removed = 0
+
+    def take(batch: Any) -> None:
+        nonlocal num_twins, num_removed
+        index.apply(worker, encode(batch))
+        for event in batch.events:
+            hashes = getattr(event, "block_hashes", ())
+            if type(event).__name__ == "BlockStored":
+                num_twins += sum(copies[one] > 0 for one in hashes)
+                copies.update(hashes)
+            else:
+                num_removed += len(hashes)
+                copies.subtract(hashes)
+
+    vllm.scheduler.kv_event_publisher.publish = take
+    rng, seen = Random(7), list[list[int]]()
+    num_holes = num_over = num_under = num_found = 0
+    for talk in range(NUM_TALKS):
+        question = [*HEAD, *message(USER, rng.randrange(10, 60), 2 * talk), ASSISTANT]
+        reasoning = [THINK, *words(rng.randrange(40, 160), 2 * talk + 1), STOP]
+        seen.append([*question, *reasoning, *words(rng.randrange(10, 90), talk), END])
+        end(vllm, seen[-1])
+        # Both write the same answer at once, each into blocks of its own.
+        twin = [*HEAD, *message(USER, rng.randrange(40, 90), -1 - talk), ASSISTANT]
+        names = [vllm.add(twin, max_tokens=2 * BLOCK) for _ in range(2)]
+        vllm.drain()
+        seen.append(twin + vllm.answers[names[0]].tokens)
+        # What comes next evicts a few blocks at a time.
+        for turn in range(4):
+            vllm.ask(words(2 * BLOCK + 1, 1_000 + 4 * talk + turn), max_tokens=1)
+            for _ in range(NUM_PROBES // NUM_TALKS // 4):
+                # Of those that are being evicted.
+                history = rng.choice(seen[-8:])
+                probe = history[: rng.randrange(1, len(history) + 1)] + words(rng.randrange(3), 1)
+                scores = index.find_matches(kvtrie.TokenSequence(probe, SHARED), keep_last=1)
+                assert not scores.uncertain[0]
+                claimed, found = int(scores.exact[0]), finds(vllm, probe)
+                num_over += claimed > found
+                num_under += claimed < found
+                num_found += found > 0
+            stats = index.stats()
+            num_holes = max(num_holes, stats["blocks"] - stats["entries"])
+    assert (num_over, num_under) == (0, 0)
+    assert num_found > NUM_PROBES // 20
+    assert vllm.counts["blocks_dead"] > NUM_TALKS
+    assert min(num_twins, num_removed) > NUM_TALKS
+    assert num_holes > 0
+    # Each copy was counted.
+    assert index.worker_stats(worker)["unknown_removals"] == 0
+    index.check()
     assert vllm.counts["errors"] == 0
 
 
