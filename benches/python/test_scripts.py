@@ -23,7 +23,7 @@ import reuse
 import splice
 import traces
 import turns
-from forest import QUICK
+from forest import BLOCK_SIZE, QUICK
 from tests.tags.templates import CHATML, tokenizer_of
 from workloads.registry import WORKLOADS
 
@@ -94,8 +94,8 @@ def test_paths(shape: paths.Shape) -> None:
     assert stats["blocks"] == small.blocks + small.branches
     assert stats["edges"] >= 1 + 2 * small.branches - 1
     assert stats["entries"] == small.workers * small.blocks + small.branches - small.holes
-    assert found <= paths.BLOCK_SIZE * small.workers * small.blocks
-    assert (found < paths.BLOCK_SIZE * small.workers * small.blocks) == bool(small.holes)
+    assert found <= BLOCK_SIZE * small.workers * small.blocks
+    assert (found < BLOCK_SIZE * small.workers * small.blocks) == bool(small.holes)
 
 
 def test_fleet() -> None:
