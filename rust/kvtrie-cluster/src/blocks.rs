@@ -42,6 +42,17 @@ pub(crate) enum NotStored {
     Alias(Slot),
 }
 
+/// What became of blocks that waited for one, and cannot be stored.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Lost {
+    /// The lane has reached `max_blocks`.
+    pub(crate) over_limit: u64,
+    /// The lane holds the block under another hash.
+    pub(crate) aliases: u64,
+    /// The hash names another block already.
+    pub(crate) conflicts: u64,
+}
+
 #[derive(Debug, Default)]
 struct LaneState {
     holdings: Holdings,
@@ -399,12 +410,13 @@ impl Blocks {
         true
     }
 
-    /// Stores what waited for a block, in this lane, and what waited for that. Returns the number of blocks attached.
-    pub(crate) fn attach(&mut self, lane: Lane, hash: u64, slot: Slot) -> usize {
+    /// Stores what waited for a block, in this lane, and what waited for that. Returns what is not taken.
+    pub(crate) fn attach(&mut self, lane: Lane, hash: u64, slot: Slot) -> Lost {
+        let mut lost = Lost::default();
         if self.holdings(lane).num_parked() == 0 {
-            return 0;
+            return lost;
         }
-        let (mut known, mut attached) = (vec![(hash, slot)], 0);
+        let mut known = vec![(hash, slot)];
         while let Some((parent, slot)) = known.pop() {
             while let Some(hash) = self.holdings(lane).next_waiting(parent) {
                 let Some(parked) = self.lanes[lane as usize].holdings.unpark(hash) else {
@@ -414,14 +426,18 @@ impl Blocks {
                     hash,
                     contents: parked.contents,
                 };
-                let stored = self.store(lane, Above::Block(slot), &block, parked.copies);
-                if let Ok(slot) = stored {
-                    known.push((hash, slot));
-                    attached += 1;
+                match self.store(lane, Above::Block(slot), &block, parked.copies) {
+                    Ok(slot) => known.push((hash, slot)),
+                    Err(NotStored::Alias(slot)) => {
+                        lost.aliases += 1;
+                        known.push((hash, slot));
+                    }
+                    Err(NotStored::Full) => lost.over_limit += 1,
+                    Err(NotStored::Conflict) => lost.conflicts += 1,
                 }
             }
         }
-        attached
+        lost
     }
 
     /// Keeps a block until its parent arrives, if there is room and its hash names no other that waits.

@@ -556,10 +556,18 @@ impl KvIndexer {
             match blocks.store(lane, before, block, Copies::of(event.tier)) {
                 Ok(slot) => {
                     stats.stored += 1;
-                    blocks.attach(lane, block.hash, slot);
+                    let mut lost = blocks.attach(lane, block.hash, slot);
+                    worker.is_incomplete |= lost.aliases > 0 && !is_approximate;
                     if let Some(other) = approximate {
-                        blocks.attach(other, block.hash, slot);
+                        let more = blocks.attach(other, block.hash, slot);
+                        lost.over_limit += more.over_limit;
+                        lost.aliases += more.aliases;
+                        lost.conflicts += more.conflicts;
                     }
+                    stats.over_limit += lost.over_limit;
+                    stats.aliases += lost.aliases;
+                    stats.conflicts += lost.conflicts;
+                    worker.is_incomplete |= lost.over_limit + lost.conflicts > 0;
                     above = Some(Above::Block(slot));
                 }
                 Err(NotStored::Alias(slot)) => {

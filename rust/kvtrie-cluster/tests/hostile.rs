@@ -246,6 +246,39 @@ fn a_second_hash_of_a_block_makes_its_worker_uncertain() {
     assert_eq!(ask(&index).uncertain, [false, false]);
 }
 
+/// It was dropped when its parent came, and nobody was told.
+#[test]
+fn what_waited_and_cannot_be_stored_is_counted() {
+    let (mut index, _, hostile) = two();
+    // One block under two hashes, which wait for the same parent.
+    for hash in [71, 72] {
+        let waits = stored(&[hash], Some(70), &[3, 4], "GPU");
+        apply(&mut index, hostile, &[waits]);
+    }
+    let parent = stored(&[70], None, &[1, 2], "GPU");
+    apply(&mut index, hostile, &[parent]);
+    let stats = index.worker_stats(hostile).unwrap();
+    assert_eq!((stats.aliases, stats.over_limit), (1, 0));
+    assert_eq!((stats.entries, stats.parked), (2, 0));
+    assert_eq!(ask(&index).uncertain, [false, true]);
+    apply(&mut index, hostile, &[cleared()]);
+    // All blocks but one that it may have, and one that waits for the last.
+    for round in 0..99_u32 {
+        let one = stored(&[1_000 + u64::from(round)], None, &[round, 7], "GPU");
+        apply(&mut index, hostile, &[one]);
+    }
+    let waits = stored(&[81], Some(80), &[3, 4], "GPU");
+    apply(&mut index, hostile, &[waits]);
+    assert_eq!(ask(&index).uncertain, [false, false]);
+    let parent = stored(&[80], None, &[1, 2], "GPU");
+    apply(&mut index, hostile, &[parent]);
+    let stats = index.worker_stats(hostile).unwrap();
+    assert_eq!((stats.aliases, stats.over_limit), (1, 1));
+    assert_eq!((stats.entries, stats.parked), (100, 0));
+    assert_eq!(ask(&index).uncertain, [false, true]);
+    index.check().unwrap();
+}
+
 /// A text of one block again and again: each worker lists some of them.
 #[test]
 fn repeated_tokens_cost_each_worker_its_own_hints() {

@@ -116,7 +116,7 @@ class Retention:
         had = passes[ids]
         passes[ids] = 0
         passes[list(others)] = 0
-        had[self._num_needed(ids) :] = 0
+        had[self._num_needed(ids) if self._kept else 0 :] = 0
         free = len(passes) * KEPT - np.count_nonzero(passes) - np.count_nonzero(had) - spare
         # How many blocks without passes the first ones have.
         fresh = np.cumsum(had == 0)
