@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use kvtrie_core::{Error, ErrorKind, Item, Namespace, Result, TokenSequence};
 
-use crate::blocks::{AT_ONCE, Above, Blocks, NotStored};
+use crate::blocks::{AT_ONCE, Above, Blocks, Lost, NotStored};
 use crate::config::IndexerConfig;
 use crate::error::{EventError, EventRefusal};
 use crate::events::{BlocksAhead, Event, EventBatch, EventReader, Refused, Stored, Tier};
@@ -64,6 +64,16 @@ pub struct WorkerStats {
     pub parked: u64,
     /// Blocks that the worker has added to the index.
     pub blocks: u64,
+}
+
+impl WorkerStats {
+    /// Counts what waited and cannot be stored; whether the worker's scores may be too low, or last too long, for it.
+    fn lose(&mut self, lost: Lost, is_approximate: bool) -> bool {
+        self.over_limit += lost.over_limit;
+        self.aliases += lost.aliases;
+        self.conflicts += lost.conflicts;
+        lost.over_limit + lost.conflicts > 0 || (lost.aliases > 0 && !is_approximate)
+    }
 }
 
 /// What is counted of an index.
@@ -556,18 +566,10 @@ impl KvIndexer {
             match blocks.store(lane, before, block, Copies::of(event.tier)) {
                 Ok(slot) => {
                     stats.stored += 1;
-                    let mut lost = blocks.attach(lane, block.hash, slot);
-                    worker.is_incomplete |= lost.aliases > 0 && !is_approximate;
-                    if let Some(other) = approximate {
-                        let more = blocks.attach(other, block.hash, slot);
-                        lost.over_limit += more.over_limit;
-                        lost.aliases += more.aliases;
-                        lost.conflicts += more.conflicts;
+                    for own in [Some(lane), approximate].into_iter().flatten() {
+                        let lost = blocks.attach(own, block.hash, slot);
+                        worker.is_incomplete |= stats.lose(lost, is_approximate || own != lane);
                     }
-                    stats.over_limit += lost.over_limit;
-                    stats.aliases += lost.aliases;
-                    stats.conflicts += lost.conflicts;
-                    worker.is_incomplete |= lost.over_limit + lost.conflicts > 0;
                     above = Some(Above::Block(slot));
                 }
                 Err(NotStored::Alias(slot)) => {
