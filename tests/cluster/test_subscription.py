@@ -215,7 +215,7 @@ def test_subscriber_that_sleeps_says_so() -> None:
 
 
 def test_topic_that_begins_alike_is_another_stream() -> None:
-    """Of an engine behind the same broker: its blocks were the worker's, and certain."""
+    """Of an engine with the same broker: its blocks were the worker's, and certain."""
     with Publisher() as publisher, Fed(publisher, replay=False, topic="decode-1") as fed:
         publisher.topic = b"decode-1"
         sends_until(lambda: publisher.send(block(0), number=0), fed, "live")

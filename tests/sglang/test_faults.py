@@ -25,6 +25,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "moving": {"page_size": 4, "num_slots": 1000, "turns": 3, "settings": json.dumps(GAPS)},
     "store": {"page_size": 16, "num_slots": 800, "settings": json.dumps({**GAPS, "store": STORE})},
 }
+# One of the servers shows what all have in common.
+SERVERS = [pytest.param(one, marks=[pytest.mark.long] * (one != "exact")) for one in KINDS]
 METHODS = public(KvtrieCache)
 # Methods of the cache that call none of its parts, and those of a setting that none of these has.
 WITHOUT_PARTS = {"dfs_weight_order", "load_back_is_cache_owned"}
@@ -59,7 +61,7 @@ def balanced(found: dict[str, Any]) -> None:
     assert {name: found[name] for name in names} == dict.fromkeys(names, 0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SERVERS)
 @pytest.mark.parametrize("method", [*METHODS, EVERY])
 def test_a_method_in_which_a_call_fails(model: str, kind: str, method: str) -> None:
     """Each call of a part raises, a few times each; other requests go on."""
@@ -81,6 +83,7 @@ def test_a_method_in_which_a_call_fails(model: str, kind: str, method: str) -> N
         assert replies == [first] * len(replies)
 
 
+@pytest.mark.long
 def test_what_a_method_calls_is_tried(model: str) -> None:
     """Of each method that the cache has itself, in one of the servers."""
     sites: dict[str, set[str]] = {}
@@ -99,7 +102,7 @@ def test_what_a_method_calls_is_tried(model: str) -> None:
     assert sum(map(len, raised.values())) > 100
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SERVERS)
 def test_an_abort_after_any_number_of_steps(model: str, kind: str) -> None:
     """Before its match, between its chunks, in each step of its reply, and after its end."""
     found = ran(model, kind)["found"]["aborts"]
@@ -115,7 +118,7 @@ def test_an_abort_after_any_number_of_steps(model: str, kind: str) -> None:
     assert found["outputs"] == [first] * len(found["outputs"])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SERVERS)
 def test_a_pool_without_room_for_copies(model: str, kind: str) -> None:
     found = ran(model, kind)["found"]["full"]
     lives(found)
