@@ -193,7 +193,7 @@ def test_conversations_share_the_window_of_a_common_prompt(
 def test_requests_of_several_conversations_run_at_once(
     make: Make, ids: Ids, reference: Any, drain: Check, check_drained: Check
 ) -> None:
-    """With blocks for one and a half of them, they wait and are preempted, and answer the same."""
+    """With blocks for one and a half of them, they answer as each alone."""
     generator = make("gemma3", num_blocks=40, num_window_blocks=PER_SESSION + 2, prefill_chunk=7)
     plain = reference("gemma3")
     prompts = [ids(30 + number, seed=number).tolist() for number in range(4)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tests.property.twin import REFUSED, Pair, Plans, Twin
@@ -113,7 +114,7 @@ class GroupTwin(Twin):
             end = self.rng.randint(0, len(plans.pair.model))
         found = []
         for plan in (plans.real, plans.model):
-            moves = _outcome(lambda: plan.moves(table, start, end, group=name))  # noqa: B023
+            moves = _outcome(partial(plan.moves, table, start, end, group=name))
             found.append(moves if isinstance(moves, str) else moves.tolist())
         self.same(f"moves of {name} in {plans.model}", *found)
         self.counts["plans, windows carried"] += bool(found[1]) and not isinstance(found[1], str)

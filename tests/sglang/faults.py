@@ -241,12 +241,12 @@ DIRECT = {
 def direct(server: Server, method: str, ids: list[int]) -> None:
     """Call a method that SGLang's scheduler does not call of such requests."""
     import torch  # noqa: PLC0415 - inside SGLang's process
-    from sglang.srt.mem_cache.base_prefix_cache import (  # noqa: PLC0415
+    from sglang.srt.mem_cache.base_prefix_cache import (  # noqa: PLC0415 - likewise
         CacheRequestHandle,
         InsertParams,
         MatchPrefixParams,
     )
-    from sglang.srt.mem_cache.radix_cache import RadixKey  # noqa: PLC0415
+    from sglang.srt.mem_cache.radix_cache import RadixKey  # noqa: PLC0415 - likewise
 
     cache, pool = server.cache, server.scheduler.token_to_kv_pool_allocator
     key = RadixKey(array("q", ids))
@@ -406,7 +406,7 @@ class Runs:
         return found | {"refused": refused["alloc"]}
 
     def balance(self) -> dict[str, Any]:
-        from sglang.srt.mem_cache.base_prefix_cache import EvictParams  # noqa: PLC0415
+        from sglang.srt.mem_cache.base_prefix_cache import EvictParams  # noqa: PLC0415 - likewise
 
         server, cache = self.server, self.cache
         pool = server.scheduler.token_to_kv_pool_allocator

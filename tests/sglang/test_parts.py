@@ -402,37 +402,18 @@ def test_what_may_have_left_is_not_read_if_it_cannot_be_locked(
     side.cache.unlock(lock)
 
 
+@pytest.mark.parametrize("who", ["kvtrie", "sglang"])
 def test_pages_that_could_not_be_given_back_are_given_back_with_the_next(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, who: str
 ) -> None:
+    """Their ids were free already where SGLang's pool failed: no page was ever given back again."""
     side = one_side(4)
     side.insert(list(range(40)))
-    free, calls = side.cache._slots.free, []
-
-    def once(*given: Any) -> None:
-        calls.append(given)
-        if len(calls) <= 2:
-            msg = "it fails for the test"
-            raise RuntimeError(msg)
-        free(*given)
-
-    monkeypatch.setattr(side.cache._slots, "free", once)
-    assert side.evict(8) == 0
-    # Their pages are the cache's, and of no use until then.
-    assert (side.cache.total_size(), side.cache.evictable_size()) == (40, 32)
-    assert side.evict(8) == 16
-    assert (side.cache.total_size(), side.cache.evictable_size()) == (24, 24)
-    assert len(side.pool.free) == 14
-    assert side.cache.counts == {"_free_pages": 2}
-
-
-def test_pages_that_sglang_does_not_take_are_given_back_with_the_next(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Their ids were free already, so that no page was ever given back again."""
-    side = one_side(4)
-    side.insert(list(range(40)))
-    free, calls = side.pool.free_segment, []
+    owner, name = {
+        "kvtrie": (side.cache._slots, "free"),
+        "sglang": (side.pool, "free_segment"),
+    }[who]
+    free, calls = getattr(owner, name), []
 
     def once(*given: Any, **more: Any) -> None:
         calls.append(given)
@@ -441,8 +422,9 @@ def test_pages_that_sglang_does_not_take_are_given_back_with_the_next(
             raise RuntimeError(msg)
         free(*given, **more)
 
-    monkeypatch.setattr(side.pool, "free_segment", once)
+    monkeypatch.setattr(owner, name, once)
     assert side.evict(8) == 0
+    # Their pages are the cache's, and of no use until then.
     assert (side.cache.total_size(), side.cache.evictable_size()) == (40, 32)
     assert side.evict(8) == 16
     assert (side.cache.total_size(), side.cache.evictable_size()) == (24, 24)

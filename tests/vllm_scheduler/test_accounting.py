@@ -212,11 +212,8 @@ def test_a_request_that_waits_is_planned_when_something_has_changed(
         assert vllm.counts["tokens_moved"] + vllm.counts["tokens_exact"] > 0
 
 
-def test_a_plan_that_is_not_kept_is_released(
-    core: Callable[..., Core], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Where a request that waits is planned in each step, each plan was left to be collected.
-    vllm = core(connector=UNCHECKED | {"shadow": True}, blocks=60, max_model_len=608)
+def waiting(vllm: Core) -> tuple[str, int]:
+    """A request without room next to a running one; how many of its tokens are cached."""
     cached = QUESTION + REASONING + ANSWER
     vllm.ask(cached, max_tokens=1)
     vllm.add(words(22 * BLOCK, 50), max_tokens=100)
@@ -224,6 +221,15 @@ def test_a_plan_that_is_not_kept_is_released(
         vllm.step()
     start = cached[: len(cached) // BLOCK * BLOCK - 4]
     name = vllm.add(start + words(584 - len(start), 51), max_tokens=4)
+    return name, len(start)
+
+
+def test_a_plan_that_is_not_kept_is_released(
+    core: Callable[..., Core], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Where a request that waits is planned in each step, each plan was left to be collected.
+    vllm = core(connector=UNCHECKED | {"shadow": True}, blocks=60, max_model_len=608)
+    name, _ = waiting(vllm)
     planner, promised = vllm.connector.planner, []
     match = planner.match
 
@@ -247,15 +253,9 @@ def test_a_plan_that_is_not_kept_is_released(
 def test_a_request_that_waits_leaves_the_prefix_its_order(core: Callable[..., Core]) -> None:
     # Its sources were freed with the first block first, which vLLM then evicted before the others.
     vllm = core(connector={"mode": "exact"}, blocks=60, max_model_len=608)
-    cached = QUESTION + REASONING + ANSWER
-    vllm.ask(cached, max_tokens=1)
-    vllm.add(words(22 * BLOCK, 50), max_tokens=100)
-    for _ in range(3):
-        vllm.step()
-    start = cached[: len(cached) // BLOCK * BLOCK - 4]
-    name = vllm.add(start + words(584 - len(start), 51), max_tokens=4)
+    name, num_cached = waiting(vllm)
     vllm.drain()
     prefill = vllm.answers[name].prefill
     assert prefill is not None
     # What the other request needed more than there was.
-    assert prefill.num_local_cached_tokens >= len(start) // BLOCK * BLOCK - BLOCK
+    assert prefill.num_local_cached_tokens >= num_cached // BLOCK * BLOCK - BLOCK

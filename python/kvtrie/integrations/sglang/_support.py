@@ -90,7 +90,11 @@ def make(context: TreeCacheBuildContext) -> KvtrieCache:
     # All ranks have the same settings, so they come here alike; what is read below they may not.
     seed = shared_seed(params, args.tp_size, num_pages)
     tagger = tagger_of(args)
-    moving, why, is_gate_of_another = None, "exact reuse only (the gate is of another model)", False
+    moving, why, is_gate_of_another = (
+        None,
+        "exact reuse only (the gate is of another model)",
+        False,
+    )
     try:
         moving, why = _moving_of(context, tagger)
     except gates.GateMismatchError as error:
@@ -113,7 +117,7 @@ def make(context: TreeCacheBuildContext) -> KvtrieCache:
         counts_for_all=context.tp_rank == 0,
     )
     if is_gate_of_another:
-        cache._count("gate")  # noqa: SLF001 - its own
+        cache._count("gate")  # noqa: SLF001 - a failure of making it
     _LOG.info(
         "kvtrie: prefix cache of %d pages of %d tokens, in SGLang %s; %s",
         num_pages,

@@ -159,6 +159,10 @@ class Handle:
             self._blocks = found if new is None else np.concatenate([found, new.blocks])
         return self._blocks
 
+    def forget_blocks(self) -> None:
+        """Its blocks are another prompt's by now: it has none."""
+        self.found, self.new, self._blocks = None, None, _NO_BLOCKS
+
     @property
     def lock_failed(self) -> bool:
         """Whether what locks it is not in the index, which then may evict what is locked."""
@@ -667,7 +671,7 @@ class KvtrieCache(BasePrefixCache):
         if not node.locks and node.epoch != self._epoch:
             # They may be another prompt's by now. SGLang, which locks what it has just matched,
             # then ends with an error, and reads none of them.
-            node.found, node.new, node._blocks = None, None, _NO_BLOCKS  # noqa: SLF001 - its own
+            node.forget_blocks()
         node.locks += (node.blocks,)
         self._held.update(node.blocks.tolist())
 
@@ -1188,7 +1192,7 @@ class KvtrieCache(BasePrefixCache):
             self._take_back(self._index.discard(blocks[-(-start // size) : end // size]))
 
     def _removed(self, blocks: NDArray[np.int32]) -> None:
-        """Publish that pages left; if that fails, that all did: nobody is told more than is there.
+        """Publish that pages left; if that fails, that all did: no subscriber counts more.
 
         What is still cached is published again when a request continues it.
         """

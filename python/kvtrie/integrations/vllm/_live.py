@@ -134,9 +134,6 @@ class LiveRequests:
     def unfollow(self, request_id: str) -> LiveRequest | None:
         """Let vLLM go on with a request alone; returns its state so far."""
         live = self.live.pop(request_id, None)
-        if live is None:
-            return None
-        latest = live.latest
-        if live.pending is not None or (latest is not None and latest.plan is not None):
+        if live is not None:
             self.drop(request_id, live)
         return live

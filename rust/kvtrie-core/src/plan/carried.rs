@@ -68,7 +68,7 @@ impl ReusePlan {
     /// `num_blocks`, an id twice, or one that the plan reads or has in place in the group.
     ///
     /// # Complexity
-    /// O(segments · log segments), and per copy O(log copies).
+    /// O(table), and O(log copies) for each copy of the group, also for those outside of the range.
     pub fn moves_of_group(
         &self,
         group: usize,
