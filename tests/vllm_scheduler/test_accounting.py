@@ -175,6 +175,7 @@ def test_a_request_that_waits_is_planned_when_something_has_changed(
     sources = vllm.connector.planner.half.sources
     asked, planned = [], []
     match, plan = vllm.connector.planner.match, sources.plan
+    find_nothing = vllm.connector.planner.half.reasons.find_nothing
 
     def matching(request: Any, num_local: int) -> int | None:
         asked.append(request)
@@ -185,8 +186,13 @@ def test_a_request_that_waits_is_planned_when_something_has_changed(
         planned.append(given)
         return plan(*given)
 
+    def finding(*given: Any) -> Any:
+        planned.append(given)
+        return find_nothing(*given)
+
     monkeypatch.setattr(vllm.connector.planner, "match", matching)
     monkeypatch.setattr(sources, "plan", planning)
+    monkeypatch.setattr(vllm.connector.planner.half.reasons, "find_nothing", finding)
     cached = QUESTION + REASONING + ANSWER
     cached = cached[: len(cached) // BLOCK * BLOCK - 4]
     start = {True: cached, False: words(len(EDITED), 60)}[finds]
@@ -198,7 +204,7 @@ def test_a_request_that_waits_is_planned_when_something_has_changed(
     assert not vllm.answers[running].finished
     assert not vllm.answers[name].tokens
     assert len(asked) == 80
-    # Plans for why tokens are computed are among them.
+    # Questions whether there is anything to plan are among them.
     before = len(planned)
     assert before <= 2
     # What is indexed meanwhile may bring more.

@@ -241,8 +241,35 @@ def test_a_plan_that_is_given_up(
 ) -> None:
     vllm = core(connector=ALL)
     vllm.ask(TURN)
-    monkeypatch.setattr(vllm.connector.planner._plans, "of", lambda _: None)
+    monkeypatch.setattr(vllm.connector.planner._plans, "of", lambda *_: None)
     assert computed(vllm, EDITED) == {"stale": 198}
+
+
+@pytest.mark.parametrize("connector", [ALL, {"mode": "exact"}], ids=["moving", "exact"])
+def test_what_is_not_planned_has_the_reason_that_it_has_with_a_plan(
+    core: Callable[..., Core], monkeypatch: pytest.MonkeyPatch, connector: dict[str, Any]
+) -> None:
+    vllm = core(connector=connector, **SMALL)
+    half = vllm.connector.planner.half
+    find_nothing = half.reasons.find_nothing
+    found = []
+
+    def finding(request: Any, live: Any) -> bool:
+        if not find_nothing(request, live):
+            return False
+        only, live.why = live.why.only, None
+        plan = half.sources.plan(live.seq, live.policy, live.session)
+        assert plan.num_exact == plan.num_approximate == 0
+        half.reasons.look(request, live, plan, 0, [(0, 0)], resumes=False)
+        found.append((only, live.why.only))
+        return True
+
+    monkeypatch.setattr(half.reasons, "find_nothing", finding)
+    Run(vllm, seed=17).go(200)
+    assert vllm.counts["errors"] == 0
+    assert [one for one, _ in found] == [other for _, other in found]
+    assert len(found) > 20
+    assert len(set(found)) > 2
 
 
 def test_requests_without_room(core: Callable[..., Core]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -228,15 +229,33 @@ def test_a_turn_of_an_untagged_request_is_not_stored_and_its_prompt_looked_up_un
 
 
 def test_openings_say_where_the_last_message_begins_where_tags_do_not() -> None:
-    seq = kvtrie.TokenSequence(
-        [1, 2, 9, 9, 1, 3, 9, 1, 2, 9, 1, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    prompt = [1, 2, 9, 9, 1, 3, 9, 1, 2, 9, 1, 3]
+    space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+
+    def found(**given: Any) -> int | None:
+        # What the model answers begins no message of a user, whatever it spells.
+        seq = kvtrie.TokenSequence([*prompt, 1, 2, 9], space)
+        return LiveRequest(seq, kvtrie.EXACT_ONLY, **given).find_moved_end(len(prompt))
+
+    assert found() is None
+    assert found(openings=Openings(((1, 2),))) == 7
+    assert found(openings=Openings(((1, 2),)), is_untagged=True) == 0
+
+
+@pytest.mark.parametrize("num_answered", [0, 3])
+def test_the_last_message_is_looked_for_in_the_prompt_alone(num_answered: int) -> None:
+    tagger = Tagger.from_ids(user=[1], assistant=[2], end=[3])
+    prompt, answer = [1, 40, 41, 3, 2, 42, 3, 1, 43, 3, 2], [1, 44, 45]
+    space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    live = LiveRequest(
+        kvtrie.TokenSequence([*prompt, *answer[:num_answered]], space),
+        kvtrie.EXACT_ONLY,
+        new_reading=partial(Reading, tagger, Counts()),
     )
-    live = LiveRequest(seq, kvtrie.EXACT_ONLY)
-    assert live.read_moved_end() is None
-    live.openings = Openings(((1, 2),))
-    assert live.read_moved_end() == 7
-    live.is_untagged = True
-    assert live.read_moved_end() == 0
+    assert live.find_moved_end(len(prompt)) == 7
+    # Once: what is written later changes nothing.
+    live.seq.extend([1, 46])
+    assert live.find_moved_end(len(prompt)) == 7
 
 
 def test_states_of_tokens_that_are_final_are_not_kept() -> None:

@@ -30,7 +30,6 @@ from kvtrie.integrations.vllm._retention import HEADS, Retention
 from kvtrie.integrations.vllm._settings import is_last, request_policy, session_of
 from kvtrie.integrations.vllm._sources import used_by
 from kvtrie.integrations.vllm._support import copies_exact_kv, is_whole
-from kvtrie.integrations.vllm._tags import Reading
 from kvtrie.integrations.vllm._vllm import RequestStatus
 
 if TYPE_CHECKING:
@@ -115,9 +114,8 @@ class ExactPlanner:
         is_last(request)
         space = half.space_of(request.cache_salt, adapter_of(request))
         seq = TokenSequence(request.prompt_token_ids, space)
-        reading = None if half.tagger is None else Reading(half.tagger, self._counts)
         self._requests.live[request.request_id] = LiveRequest(
-            seq, EXACT_ONLY, reading=reading, session=session
+            seq, EXACT_ONLY, new_reading=half.new_reading, session=session
         )
 
     # --- admission ---------------------------------------------------------------------------
@@ -143,6 +141,9 @@ class ExactPlanner:
         key, latest = half.latest(request, live, num_local)
         if latest is not None:
             return self._promise(request, live, latest)
+        if half.finds_nothing(request, live, num_local):
+            live.latest = LatestPlan(key, [])
+            return 0
         made = half.sources.plan(live.seq, EXACT_ONLY)
         if made is None:
             self._counts.add("plans_stale")

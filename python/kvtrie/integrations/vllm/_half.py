@@ -5,7 +5,7 @@ A planner has one of these, and decides what its requests reuse (`_planner`, `_e
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Final
 
 from kvtrie._core import SHARED, Namespace
@@ -25,7 +25,7 @@ from kvtrie.integrations.vllm._recovery import Recovery
 from kvtrie.integrations.vllm._runners import MovedRequests
 from kvtrie.integrations.vllm._sources import Sources
 from kvtrie.integrations.vllm._stored import StoreRequests
-from kvtrie.integrations.vllm._tags import tagger_of
+from kvtrie.integrations.vllm._tags import Reading, tagger_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -77,6 +77,7 @@ class Half:
         recording: What records requests; None: nothing.
         guard: What logs and counts errors.
         tagger: What finds kinds of tokens; None without a chat format.
+        new_reading: Begins to read a request's spans; None likewise.
         space_of: The namespace of a salt and an adapter.
     """
 
@@ -99,7 +100,8 @@ class Half:
         self._counts = counts
         self.guard = Guard(counts)
         self.space_of = lru_cache(maxsize=_MAX_NAMESPACES)(self._new_namespace)
-        self.tagger = tagger_of(settings, vllm_config)
+        self.tagger = tagger = tagger_of(settings, vllm_config)
+        self.new_reading = None if tagger is None else partial(Reading, tagger, counts)
         self.sources = Sources(pool, block_size, decision.policy, seed=settings.seed)
         self.held = Held(pool)
         self.requests = LiveRequests(pool, block_size, counts, self.held)
@@ -158,6 +160,15 @@ class Half:
         if live is not None:
             self.offers.admitted(request, live)
         return live
+
+    def finds_nothing(self, request: Request, live: LiveRequest, num_local: int) -> bool:
+        """Whether it is clear without a plan that nothing of a prompt can be reused.
+
+        Most prompts of which vLLM has no block are such, and a plan takes longer than the question.
+        """
+        if num_local or live.account.reached or self.reasons is None or self.stored is not None:
+            return False
+        return bool(self.guard.call(self.reasons.find_nothing, request, live))
 
     def latest(
         self, request: Request, live: LiveRequest, num_local: int

@@ -21,7 +21,7 @@ from kvtrie.integrations.vllm._requests import LatestPlan, LiveRequest, Pending,
 from kvtrie.integrations.vllm._settings import request_policy, session_of
 from kvtrie.integrations.vllm._sources import used_by
 from kvtrie.integrations.vllm._support import is_whole, window_of
-from kvtrie.integrations.vllm._tags import Reading, openings_of
+from kvtrie.integrations.vllm._tags import openings_of
 from kvtrie.integrations.vllm._vllm import RequestStatus, maybe_convert_block_hash
 
 if TYPE_CHECKING:
@@ -141,19 +141,16 @@ class Planner:
             policy = EXACT_ONLY
         space = half.space_of(request.cache_salt, adapter)
         seq = TokenSequence(request.prompt_token_ids, space)
-        reading = None if half.tagger is None else Reading(half.tagger, self._counts)
         live = LiveRequest(
             seq,
             policy,
-            reading=reading,
+            new_reading=half.new_reading,
             openings=self._openings,
             session=session,
             is_uncalibrated=is_uncalibrated,
         )
         if self._settings.shadow:
             live.shadow_policy = might
-        if might.approximate:
-            live.moved_end = live.read_moved_end()
         self._requests.live[request.request_id] = live
         if policy.approximate and not request.skip_reading_prefix_cache:
             self._join(request, live)
@@ -171,7 +168,7 @@ class Planner:
         half = self.half
         if half.held.on or not half.sources.has_approximate:
             return
-        plan = self._plans.of(live)
+        plan = self._plans.of(live, request.num_prompt_tokens)
         if plan is None:
             return
         first = _lineage.join(request, half.sources.blocks(plan.blocks.tolist()))
@@ -184,7 +181,7 @@ class Planner:
         policy = live.shadow_policy
         if policy is None or live.account.reached:
             return
-        plan, decision = self._plans.judged(live, policy)
+        plan, decision = self._plans.judged(live, policy, request.num_prompt_tokens)
         if plan is None:
             return
         try:
@@ -219,7 +216,11 @@ class Planner:
             return self._promise(request, live, latest, NOTHING)
         if live.shadow_policy is not None:
             half.guard.call(self._look_in_shadow, request, live, num_local)
-        plan = self._plans.of(live)
+        elif half.finds_nothing(request, live, num_local):
+            live.granted, live.verdict = self._decision.policy, self._decision.reason
+            live.latest = LatestPlan(key, [])
+            return 0
+        plan = self._plans.of(live, request.num_prompt_tokens)
         if plan is None:
             self._counts.add("plans_stale")
             live.why = None

@@ -25,12 +25,12 @@ class Plans:
         self._decision = decision
         self._counts = counts
 
-    def of(self, live: LiveRequest) -> ReusePlan | FilledPlan | None:
+    def of(self, live: LiveRequest, num_prompt: int) -> ReusePlan | FilledPlan | None:
         """A plan for a request, exact if the gate does not clear the kind of edit.
 
         None if its blocks keep leaving.
         """
-        plan, decision = self.judged(live, live.policy)
+        plan, decision = self.judged(live, live.policy, num_prompt)
         if not live.policy.approximate:
             return plan
         if not decision.policy.approximate:
@@ -42,10 +42,12 @@ class Plans:
         return plan
 
     def judged(
-        self, live: LiveRequest, policy: ReusePolicy
+        self, live: LiveRequest, policy: ReusePolicy, num_prompt: int
     ) -> tuple[ReusePlan | FilledPlan | None, Decision]:
         """A plan under a policy, and the decision that it is the plan of."""
         decision = self._decision
+        if policy.approximate:
+            live.find_moved_end(num_prompt)
         plan = self._made(live, policy)
         if not policy.approximate:
             return plan, decision

@@ -109,6 +109,20 @@ class Reasons:
         # The salt of the latest prompt with a first block.
         self._salts: OrderedDict[int, str | None] = OrderedDict()
 
+    def find_nothing(self, request: Request, live: LiveRequest) -> bool:
+        """Whether no plan reuses anything of a prompt, which is labelled then.
+
+        The index is asked under the widest policy, with all of the prompt open to moved runs.
+        """
+        steps = self._steps_of(live)
+        why = self._explain(live, steps[-1][1] if steps else live.policy)
+        if why.would_save.compute < why.num_tokens:
+            return False
+        only = self._reason(request, live, why, why.position, goes_on=False)
+        signature = (0, 0, 0, live.granted, len(live.seq))
+        live.why = Why([(0, request.num_prompt_tokens, only)], signature, only)
+        return True
+
     def look(
         self,
         request: Request,
@@ -128,7 +142,7 @@ class Reasons:
         if before is not None and before.signature == signature:
             return
         count = request.num_prompt_tokens
-        why, wider = self._wider(live, num_exact + num_approximate)
+        why, wider = self._wider(live, num_exact + num_approximate, count)
         if not (num_exact or num_approximate or num_local or before or wider):
             why = why or self._explain(live)
             only = self._reason(request, live, why, why.position, goes_on=False)
@@ -199,22 +213,16 @@ class Reasons:
         return _CODES["first_seen" if known == salt else "other_salt"]
 
     def _wider(
-        self, live: LiveRequest, num_reused: int
+        self, live: LiveRequest, num_reused: int, num_prompt: int
     ) -> tuple[Explanation | None, Sequence[tuple[str, list[Range]]]]:
         """What plans under wider policies would reuse, from the narrowest on, if it is more.
 
         The first is what the index says of the prompt under the widest; None if there is no wider.
         """
-        latest, asked = self._latest, live.policy
-        granted = live.granted or asked
-        if latest[0] is not granted or latest[1] is not asked:
-            latest = self._latest = (granted, asked, self._steps(granted, asked))
-        steps = latest[2]
+        steps = self._steps_of(live)
         if not steps:
             return None, ()
-        moved_end = live.moved_end
-        if not asked.approximate:
-            moved_end = live.read_moved_end()
+        moved_end = live.find_moved_end(num_prompt)
         why = self._explain(live, steps[-1][1], moved_end)
         if why.num_tokens - why.would_save.compute <= num_reused:
             return why, ()
@@ -223,6 +231,13 @@ class Reasons:
             judged, found = self._reused(live, policy, moved_end)
             wider.append((self._why_exact(live, judged) if name == "exact_asked" else name, found))
         return why, wider
+
+    def _steps_of(self, live: LiveRequest) -> tuple[Step, ...]:
+        latest, asked = self._latest, live.policy
+        granted = live.granted or asked
+        if latest[0] is not granted or latest[1] is not asked:
+            latest = self._latest = (granted, asked, self._steps(granted, asked))
+        return latest[2]
 
     def _explain(
         self, live: LiveRequest, policy: ReusePolicy = EXACT_ONLY, moved_end: int | None = None

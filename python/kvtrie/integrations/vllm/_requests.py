@@ -13,12 +13,14 @@ import numpy as np
 
 from kvtrie._core import COMPUTED, Imported
 from kvtrie.gates import laxest
+from kvtrie.integrations._sections import read_on
 from kvtrie.integrations.vllm._account import Account
 from kvtrie.integrations.vllm._carried_copies import NOTHING, Carried
 from kvtrie.integrations.vllm._events import AFTER_MOVED, MOVED
+from kvtrie.tags import Stream
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
 
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.request import Request
@@ -121,7 +123,10 @@ class LiveRequest:
         is_offered: Whether the index knows the prompt's blocks.
         session: The id of its conversation.
         first_hit: Tokens of vLLM's own hit when it began.
+        new_reading: What begins to read the spans of its tokens; None if that is done, or never.
+        reading: The spans of its tokens, as far as they were read.
         moved_end: Where the prompt's last message of a user or a tool begins, if it is known.
+        has_moved_end: Whether that was looked for (`find_moved_end`).
         openings: How messages begin, where tags do not say it.
         num_local: vLLM's own hit at the last admission.
         has_other_template: Whether the served chat template cannot have rendered the prompt.
@@ -154,12 +159,14 @@ class LiveRequest:
     last_free: int = -1
     is_without_room: bool = False
     is_offered: bool = False
+    new_reading: Callable[[], Reading] | None = None
     reading: Reading | None = None
     openings: Openings | None = None
     account: Account = field(default_factory=Account)
     is_counted: bool = False
     session: str | None = None
     moved_end: int | None = None
+    has_moved_end: bool = False
     first_hit: int = 0
     built_under: ReusePolicy | None = None
     has_other_template: bool = False
@@ -251,21 +258,33 @@ class LiveRequest:
 
     def read(self) -> Reading | None:
         """The spans of its tokens so far; None if they are not tagged, for whatever reason."""
+        if self.new_reading is not None:
+            self.reading, self.new_reading = self.new_reading(), None
         if self.reading is not None and not self.reading.follow(self.seq):
             self.reading, self.is_untagged = None, True
         return self.reading
 
-    def read_moved_end(self) -> int | None:
-        """Where its last message of a user or a tool begins, by its tokens so far.
+    def find_moved_end(self, num_prompt: int) -> int | None:
+        """Where its prompt's last message of a user or a tool begins; None if it is not known.
 
-        Of an untagged request all may be the last message, so nothing moves into it.
+        Of an untagged request all may be the last message, so nothing moves into it. It is found
+        once, by the prompt's tokens alone: what the model says ends no message of a user.
         """
+        if not self.has_moved_end:
+            self.has_moved_end = True
+            self.moved_end = self._read_moved_end(num_prompt)
+        return self.moved_end
+
+    def _read_moved_end(self, num_prompt: int) -> int | None:
         reading = self.read()
         if self.is_untagged:
             return 0
         if self.openings is not None:
-            return self.openings.last(np.asarray(self.seq[:]))
-        return None if reading is None else reading.stream.moved_end
+            return self.openings.last(np.asarray(self.seq[:num_prompt]))
+        if reading is None or len(self.seq) == num_prompt:
+            return None if reading is None else reading.stream.moved_end
+        prompt = Stream(reading.stream.tagger)
+        return prompt.moved_end if read_on(prompt, np.asarray(self.seq[:num_prompt])) else 0
 
     def new_spans(self) -> list[Span]:
         """The spans that have ended since the last call."""
