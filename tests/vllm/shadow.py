@@ -266,6 +266,7 @@ class Shadow:
     def check_index(self) -> None:
         """Blocks that the index labels exact are exact, and indexed blocks hold their tokens."""
         sources = self._inside.connector.planner.half.sources
+        assert len(sources) == len(sources._hashes)
         for number in sources._hashes:
             if sources.is_stale(number):
                 continue

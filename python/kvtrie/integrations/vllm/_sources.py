@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import compress, repeat
+from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 # A number of blocks, and the source of their KV.
 Stretch = tuple[int, "ComputedSource | Imported"]
 
+_BLOCK_ID: Final = attrgetter("block_id")
+
 # Each round forgets all stale blocks that it met; another round finds more only after these.
 _MAX_ROUNDS: Final = 4
 
@@ -53,6 +57,9 @@ class Sources:
             seed=seed,
         )
         self._hashes: dict[int, bytes] = {}
+        # Blocks that the pool has handed out again, which it says while it allocates, and ids that
+        # the index is to lose. Both are settled before anything is read.
+        self._reused: list[KVCacheBlock] = []
         self._gone: list[int] = []
         self.num_stale = 0
         self.num_changes = 0
@@ -75,7 +82,7 @@ class Sources:
     @property
     def index(self) -> RadixIndex:
         """The index, without the blocks that the pool has handed out."""
-        if self._gone:
+        if self._reused or self._gone:
             self._settle()
         return self._index
 
@@ -161,7 +168,7 @@ class Sources:
         blocks = self.blocks(ids)
         # Take and return a reference at once: the pool then reports when it hands the block out.
         self._pool.touch(blocks)
-        self._pool.unpin_blocks(blocks, on_reuse=self._on_reuse)
+        self._pool.unpin_blocks(blocks, on_reuse=self._reused.append)
 
     def plan(
         self,
@@ -188,15 +195,18 @@ class Sources:
 
     def has_all(self, numbers: Iterable[int]) -> bool:
         """Whether all these blocks may be read now."""
+        self._settle()
         return not any(self.is_stale(number) for number in numbers)
 
     def forget(self, numbers: Iterable[int]) -> None:
         """Index these blocks no more."""
-        self._gone += [number for number in numbers if self._hashes.pop(number, None) is not None]
+        ids = list(numbers)
+        self._gone += compress(ids, map(self._hashes.pop, ids, repeat(None)))
 
     def reset(self) -> None:
         self._index.reset()
         self._hashes.clear()
+        self._reused.clear()
         self._gone.clear()
 
     def remove(
@@ -219,18 +229,17 @@ class Sources:
 
     def hash_of(self, number: int) -> bytes | None:
         """The hash that vLLM cached a known block under; None for others."""
+        self._settle()
         return self._hashes.get(number)
 
     def is_stale(self, number: int) -> bool:
         known = self._hashes.get(number)
         return known is None or known != self._pool.blocks[number].block_hash
 
-    def _on_reuse(self, block: KVCacheBlock) -> None:
-        # Called for each allocated block of a full pool: they are removed before the next use.
-        if self._hashes.pop(block.block_id, None) is not None:
-            self._gone.append(block.block_id)
-
     def _settle(self) -> None:
+        if self._reused:
+            self.forget(map(_BLOCK_ID, self._reused))
+            self._reused.clear()
         if not self._gone:
             return
         gone, self._gone = self._gone, []
