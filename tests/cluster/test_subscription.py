@@ -205,6 +205,30 @@ def test_restarted_engine_is_never_its_old_self(first: int) -> None:
             fed.index.check()
 
 
+def test_replay_alone_makes_no_worker_live_whose_connection_was_lost_meanwhile() -> None:
+    with Publisher() as publisher, Fed(publisher, check_every=0.05) as fed:
+        fed.becomes(0)
+        publisher.send(block(0))
+        fed.becomes(2)
+
+        def cut(frames: list[list[bytes]]) -> list[list[bytes]]:
+            publisher.mangle = list
+            with publisher.lock:
+                publisher.pub.close(0)
+            time.sleep(0.3)  # so that the subscriber's monitor has heard of it
+            return frames
+
+        publisher.mangle = cut
+        publisher.send(block(1), lost=True)
+        publisher.send(block(2))
+        until(lambda: fed.subscription.counts["resyncs"] == 1, fed.__repr__)
+        asked = len(publisher.asked)
+        # There is no connection to the events, however often the replay would answer.
+        time.sleep(0.5)
+        assert fed.subscription.state == "stale"
+        assert (len(publisher.asked), fed.scores()) == (asked, (0, True))
+
+
 def test_subscriber_that_sleeps_says_so() -> None:
     with Publisher() as publisher, Fed(publisher, replay=False) as fed:
         sends_until(lambda: publisher.send(block(0), number=0), fed, "live")

@@ -386,7 +386,9 @@ class Subscription:
             is_quiet = False
             self._take(frames)
         if not is_quiet:
-            self._due = time.monotonic() + (self._check_every or float("inf"))
+            # Not if the connection was lost meanwhile: a replay says nothing of the next one.
+            if self._takes_effect:
+                self._due = time.monotonic() + (self._check_every or float("inf"))
         elif not self._waiting and time.monotonic() >= self._due:
             self._due = time.monotonic() + (self._check_every or float("inf"))
             self._takes_effect = True
