@@ -368,6 +368,11 @@ test-sglang: $(SGLANG_ENV)/.kvtrie ## the cache inside SGLang's scheduler and mo
 	@$(PY) -m tools.real_models smollm2 || [ $$? = 3 ]
 	$(SGLANG_TESTS) tests/sglang $(SGLANG_FLAGS)
 
+.PHONY: test-sglang-theirs
+test-sglang-theirs: $(SGLANG_ENV)/.kvtrie ## SGLang's own unit tests of its prefix cache, with kvtrie's in its place (THEIRS: the folder test of a checkout of SGLang)
+	@test -n "$(THEIRS)" || { echo "test-sglang-theirs: THEIRS=/path/to/sglang/test is not given"; exit 2; }
+	PATH="$(CURDIR)/$(SGLANG_ENV)/bin:$$PATH" OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(SGLANG_ENV)/bin/python -W ignore tests/sglang/theirs.py $(THEIRS)
+
 .PHONY: soak-sglang
 soak-sglang: $(SGLANG_ENV)/.kvtrie ## 500 mixed requests a page size in a small pool, and 100,000 calls next to SGLang's own cache (a quarter of an hour)
 	KVTRIE_SGLANG_TURNS=50 KVTRIE_SGLANG_STEPS=100000 KVTRIE_SGLANG_FAULTS=5 $(SGLANG_TESTS) tests/sglang/test_trace.py tests/sglang/test_engine.py \
