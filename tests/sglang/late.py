@@ -39,9 +39,33 @@ class LateIndex:
             snapshot=json.loads(job.settings)["snapshot"]["endpoint"],
             check_every=0.2,
         )
+        self.others: Subscription | None = None
+        if (where := json.loads(job.settings).get("events")) is not None:
+            self.others = subscribe(
+                self.index,
+                self.worker,
+                where["endpoint"],
+                where["replay_endpoint"],
+                topic="kvtrie",
+                approximate=True,
+                check_every=0.2,
+            )
 
     def follows(self, server: Server) -> None:
-        """Wait until it has what SGLang has published."""
+        """Wait until it has what SGLang and its cache have published."""
+        self._follows_exact(server)
+        if self.others is None:
+            return
+        publisher, end = server.cache._events._others._publisher, time.monotonic() + SECONDS
+        while (
+            publisher._event_queue.unfinished_tasks
+            or self.others.state != "live"
+            or (self.others._applied != publisher._buffer[-1][0])
+        ):
+            assert time.monotonic() < end, (self.others, self.others.error)
+            time.sleep(0.01)
+
+    def _follows_exact(self, server: Server) -> None:
         publisher = server.scheduler.kv_events_publisher.kv_event_publisher
         source, end = server.cache._snapshots, time.monotonic() + SECONDS
         while True:
@@ -129,7 +153,8 @@ def main(job: Job) -> dict[str, Any]:
     late[1].follows(server)
     compared.append(compare(server, late[1], seen, rng, 2500))
     source = server.cache._snapshots
-    nodes = [one for one in server.cache._events._nodes if one is not None]
+    both = [one for one in server.cache._events._nodes if one is not None]
+    nodes = [one for one in both if one.hops is None]
     done = {
         "compared": compared,
         "asked": asked,
@@ -141,10 +166,14 @@ def main(job: Job) -> dict[str, Any]:
         "copies": sorted(set(source._held.copies.values())),
         "held": len(source._held.copies),
         "labelled": server.cache._index.stats().approximate,
+        "published": len(both) - len(nodes),
+        "blocks": [one.index.worker_stats(one.worker)["blocks"] for one in late],
         "with_keys": sum(talk.extra is not None for talk in talks),
     }
     for one in late:
         one.subscription.close()
+        if one.others is not None:
+            one.others.close()
     source.shutdown()
     return done
 

@@ -22,7 +22,12 @@ STORE = {"backend": "host", "max_bytes": 64 << 20, "min_tokens": 8, "run_tokens"
 GAPS = {"gate": "unchecked", "gaps": True}
 KINDS: dict[str, dict[str, Any]] = {
     "exact": {"page_size": 1, "num_slots": 700},
-    "moving": {"page_size": 4, "num_slots": 1000, "turns": 3, "settings": json.dumps(GAPS)},
+    "moving": {
+        "page_size": 4,
+        "num_slots": 1000,
+        "turns": 3,
+        "settings": json.dumps({**GAPS, "events": {"endpoint": "inproc://approximate"}}),
+    },
     "store": {"page_size": 16, "num_slots": 800, "settings": json.dumps({**GAPS, "store": STORE})},
 }
 # One of the servers shows what all have in common.

@@ -58,7 +58,12 @@ def test_an_index_that_subscribes_late_has_what_sglang_finds(
         # It holds next to nothing.
         "buffer_steps": 2,
     }
-    snapshot = {"snapshot": {"endpoint": f"ipc://{tmp_path}/snapshot"}}
+    snapshot: dict[str, Any] = {"snapshot": {"endpoint": f"ipc://{tmp_path}/snapshot"}}
+    if settings:
+        snapshot["events"] = {
+            "endpoint": f"ipc://{tmp_path}/approximate",
+            "replay_endpoint": f"ipc://{tmp_path}/approximate-replay",
+        }
     job = Job(
         model,
         page_size=4,
@@ -82,6 +87,9 @@ def test_an_index_that_subscribes_late_has_what_sglang_finds(
     # The record is the pool's own map, of exact pages.
     assert (found["held"], found["copies"]) == (found["pages"], [1])
     assert (found["labelled"] > 10) == bool(settings)
+    # Those that are approximate have a topic of their own.
+    assert found["published"] == found["labelled"]
+    assert found["blocks"] == [found["pages"] + found["labelled"]] * 2
     assert found["number"] > 20
     for one in found["subscriptions"]:
         assert one["snapshots"] >= 1

@@ -18,6 +18,21 @@ MAX_SESSION: Final = 256
 """Bytes of the longest id of a conversation."""
 SNAPSHOTS: Final = "tcp://127.0.0.1:5559"
 """Where snapshots of KV events are given, without another endpoint."""
+_EVENTS: Final[Mapping[str, type]] = {
+    "endpoint": str,
+    "replay_endpoint": str,
+    "topic": str,
+    "buffer_steps": int,
+    "hwm": int,
+    "max_queue_size": int,
+}
+"""Settings of a publisher of KV events, by the names that vLLM and SGLang give them."""
+TOPIC: Final = "kvtrie"
+"""Where events of approximate blocks are published, without another topic."""
+MOVED: Final = "moved"
+"""Of an event's class: the block holds KV that was copied from another context or position."""
+AFTER_MOVED: Final = "after_moved"
+"""Likewise: the block was computed after such KV."""
 MAX_SHOWN: Final = 80
 """Characters of a value that a message shows."""
 POLICY_FIELDS: Final = (
@@ -167,6 +182,34 @@ def check_snapshot(given: object, where: str) -> None:
         wanted = f'an address of ZeroMQ such as "{SNAPSHOTS}"'
         msg = f"{where}: snapshot: endpoint must be {wanted}, not {value!r}"
         raise SettingsError(msg)
+
+
+def check_events(given: object, where: str) -> None:
+    """Check where events of approximate blocks are published; None: nowhere.
+
+    Raises:
+        SettingsError: The setting is invalid.
+    """
+    if given is None:
+        return
+    if not isinstance(given, Mapping):
+        wanted = 'a mapping such as {"endpoint": "tcp://*:5558"}'
+        msg = f"{where}: events must be {wanted}, not {given!r}"
+        raise SettingsError(msg)
+    check_keys(given, tuple(_EVENTS), f"{where}: events")
+    for name, kind in _EVENTS.items():
+        if name not in given and name != "endpoint":
+            continue
+        value, form = given.get(name), 'an address of ZeroMQ such as "tcp://*:5558"'
+        is_right = is_address(value)
+        if name == "topic":
+            form, is_right = "a topic", isinstance(value, str) and bool(value)
+        elif kind is int:
+            form = "an integer from 1"
+            is_right = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        if not is_right:
+            msg = f"{where}: events: {name} must be {form}, not {value!r}"
+            raise SettingsError(msg)
 
 
 def is_address(given: object) -> bool:

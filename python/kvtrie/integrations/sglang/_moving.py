@@ -154,14 +154,19 @@ class Built:
             end: Where the last one ends.
             size: Tokens of a page.
         """
+        return [
+            (len(list(same)), Imported(self.exact_until, hops=count, policy=self.policy))
+            for count, same in groupby(self.hops(start, end, size))
+        ]
+
+    def hops(self, start: int, end: int, size: int) -> list[int]:
+        """The hops of each page, as `labels` has them."""
         hops = np.zeros((end - start) // size, np.int64)
         for first, last, count in self.reused:
             inside = slice(max(0, first - start) // size, max(0, -(-(last - start) // size)))
             hops[inside] = np.maximum(hops[inside], count)
-        return [
-            (len(list(same)), Imported(self.exact_until, hops=count, policy=self.policy))
-            for count, same in groupby(hops.tolist())
-        ]
+        found: list[int] = hops.tolist()
+        return found
 
 
 class Moving:

@@ -25,6 +25,10 @@ VARIABLE: Final = "KVTRIE_SGLANG"
 PARAMETER: Final = "kvtrie"
 """The key of ``custom_params``; its value is an object with the fields of `Wish`."""
 
+_NEED_GATE: Final = {
+    "shadow": "counts what a gate would let move",
+    "events": "are of approximate pages, which no request has without one",
+}
 _REUSE: Final = ("approximate", "exact")
 _REASONING: Final = ("evict_first", "keep", "drop")
 # SGLang's cache knows no kinds of tokens but dead reasoning.
@@ -43,6 +47,7 @@ class SGLangSettings:
         gaps: Whether reuse continues after gaps, by hooks in SGLang.
         shadow: Whether what would be moved is only counted.
         record: Where finished requests are recorded: a path, or fields of `RecordOptions`.
+        events: Where KV events of approximate pages are published; None: nowhere.
         snapshot: Where snapshots of the KV events are given; None: nowhere.
         store: KV outside the pool: fields of `StoreSettings`; None: there is none.
     """
@@ -54,6 +59,7 @@ class SGLangSettings:
     gaps: bool = False
     shadow: bool = False
     record: str | Mapping[str, Any] | None = None
+    events: Mapping[str, Any] | None = None
     snapshot: Mapping[str, Any] | None = None
     store: Mapping[str, Any] | None = None
 
@@ -64,23 +70,7 @@ class SGLangSettings:
         Raises:
             SettingsError: They are no JSON object, or a setting is unknown or invalid.
         """
-        text = os.environ.get(VARIABLE, "").strip()
-        if not text:
-            return cls()
-        if not text.startswith("{"):
-            try:
-                text = Path(text).read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                msg = f"{VARIABLE}: {text}: {getattr(error, 'strerror', None) or error}"
-                raise SettingsError(msg) from error
-        try:
-            given = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            msg = f"{VARIABLE}: not JSON: {error}"
-            raise SettingsError(msg) from error
-        if not isinstance(given, dict):
-            msg = f"{VARIABLE}: must be a JSON object, not {type(given).__name__}"
-            raise SettingsError(msg)
+        given = _given()
         _asked.check_keys(given, [one.name for one in fields(cls)], VARIABLE)
         gate, policy = given.get("gate"), given.get("policy")
         if gate is not None and (not isinstance(gate, str) or not gate):
@@ -96,9 +86,11 @@ class SGLangSettings:
             if not isinstance(given.get(name, False), bool):
                 msg = f"{VARIABLE}: {name} must be true or false, not {given[name]!r}"
                 raise SettingsError(msg)
-        if given.get("shadow") and gate is None:
-            msg = f'{VARIABLE}: "shadow" counts what a gate would let move: set "gate" too'
-            raise SettingsError(msg)
+        _asked.check_events(given.get("events"), VARIABLE)
+        for name, why in _NEED_GATE.items():
+            if given.get(name) and gate is None:
+                msg = f'{VARIABLE}: "{name}" {why}: set "gate" too'
+                raise SettingsError(msg)
         _asked.check_snapshot(given.get("snapshot"), VARIABLE)
         found = cls(**given)
         found.wanted()
@@ -136,6 +128,32 @@ class SGLangSettings:
         if self.policy is None:
             return None
         return _asked.policy_of(self.policy, VARIABLE, _POLICY)
+
+
+def _given() -> dict[str, Any]:
+    """The operator's settings as they are written.
+
+    Raises:
+        SettingsError: They are no JSON object, or there is no such file.
+    """
+    text = os.environ.get(VARIABLE, "").strip()
+    if not text:
+        return {}
+    if not text.startswith("{"):
+        try:
+            text = Path(text).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            msg = f"{VARIABLE}: {text}: {getattr(error, 'strerror', None) or error}"
+            raise SettingsError(msg) from error
+    try:
+        given = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        msg = f"{VARIABLE}: not JSON: {error}"
+        raise SettingsError(msg) from error
+    if not isinstance(given, dict):
+        msg = f"{VARIABLE}: must be a JSON object, not {type(given).__name__}"
+        raise SettingsError(msg)
+    return given
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,8 @@ from kvtrie import gates
 from kvtrie._core import SHARED, LayoutError, Namespace, UnsupportedRopeError
 from kvtrie.integrations import _asked, _served, _store_identity
 from kvtrie.integrations._asked import SettingsError
-from kvtrie.integrations.sglang import _gaps, _snapshots, _waiting
+from kvtrie.integrations.sglang import _events, _gaps, _snapshots, _waiting
+from kvtrie.integrations.sglang._events import ApproximateEvents
 from kvtrie.integrations.sglang._moving import Moving, pool_of, unmoved_pool_of
 from kvtrie.integrations.sglang._ranks import shared_seed
 from kvtrie.integrations.sglang._reasoning import openings_of, tagger_of
@@ -102,6 +103,7 @@ def make(context: TreeCacheBuildContext) -> KvtrieCache:
         _LOG.warning("kvtrie: exact reuse only: %s", error)
     recording = _recording_of(context, tagger)
     snapshots = _snapshots_of(context, num_pages)
+    approximate = None if moving is None else _approximate_events_of(context)
     stored = _stored_of(context, tagger, moving)
     cache = KvtrieCache(
         params,
@@ -111,6 +113,7 @@ def make(context: TreeCacheBuildContext) -> KvtrieCache:
         moving,
         recording,
         snapshots,
+        approximate,
         stored,
         reasoning=_settings().reasoning,
         seed=seed,
@@ -329,6 +332,24 @@ def _snapshots_of(context: TreeCacheBuildContext, num_pages: int) -> SnapshotSou
         if endpoint is None or not context.params.enable_kv_cache_events:
             return None
         return _snapshots.source(endpoint, num_pages)
+    except SettingsError as error:
+        refuse(str(error))
+
+
+def _approximate_events_of(context: TreeCacheBuildContext) -> ApproximateEvents | None:
+    """Where the events of approximate pages are published; None: nowhere.
+
+    Raises:
+        SGLangUnsupportedError: The endpoint cannot be used.
+    """
+    given = _settings().events
+    if given is None:
+        return None
+    try:
+        _events.check(given, context.server_args)
+        if not context.params.enable_kv_cache_events:
+            return None  # one rank publishes for all
+        return ApproximateEvents(context.params, _events.publisher(given))
     except SettingsError as error:
         refuse(str(error))
 

@@ -54,7 +54,7 @@ from kvtrie._core import COMPUTED, Pin, RadixIndex, ReusePolicy, TokenSequence
 from kvtrie.integrations._asked import SettingsError
 from kvtrie.integrations._filled_plan import FilledPlan
 from kvtrie.integrations._served import LEAST_RUN
-from kvtrie.integrations.sglang._events import PageEvents
+from kvtrie.integrations.sglang._events import ApproximateEvents, PageEvents
 from kvtrie.integrations.sglang._ids import sequence_of, text_of
 from kvtrie.integrations.sglang._metrics import Metrics
 from kvtrie.integrations.sglang._moving import Built, num_tokens
@@ -228,6 +228,7 @@ class KvtrieCache(BasePrefixCache):
         moving: What continues a match after an edit; None: all is exact.
         recording: Where requests are recorded when they have finished; None: nowhere.
         snapshots: What gives snapshots of the KV events; None: nothing does.
+        approximate: What publishes the events of approximate pages; None: nothing does.
         stored: The store next to the pool; None: there is none.
         reasoning: What is done with dead reasoning of a request that does not ask.
         seed: What all ranks of tensor parallelism share; None: the index draws one.
@@ -243,6 +244,7 @@ class KvtrieCache(BasePrefixCache):
         moving: Moving | None = None,
         recording: RequestLog | None = None,
         snapshots: SnapshotSource | None = None,
+        approximate: ApproximateEvents | None = None,
         stored: PoolStore | None = None,
         *,
         reasoning: str = "evict_first",
@@ -281,7 +283,8 @@ class KvtrieCache(BasePrefixCache):
         self._store = stored
         if stored is not None and self._metrics is not None:
             stored.tell = self._metrics.stored
-        self._events = PageEvents(params, num_pages, tells_all=snapshots is not None)
+        tells_all = snapshots is not None
+        self._events = PageEvents(params, num_pages, approximate, tells_all=tells_all)
         self.kv_events = self._events.recorder
         self._tagger = tagger
         self._reasoning = None if tagger is None else Reasoning(tagger)
@@ -611,10 +614,15 @@ class KvtrieCache(BasePrefixCache):
     @_guarded(lambda _: [])
     def take_events(self) -> list[Any]:
         """What SGLang publishes next, as one batch if it is not empty."""
+        self._publish_approximate()
         events = self._events.take()
         if self._snapshots is not None:
             self._hand_over(self._snapshots, events)
         return events
+
+    @_guarded(_none)
+    def _publish_approximate(self) -> None:
+        self._events.publish_approximate()
 
     def _hand_over(self, snapshots: SnapshotSource, events: list[Any]) -> None:
         """Give what is published to the source of snapshots, which has all of it or ends."""
@@ -1053,6 +1061,7 @@ class KvtrieCache(BasePrefixCache):
         exact = all_blocks[: built.exact_until // self.page_size]
         if len(exact) * self.page_size > known:
             self._stored(exact, known, key)
+        self._stored_approximate(all_blocks, len(exact), built, key)
         # What is approximate is not stored.
         self._settle(req, seq, all_blocks, exact, len(exact) * self.page_size)
 
@@ -1169,6 +1178,15 @@ class KvtrieCache(BasePrefixCache):
     def _stored(self, blocks: NDArray[np.int32], known: int, key: RadixKey) -> None:
         """Publish the exact pages of a key after those that are known."""
         self._events.stored(blocks, known // self.page_size, key)
+
+    @_guarded(_none)
+    def _stored_approximate(
+        self, blocks: NDArray[np.int32], num_exact: int, built: Built, key: RadixKey
+    ) -> None:
+        """Publish the pages of a key after those that are exact."""
+        size = self.page_size
+        hops = built.hops(num_exact * size, len(blocks) * size, size)
+        self._events.stored_approximate(blocks, num_exact, hops, key)
 
     @_guarded(_none)
     def _mark_dead(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import zmq
 
-from kvtrie.integrations._asked import SettingsError
+from kvtrie.integrations._asked import TOPIC, SettingsError
 from kvtrie.integrations.vllm._settings import WHERE
 from kvtrie.integrations.vllm._vllm import (
     AllBlocksCleared,
@@ -34,17 +34,11 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import BlockHash
     from vllm.v1.request import Request
 
-TOPIC: Final = "kvtrie"
-MOVED: Final = "moved"
-"""The block holds KV that was copied from another context or position."""
-AFTER_MOVED: Final = "after_moved"
-"""The block was computed after such KV."""
-
 # Fields of `BlockStored` with one entry per block.
 _PER_BLOCK: Final = ("block_hashes", "extra_keys", "lookahead_token_ids")
 
 Contents = tuple[str, int]
-"""`MOVED` or `AFTER_MOVED`, and hops."""
+"""`kvtrie.integrations._asked.MOVED` or `AFTER_MOVED`, and hops."""
 
 
 class ApproximateBlockStored(KVCacheEvent):

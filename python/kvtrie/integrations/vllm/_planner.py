@@ -7,10 +7,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvtrie._core import EXACT_ONLY, TokenSequence
+from kvtrie.integrations._asked import MOVED
 from kvtrie.integrations._filled_plan import APPROXIMATE, FilledPlan, common
 from kvtrie.integrations.vllm import _gate, _lineage, _ranges, _shadow, _template
 from kvtrie.integrations.vllm._carried_copies import NOTHING, Carried
-from kvtrie.integrations.vllm._events import MOVED, Events
+from kvtrie.integrations.vllm._events import Events
 from kvtrie.integrations.vllm._formats import form_of
 from kvtrie.integrations.vllm._gaps import Gaps
 from kvtrie.integrations.vllm._groups import OtherGroups

@@ -13,10 +13,10 @@ import numpy as np
 
 from kvtrie._core import COMPUTED, Imported
 from kvtrie.gates import laxest
+from kvtrie.integrations._asked import AFTER_MOVED, MOVED
 from kvtrie.integrations._sections import read_on
 from kvtrie.integrations.vllm._account import Account
 from kvtrie.integrations.vllm._carried_copies import NOTHING, Carried
-from kvtrie.integrations.vllm._events import AFTER_MOVED, MOVED
 from kvtrie.tags import Stream
 
 if TYPE_CHECKING:

@@ -12,10 +12,10 @@ from kvtrie._nearest import hint, nearest
 from kvtrie.integrations import _asked
 from kvtrie.integrations._asked import (
     SettingsError,
+    check_events,
     check_keys,
     check_one_of,
     check_snapshot,
-    is_address,
     policy_of,
     session_id,
     shown,
@@ -37,16 +37,6 @@ LAST_HINT: Final = "kvtrie.last"
 _PARAMS: Final = ("kvtrie", "session", "last", "kvtrie_manifest")
 _MAX_PARAMS: Final = 32
 _CLOSE: Final = 0.75
-
-_EVENTS: Final[Mapping[str, type]] = {
-    "endpoint": str,
-    "replay_endpoint": str,
-    "topic": str,
-    "buffer_steps": int,
-    "hwm": int,
-    "max_queue_size": int,
-}
-"""Those of vLLM's ``--kv-events-config`` that apply."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +142,7 @@ class Settings:
         if not isinstance(given["shadow"], bool):
             _refuse("shadow", given["shadow"], "true or false")
         self.recorded()
-        _check_events(given["events"])
+        check_events(given["events"], WHERE)
         check_snapshot(given["snapshot"], WHERE)
         self.stored()
         seed = given["seed"]
@@ -281,24 +271,6 @@ def _check_format(form: object) -> None:
         raise SettingsError(msg)
     elif not isinstance(form, str | None):
         _refuse("chat_format", form, '"auto", a preset of kvtrie.tags, token ids, or null')
-
-
-def _check_events(given: object) -> None:
-    if given is None:
-        return
-    if not isinstance(given, Mapping):
-        _refuse("events", given, 'a mapping such as {"endpoint": "tcp://*:5558"}')
-    check_keys(given, tuple(_EVENTS), f"{WHERE}: events")
-    for name, kind in _EVENTS.items():
-        if name not in given and name != "endpoint":
-            continue
-        value = given.get(name)
-        if name == "topic" and (not isinstance(value, str) or not value):
-            _refuse("events: topic", value, "a topic")
-        if kind is str and name != "topic" and not is_address(value):
-            _refuse(f"events: {name}", value, 'an address of ZeroMQ such as "tcp://*:5558"')
-        if kind is int and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            _refuse(f"events: {name}", value, "an integer from 1")
 
 
 def _refuse(name: str, value: object, wanted: str) -> NoReturn:
