@@ -295,9 +295,12 @@ impl TokenSequence {
     /// # Errors
     /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) unless the items ascend, do not overlap, are inside the
     /// tokens, and are whole or end with the tokens.
+    #[inline]
     pub fn new(namespace: Arc<Namespace>, tokens: Vec<u32>, mut items: Vec<Item>) -> Result<Self> {
-        check_items(&items, 0, tokens.len(), "TokenSequence::new")?;
-        Item::follow(&mut items, None);
+        if !items.is_empty() {
+            check_items(&items, 0, tokens.len(), "TokenSequence::new")?;
+            Item::follow(&mut items, None);
+        }
         Ok(Self {
             namespace,
             tokens: Arc::new(tokens),
