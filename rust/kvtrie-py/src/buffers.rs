@@ -1,13 +1,15 @@
 //! Reads integers and lists of integers from Python. Every value is checked and none is wrapped.
 
+use std::ffi::CStr;
+use std::marker::PhantomData;
 use std::ops::{Range, RangeInclusive};
 
 use numpy::{
     Element, PyArray1, PyArrayDescrMethods, PyArrayMethods, PyReadonlyArray1, PyUntypedArray,
     PyUntypedArrayMethods,
 };
-use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::{PyException, PyMemoryError, PyOverflowError, PyTypeError, PyValueError};
+use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{
@@ -198,8 +200,7 @@ pub(crate) fn type_name(value: &Bound<'_, PyAny>) -> String {
 pub(crate) enum Integers<'py> {
     List(Bound<'py, PyList>),
     Tuple(Bound<'py, PyTuple>),
-    /// An `array.array` of 64-bit integers.
-    Buffer(PyBuffer<i64>),
+    Longs(Longs<'py>),
     // The arrays are contiguous and aligned.
     I64(PyReadonlyArray1<'py, i64>),
     I32(PyReadonlyArray1<'py, i32>),
@@ -216,8 +217,8 @@ impl<'py> Integers<'py> {
         if let Ok(list) = value.cast::<PyList>() {
             return Ok(Self::List(list.clone()));
         }
-        if let Some(array) = Self::buffer(value)? {
-            return Ok(array);
+        if let Some(array) = Longs::open(value)? {
+            return Ok(Self::Longs(array));
         }
         if let Some(array) = Self::ready(value) {
             return Ok(array);
@@ -271,15 +272,6 @@ impl<'py> Integers<'py> {
             .or_else(|| typed(value).map(Self::U64))
     }
 
-    /// Opens an `array.array` of 64-bit integers, in which engines keep tokens: numpy takes longer to make a view of one.
-    fn buffer(value: &Bound<'py, PyAny>) -> PyResult<Option<Self>> {
-        if !value.get_type().is(array_type(value.py())?) {
-            return Ok(None);
-        }
-        // Others have another width.
-        Ok(PyBuffer::<i64>::get(value).ok().map(Self::Buffer))
-    }
-
     /// Converts any other array: a subclass, strided, misaligned, of another width or byte order.
     fn convert(array: &Bound<'py, PyUntypedArray>, arg: Arg) -> PyResult<Self> {
         let py = array.py();
@@ -321,7 +313,7 @@ impl<'py> Integers<'py> {
         match self {
             Self::List(list) => list.len(),
             Self::Tuple(tuple) => tuple.len(),
-            Self::Buffer(buffer) => buffer.item_count(),
+            Self::Longs(array) => array.values().len(),
             Self::I64(array) => array.len(),
             Self::I32(array) => array.len(),
             Self::U32(array) => array.len(),
@@ -336,12 +328,61 @@ impl<'py> Integers<'py> {
             Self::Tuple(tuple) => {
                 read_objects(tuple.py(), range, limit, arg, |at| tuple.get_item(at))
             }
-            Self::Buffer(buffer) => read_buffer(buffer, range, limit, arg),
+            Self::Longs(array) => narrow(&array.values()[range.clone()], range.start, limit, arg),
             Self::I64(array) => read_array(array, range, limit, arg),
             Self::I32(array) => read_array(array, range, limit, arg),
             Self::U32(array) => read_array(array, range, limit, arg),
             Self::U64(array) => read_array(array, range, limit, arg),
         }
+    }
+}
+
+/// The memory of an `array.array` of 64-bit integers, in which engines keep tokens: numpy takes longer to make a view of
+/// one, and pyo3's buffer allocates and asks for what is known here.
+pub(crate) struct Longs<'py> {
+    view: ffi::Py_buffer,
+    py: PhantomData<Python<'py>>,
+}
+
+impl<'py> Longs<'py> {
+    /// `None` for any other value, and for an array of another width.
+    fn open(value: &Bound<'py, PyAny>) -> PyResult<Option<Self>> {
+        let py = value.py();
+        if !value.get_type().is(array_type(py)?) {
+            return Ok(None);
+        }
+        let mut view = ffi::Py_buffer::new();
+        // SAFETY: The interpreter is held, and the view is written before it is read.
+        if unsafe { ffi::PyObject_GetBuffer(value.as_ptr(), &raw mut view, ffi::PyBUF_FORMAT) } != 0
+        {
+            return Err(PyErr::fetch(py));
+        }
+        let own = Self {
+            view,
+            py: PhantomData,
+        };
+        // SAFETY: A view that was asked for its format has it, until it is released.
+        let format = unsafe { CStr::from_ptr(own.view.format) };
+        let is_signed = matches!(format.to_bytes(), b"q" | b"l");
+        Ok((is_signed && own.view.itemsize == 8).then_some(own))
+    }
+
+    fn values(&self) -> &[i64] {
+        let count = usize::try_from(self.view.len).unwrap_or(0) / size_of::<i64>();
+        if count == 0 {
+            return &[];
+        }
+        // SAFETY: An array that is not empty has as many elements of this type, aligned, in memory that stays as long as the
+        // view is open. Nobody writes to it meanwhile: this thread holds the interpreter, and calls nothing of it until the
+        // last read.
+        unsafe { std::slice::from_raw_parts(self.view.buf.cast(), count) }
+    }
+}
+
+impl Drop for Longs<'_> {
+    fn drop(&mut self) {
+        // SAFETY: The view was opened, by this thread, which holds the interpreter.
+        unsafe { ffi::PyBuffer_Release(&raw mut self.view) }
     }
 }
 
@@ -361,7 +402,7 @@ pub(crate) fn signed_integers(
             .enumerate()
             .map(|(at, item)| signed_object(&item, at, limits, arg))
             .collect(),
-        Integers::Buffer(buffer) => signed_array(&buffer.to_vec(value.py())?, limits, arg),
+        Integers::Longs(array) => signed_array(array.values(), limits, arg),
         Integers::I64(array) => signed_array(array.as_slice()?, limits, arg),
         Integers::I32(array) => signed_array(array.as_slice()?, limits, arg),
         Integers::U32(array) => signed_array(array.as_slice()?, limits, arg),
@@ -533,24 +574,6 @@ fn read_array<T: Whole>(
         (Some(tokens), TOKEN_IDS) => Ok(tokens[range].to_vec()),
         _ => narrow(&values[range.clone()], range.start, limit, arg),
     }
-}
-
-fn read_buffer(
-    buffer: &PyBuffer<i64>,
-    range: Range<usize>,
-    limit: u64,
-    arg: Arg,
-) -> PyResult<Vec<u32>> {
-    Python::attach(|py| {
-        let Some(values) = buffer.as_slice_ptr() else {
-            let values = buffer.to_vec(py)?;
-            return narrow(&values[range.clone()], range.start, limit, arg);
-        };
-        // SAFETY: The buffer's memory has as many aligned elements of this type, and stays as long as the buffer is open.
-        // Nobody writes to it meanwhile: this thread holds the interpreter, and calls nothing of it until the last read.
-        let values = unsafe { values.as_ref() };
-        narrow(&values[range.clone()], range.start, limit, arg)
-    })
 }
 
 /// Converts values, of which the first is at position `first`. Each must be in `0..limit`.

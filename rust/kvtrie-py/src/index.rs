@@ -451,7 +451,7 @@ impl PyRadixIndex {
     ) -> PyResult<PyMatch> {
         const CALL: &str = "RadixIndex.match";
         let limit = (limit, Arg::new(CALL, "limit"));
-        let seq = PyTokenSequence::of(ids, namespace, None, limit, Arg::new(CALL, "ids"))?;
+        let seq = PyTokenSequence::plain(ids, namespace, limit, Arg::new(CALL, "ids"))?;
         self.found(py, Bound::new(py, seq)?, LookupOptions::default())
     }
 
@@ -1245,7 +1245,7 @@ impl PyRadixIndex {
         let (num_tokens, ranges) = py.enter_briefly(|keys: &Keys<'_>, effort| {
             let mut seq = keys.lock(&own.core, SEQUENCE)?;
             let mut index = keys.lock(&shared.core, INDEX)?;
-            let mut ranges = Vec::new();
+            let mut ranges = Vec::with_capacity(1); // mostly they are one
             let found = index.lookup_ranges_within(&mut seq, options, effort, &mut ranges)?;
             Ok(found.map(|found| (found.num_tokens, ranges)))
         })?;

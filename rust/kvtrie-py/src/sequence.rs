@@ -56,18 +56,36 @@ pub(crate) struct PyTokenSequence {
 
 impl PyTokenSequence {
     /// A sequence of the first `limit` ids.
-    pub(crate) fn of(
+    fn of(
         ids: &Bound<'_, PyAny>,
         namespace: &Bound<'_, PyNamespace>,
         items: Option<&Bound<'_, PyAny>>,
-        (limit, limit_arg): (Option<i128>, Arg),
+        limit: (Option<i128>, Arg),
         arg: Arg,
     ) -> PyResult<Self> {
-        let ids = match limit {
-            None => integers(ids, TOKEN_IDS, arg)?,
-            Some(limit) => first_integers(ids, limit_arg.count(limit)?, TOKEN_IDS, arg)?,
-        };
+        let ids = read_ids(ids, limit, arg)?;
         let items = read_items(items, Arg::new(arg.call, "items"))?;
+        Self::around(ids, namespace, items)
+    }
+
+    /// As [`Self::of`] without items. It is called once a prompt, mostly when none of its code is in a cache, so it is
+    /// short.
+    #[inline]
+    pub(crate) fn plain(
+        ids: &Bound<'_, PyAny>,
+        namespace: &Bound<'_, PyNamespace>,
+        limit: (Option<i128>, Arg),
+        arg: Arg,
+    ) -> PyResult<Self> {
+        Self::around(read_ids(ids, limit, arg)?, namespace, Vec::new())
+    }
+
+    #[inline]
+    fn around(
+        ids: Vec<u32>,
+        namespace: &Bound<'_, PyNamespace>,
+        items: Vec<Item>,
+    ) -> PyResult<Self> {
         let core = TokenSequence::new(Arc::clone(&namespace.get().core), ids, items);
         Ok(Self {
             core: Lock::new(core.map_err(|error| exception(&error))?),
@@ -326,6 +344,18 @@ fn check_free(seq: &TokenSequence, call: &'static str) -> kvtrie_core::Result<()
         seq.len()
     );
     Err(Error::new(ErrorKind::InvalidArgument, call, message))
+}
+
+#[inline]
+fn read_ids(
+    ids: &Bound<'_, PyAny>,
+    (limit, limit_arg): (Option<i128>, Arg),
+    arg: Arg,
+) -> PyResult<Vec<u32>> {
+    match limit {
+        None => integers(ids, TOKEN_IDS, arg),
+        Some(limit) => first_integers(ids, limit_arg.count(limit)?, TOKEN_IDS, arg),
+    }
 }
 
 fn read_items(value: Option<&Bound<'_, PyAny>>, arg: Arg) -> PyResult<Vec<Item>> {
