@@ -114,7 +114,7 @@ class Fleet:
         began = perf_counter()
         scores = self.shared.find_matches(seq, POLICY, keep_last=1)
         outcome.find.append(perf_counter() - began)
-        return np.asarray(scores.exact + scores.moved)
+        return np.asarray(scores.exact + scores.possible)
 
 
 def measured(conversations: int, scale: float) -> Outcome:

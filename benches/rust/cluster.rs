@@ -1,7 +1,8 @@
 //! Times of an index of many workers, and its bytes per entry, which are those of one block of one worker.
 //!
 //! Prompts have 1,000 blocks of 16 tokens, of which all workers have the first 250 in common. Every worker stores its
-//! prompts from the bytes of vLLM's events, 8 blocks in each; all together store a million entries.
+//! prompts from the bytes of vLLM's events, 8 blocks in each; all together store a million entries. With sessions, each
+//! prompt is of its own, and runs are promised.
 
 #![expect(
     clippy::cast_precision_loss,
@@ -16,7 +17,7 @@ use std::time::Instant;
 
 use kvtrie_benches::Random;
 use kvtrie_cluster::{FindOptions, IndexerConfig, KvIndexer, Stream, WorkerId};
-use kvtrie_core::{Namespace, Salt, TokenSequence};
+use kvtrie_core::{Namespace, ReusePolicy, Salt, Scope, TokenSequence};
 use rmp::encode::{
     ByteBuf, ValueWriteError, write_array_len, write_f64, write_map_len, write_nil, write_str,
     write_uint,
@@ -45,13 +46,14 @@ fn message(
     hashes: &[u64],
     parent: Option<u64>,
     tokens: &[u32],
+    session: Option<&str>,
 ) -> Result<Vec<u8>, ValueWriteError<Infallible>> {
     let mut out = ByteBuf::new();
     let into = &mut out;
     write_array_len(into, 3)?;
     write_f64(into, 0.0)?;
     write_array_len(into, 1)?;
-    write_map_len(into, 8)?;
+    write_map_len(into, 8 + u32::from(session.is_some()))?;
     write_str(into, "type")?;
     write_str(into, "BlockStored")?;
     write_str(into, "block_hashes")?;
@@ -77,6 +79,10 @@ fn message(
     write_str(into, "GPU")?;
     write_str(into, "lora_name")?;
     nil(into)?;
+    if let Some(session) = session {
+        write_str(into, "session_id")?;
+        write_str(into, session)?;
+    }
     write_uint(into, 0)?;
     Ok(out.into_vec())
 }
@@ -93,12 +99,45 @@ fn hashes(tokens: &[u32]) -> Vec<u64> {
     tokens.chunks(SIZE).map(hash).collect()
 }
 
+/// Events that store a prompt from a block on: how many blocks each, and its bytes.
+fn messages_of(
+    tokens: &[u32],
+    first: usize,
+    session: Option<&str>,
+) -> Result<Vec<(usize, Vec<u8>)>, Failure> {
+    let hashes = hashes(tokens);
+    let mut messages = Vec::new();
+    let mut at = first;
+    while at < BLOCKS {
+        let end = if at < SHARED {
+            SHARED.min(at + PER_EVENT)
+        } else {
+            BLOCKS.min(at + PER_EVENT)
+        };
+        let parent = at.checked_sub(1).map(|before| hashes[before]);
+        let tokens = &tokens[at * SIZE..end * SIZE];
+        let raw = message(&hashes[at..end], parent, tokens, session);
+        messages.push((end - at, raw.map_err(|error| error.to_string())?));
+        at = end;
+    }
+    Ok(messages)
+}
+
+/// A policy that promises runs of a conversation.
+fn policy() -> ReusePolicy {
+    ReusePolicy {
+        min_run: Some(2 * SIZE),
+        scope: Scope::Conversation,
+        ..ReusePolicy::LAXEST
+    }
+}
+
 fn median(times: &mut [f64]) -> f64 {
     times.sort_by(f64::total_cmp);
     times[times.len() / 2]
 }
 
-fn measure(num_workers: usize, moved_runs: bool) -> Result<(), Failure> {
+fn measure(num_workers: usize, moved_runs: bool, sessions: bool) -> Result<(), Failure> {
     let mut random = Random::new(5);
     let space = Arc::new(Namespace::new("m", "auto", "default", None, Salt::Shared)?);
     let config = IndexerConfig {
@@ -110,6 +149,11 @@ fn measure(num_workers: usize, moved_runs: bool) -> Result<(), Failure> {
     let workers: Vec<WorkerId> = (0..num_workers)
         .map(|_| index.add_worker(Arc::clone(&space)))
         .collect::<Result<_, _>>()?;
+    if sessions {
+        for &worker in &workers {
+            index.set_policy(worker, Some(&policy()))?;
+        }
+    }
     let per_worker = (ENTRIES / num_workers).saturating_sub(SHARED) / (BLOCKS - SHARED);
     let mut prompts = Vec::new();
     let mut messages = Vec::new();
@@ -117,27 +161,15 @@ fn measure(num_workers: usize, moved_runs: bool) -> Result<(), Failure> {
         for &worker in &workers {
             let mut tokens = shared.clone();
             tokens.extend((SHARED * SIZE..BLOCKS * SIZE).map(|_| token(&mut random)));
-            let hashes = hashes(&tokens);
             let first = if prompts.len() < num_workers {
                 0
             } else {
                 SHARED
             };
-            let mut at = first;
-            while at < BLOCKS {
-                let end = if at < SHARED {
-                    SHARED.min(at + PER_EVENT)
-                } else {
-                    BLOCKS.min(at + PER_EVENT)
-                };
-                let parent = at.checked_sub(1).map(|before| hashes[before]);
-                messages.push((
-                    worker,
-                    end - at,
-                    message(&hashes[at..end], parent, &tokens[at * SIZE..end * SIZE])
-                        .map_err(|error| error.to_string())?,
-                ));
-                at = end;
+            let session = format!("chat-{}", prompts.len());
+            let session = sessions.then_some(&*session);
+            for (count, raw) in messages_of(&tokens, first, session)? {
+                messages.push((worker, count, raw));
             }
             prompts.push(tokens);
         }
@@ -157,7 +189,8 @@ fn measure(num_workers: usize, moved_runs: bool) -> Result<(), Failure> {
     let stats = index.stats();
     let [mut ready, mut computed, mut moved] = [const { Vec::new() }; 3];
     for at in 0..ASKED {
-        let mut tokens = prompts[at * 7_919 % prompts.len()].clone();
+        let number = at * 7_919 % prompts.len();
+        let mut tokens = prompts[number].clone();
         tokens.truncate(tokens.len() - random.below(4_000) as usize);
         tokens.resize(BLOCKS * SIZE, 1);
         let seq = TokenSequence::new(Arc::clone(&space), tokens, Vec::new())?;
@@ -170,13 +203,15 @@ fn measure(num_workers: usize, moved_runs: bool) -> Result<(), Failure> {
         ready.push(found * 1e6);
         computed.push((prepared + found) * 1e6);
         if moved_runs {
+            let session = format!("chat-{number}");
             let began = Instant::now();
             let prompt = index.prompt(&seq, true);
             std::hint::black_box(index.find(
                 &prompt,
                 FindOptions {
-                    keep_last: 0,
                     moved: true,
+                    session: sessions.then_some(&session),
+                    ..FindOptions::default()
                 },
             )?);
             moved.push(began.elapsed().as_secs_f64() * 1e6);
@@ -184,7 +219,7 @@ fn measure(num_workers: usize, moved_runs: bool) -> Result<(), Failure> {
     }
     let moved = if moved_runs { median(&mut moved) } else { 0.0 };
     println!(
-        "{num_workers} workers, moved runs {moved_runs}: {} entries, {} blocks, {} edges, {:.1} bytes an entry; store from bytes {rate:.2} M blocks/s (reading alone {read:.2}); find {:.2} us with digests ready, {:.1} us computed, {moved:.0} us with moved runs",
+        "{num_workers} workers, moved runs {moved_runs}, sessions {sessions}: {} entries, {} blocks, {} edges, {:.1} bytes an entry; store from bytes {rate:.2} M blocks/s (reading alone {read:.2}); find {:.2} us with digests ready, {:.1} us computed, {moved:.0} us with moved runs",
         stats.entries,
         stats.blocks,
         stats.edges,
@@ -197,8 +232,8 @@ fn measure(num_workers: usize, moved_runs: bool) -> Result<(), Failure> {
 
 fn main() -> Result<(), Failure> {
     for num_workers in [8, 64, 256] {
-        for moved_runs in [false, true] {
-            measure(num_workers, moved_runs)?;
+        for (moved_runs, sessions) in [(false, false), (true, false), (true, true)] {
+            measure(num_workers, moved_runs, sessions)?;
         }
     }
     Ok(())

@@ -86,7 +86,7 @@ class ByEvents(Router):
         policy = self._texts.policy(job.one)
         found = self.index.find_matches(job.prompt, policy, keep_last=1)
         scale = self._texts.scale
-        return found.exact.astype(np.int64) * scale, found.moved.astype(np.int64) * scale
+        return found.exact.astype(np.int64) * scale, found.possible.astype(np.int64) * scale
 
     def heard(self, worker: int, payload: bytes, *, is_approximate: bool) -> None:
         self.index.apply(self._numbers[worker], payload, approximate=is_approximate)

@@ -264,6 +264,7 @@ fn ask(index: &KvIndexer) -> OverlapScores {
     let options = FindOptions {
         keep_last: 0,
         moved: false,
+        ..FindOptions::default()
     };
     let asked = index.prompt(&seq, false);
     index.find(&asked, options).expect("a prompt of this index")

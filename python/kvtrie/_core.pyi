@@ -1002,19 +1002,25 @@ class KvIndexer:
         policy: ReusePolicy | None = None,
         *,
         keep_last: SupportsIndex = 0,
+        session: str | None = None,
+        moved_end: SupportsIndex | None = None,
     ) -> OverlapScores:
         """
         Find how much of a prompt each worker holds.
 
         Args:
             seq: The prompt, or its `PromptDigests`.
-            policy: With approximate reuse, runs elsewhere count as `moved`. The shortest run is the
-                index's, and no other limit of the policy is applied: workers apply them. None means
-                `kvtrie.EXACT_ONLY`.
+            policy: With approximate reuse, runs elsewhere count as `possible` and `moved`. The shortest
+                run is the index's, and no other limit of this policy is applied: workers have policies
+                of their own (`set_policy`). None means `kvtrie.EXACT_ONLY`.
             keep_last: Tokens at the end that do not count: an engine computes the last one in any case.
+            session: The id of the prompt's conversation, 1 to 256 bytes, as its worker is told it.
+            moved_end: Where the last message begins, of which moved runs supply nothing, as its worker
+                will find it; None: nowhere.
 
         Raises:
-            ValueError: `keep_last` is negative, the digests are of an index with another key or block
+            ValueError: `keep_last` is negative, `moved_end` is not in the prompt, a session has no or
+                more than 256 bytes, the digests are of an index with another key or block
                 size, or were made without `moved` and the policy allows approximate reuse.
 
         Example:
@@ -1086,6 +1092,28 @@ class KvIndexer:
             >>> time.sleep(0.002)
             >>> index.find_matches(kvtrie.TokenSequence(range(100), space)).uncertain
             array([ True])
+        """
+    def set_policy(self, /, worker: SupportsIndex, policy: ReusePolicy | None) -> None:
+        """
+        Say by which policy a worker plans.
+
+        Its `moved` scores are what such a plan must reuse. Without a policy, as for a new worker, and
+        under one that has another limit than `min_run` and its scope, they are 0, and all of its moved
+        runs are `possible`. ``docs/cluster.md`` has the conditions.
+
+        Args:
+            worker: Its number.
+            policy: The policy of all of its plans, with a `min_run`; None: it is not known, or the
+                worker moves no runs.
+
+        Raises:
+            StaleHandleError: There is no such worker.
+            ValueError: The policy has no `min_run`, which then is the one of the worker's own index.
+
+        Example:
+            >>> index = kvtrie.KvIndexer(16, b"a secret of yours")
+            >>> worker = index.add_worker("a", kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
+            >>> index.set_policy(worker, kvtrie.ReusePolicy(min_run=32))
         """
     def set_uncertain(self, /, worker: SupportsIndex, uncertain: bool) -> None:
         """
@@ -1415,9 +1443,17 @@ class OverlapScores:
     @property
     def moved(self, /) -> npt.NDArray[np.uint32]:
         """
-        Tokens after these in runs that the worker holds elsewhere. A hint: fingerprints are compared
-        and not tokens, and the worker decides what it may reuse. 0 unless the policy allows
-        approximate reuse.
+        Tokens after these in runs elsewhere that the worker's own plan reuses, by the policy of
+        `KvIndexer.set_policy` and the sessions of its events. Its plan of the prompt with the same
+        `session` and `moved_end` reuses at least `exact + moved` tokens, unless it drops candidates.
+        0 where that is not known, and unless the policy of the search allows approximate reuse.
+        """
+    @property
+    def possible(self, /) -> npt.NDArray[np.uint32]:
+        """
+        All tokens after the exact ones in runs that the worker holds elsewhere, those of `moved` among
+        them: fingerprints are compared and not tokens, and the worker decides what it may reuse. 0
+        unless the policy of the search allows approximate reuse.
         """
     @property
     def tier(self, /) -> npt.NDArray[np.uint8]:

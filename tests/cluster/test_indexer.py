@@ -52,17 +52,17 @@ def test_moved_runs_need_a_policy_and_their_digests() -> None:
     prompt = kvtrie.TokenSequence([7, *range(104, 120)], NS)
     policy = kvtrie.ReusePolicy()
     assert index.find_matches(prompt).moved.tolist() == [0, 0]
-    assert index.find_matches(prompt, policy).moved.tolist() == [16, 0]
+    assert index.find_matches(prompt, policy).possible.tolist() == [16, 0]
     digests = index.digests(prompt, moved=True)
     assert digests.num_tokens == 17
-    assert index.find_matches(digests, policy).moved.tolist() == [16, 0]
-    assert index.find_matches(digests, policy, keep_last=4).moved.tolist() == [12, 0]
+    assert index.find_matches(digests, policy).possible.tolist() == [16, 0]
+    assert index.find_matches(digests, policy, keep_last=4).possible.tolist() == [12, 0]
     with pytest.raises(ValueError, match="without moved=True"):
         index.find_matches(index.digests(prompt), policy)
     plain = kvtrie.KvIndexer(2, KEY, moved_runs=False)
     worker = plain.add_worker("a", NS)
     plain.apply(worker, packed(stored(range(10), None, range(100, 120))))
-    assert plain.find_matches(prompt, policy).moved.tolist() == [0]
+    assert plain.find_matches(prompt, policy).possible.tolist() == [0]
 
 
 def test_indexes_with_one_key_have_equal_digests() -> None:

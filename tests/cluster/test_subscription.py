@@ -273,7 +273,9 @@ def test_approximate_blocks_have_a_stream_of_their_own() -> None:
         with subscribe(
             fed.index, fed.worker, theirs.endpoint, theirs.replay, approximate=True
         ) as second:
-            until(lambda: int(fed.index.find_matches(PROMPT, policy).moved[0]) == 4, fed.__repr__)
+            until(
+                lambda: int(fed.index.find_matches(PROMPT, policy).possible[0]) == 4, fed.__repr__
+            )
             assert second.state == "live"
             assert fed.scores() == (2, False)
         assert fed.index.find_matches(PROMPT).moved.tolist() == [0]

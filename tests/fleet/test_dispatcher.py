@@ -69,6 +69,7 @@ def test_an_uncertain_worker_is_not_preferred_for_what_it_held() -> None:
     index.set_uncertain(1, True)
     one = dispatcher.choose(prompt(*range(12)), ["b"])
     assert (one.worker, one.exact, one.moved, one.uncertain) == ("b", 0, 0, True)
+    assert one.possible == 0
     one.end()
     assert dispatcher.choose(prompt(*range(12))).worker == "a"
 
@@ -78,15 +79,49 @@ def test_moved_tokens_decide_a_tie_and_count_only_where_it_is_said() -> None:
     index.apply(1, packed(stored(range(10), None, range(100, 120))))
     edited = prompt(7, *range(104, 120), 5)
     found = dispatcher.choose(edited)
-    assert (found.worker, found.exact, found.moved) == ("b", 0, 16)
+    assert (found.worker, found.exact, found.moved, found.possible) == ("b", 0, 0, 16)
     # Promised is nothing: all of it is in the queue, so the next goes elsewhere.
     assert dispatcher.outstanding("b") == (18, 1)
     _, trusting = made(moved_weight=1.0)
-    assert trusting.choose(edited).moved == 0
+    assert trusting.choose(edited).possible == 0
     index, trusting = made(moved_weight=1.0)
     index.apply(1, packed(stored(range(10), None, range(100, 120))))
-    trusting.choose(edited)
-    assert trusting.outstanding("b") == (2, 1)
+    trusting.choose(edited, ["b"]).end()
+    index.set_policy(1, kvtrie.ReusePolicy(scope="namespace", min_run=8))
+    found = trusting.choose(edited)
+    assert (found.worker, found.exact, found.moved, found.possible) == ("b", 0, 9, 16)
+    # The last seven of a run are not promised.
+    assert trusting.outstanding("b") == (9, 1)
+
+
+def test_moved_tokens_are_promised_to_their_conversation() -> None:
+    index, dispatcher = made()
+    for at, session in enumerate(("first", "second")):
+        index.set_policy(at, kvtrie.ReusePolicy(min_run=8))
+        hashes = range(10 * at, 10 * at + 10)
+        event = stored(hashes, None, range(100, 120)) | {"session_id": session}
+        index.apply(at, packed(event))
+    edited = prompt(7, *range(104, 120), 5)
+    for session, worker in (("second", "b"), ("first", "a"), ("second", "b")):
+        with dispatcher.choose(edited, session=session) as found:
+            assert (found.worker, found.moved, found.possible) == (worker, 9, 16)
+    with dispatcher.choose(edited, session="second", moved_end=14) as found:
+        assert (found.worker, found.moved, found.possible) == ("b", 6, 16)
+    with dispatcher.choose(edited, session="third") as found:
+        assert (found.moved, found.possible) == (0, 16)
+    with pytest.raises(ValueError, match="moved_end is 19"):
+        dispatcher.choose(edited, moved_end=19)
+
+
+def test_a_promise_counts_once_where_more_is_cached_already() -> None:
+    index, dispatcher = made(moved_weight=1.0)
+    index.set_policy(1, kvtrie.ReusePolicy(scope="namespace", min_run=8))
+    index.apply(1, packed(stored(range(10), None, range(100, 120))))
+    edited = prompt(7, *range(104, 120), 5)
+    first = dispatcher.choose(edited, ["b"])
+    # All but the last block will be exact when the first has been computed.
+    second = dispatcher.choose(edited, ["b"])
+    assert (first.moved, second.exact, second.moved) == (9, 16, 0)
 
 
 def test_ties_go_around() -> None:

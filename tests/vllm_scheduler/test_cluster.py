@@ -70,7 +70,7 @@ class Fed:
         seq = kvtrie.TokenSequence(tokens, SHARED)
         scores = self.index.find_matches(seq, kvtrie.ReusePolicy(), keep_last=1)
         assert not scores.uncertain[0]
-        return int(scores.exact[0]), int(scores.moved[0])
+        return int(scores.exact[0]), int(scores.possible[0])
 
 
 @in_flight

@@ -288,10 +288,10 @@ def test_a_snapshot_is_what_all_events_leave(seed: int) -> None:
                     )
                     assert found.exact[0] == same.exact[0]
                     # A block that was stored after its parent left is in its place.
-                    assert found.moved[0] <= same.moved[0]
+                    assert found.possible[0] <= same.possible[0]
                     assert found.uncertain[0] == same.uncertain[0] == False  # noqa: E712
                     num_found += int(found.exact[0])
-                    num_moved += int(found.moved[0])
+                    num_moved += int(found.possible[0])
         known = one.worker_stats(ones), other.worker_stats(others)
         counts = [stats["entries"] + stats["parked"] for stats in known]
         assert counts == [len(held.copies)] * 2

@@ -50,7 +50,9 @@ class Sent:
     Attributes:
         worker: The worker's name.
         exact: Tokens that it holds, or will hold when an earlier request ends there.
-        moved: Tokens after these that it may have elsewhere in its cache: possible, not promised.
+        moved: Tokens after these that its own plan moves from elsewhere in its cache, as far as
+            that is promised (`OverlapScores.moved`).
+        possible: Tokens that it may have elsewhere in its cache, those of `moved` among them.
         uncertain: Whether events of the worker may be missing. Then `exact` counts earlier requests
             only.
     """
@@ -58,6 +60,7 @@ class Sent:
     worker: str
     exact: int
     moved: int
+    possible: int
     uncertain: bool
     _on_computed: Callable[[], None] = field(repr=False)
     _on_end: Callable[[], None] = field(repr=False)
@@ -89,8 +92,8 @@ class Dispatcher:
     worker is expected to compute of prompts that were sent and of which no reply has come. Exact is
     what the worker holds, or what the prompt has in common with such a prompt, up to the first item
     of either, if that is more. Of workers that are uncertain only the second counts. Ties go to
-    more exact tokens, to more moved ones, to a shorter queue, to fewer requests, then to the worker
-    that was chosen longest ago.
+    more exact tokens, to more that are promised to be moved, to more that may be, to a shorter
+    queue, to fewer requests, then to the worker that was chosen longest ago.
 
     All calls may be made from any thread.
 
@@ -98,8 +101,8 @@ class Dispatcher:
         index: The index.
         policy: With approximate reuse, moved tokens are asked for.
         load_weight: How much a token in the queue counts.
-        moved_weight: How much a moved token counts as exact, 0 to 1. The index cannot know what a
-            worker's scope and gate allow, so it is 0 unless you do.
+        moved_weight: How much a moved token that is promised counts as exact, 0 to 1. The index
+            knows of none unless it was told how workers plan (`KvIndexer.set_policy`).
         max_tracked_tokens: Most tokens of prompts that are kept until they are computed; the load
             of those beyond counts all the same.
 
@@ -155,13 +158,22 @@ class Dispatcher:
         self._turn = 0
         self._lock = threading.Lock()
 
-    def choose(self, seq: TokenSequence, among: Iterable[str] | None = None) -> Sent:
+    def choose(
+        self,
+        seq: TokenSequence,
+        among: Iterable[str] | None = None,
+        *,
+        session: str | None = None,
+        moved_end: int | None = None,
+    ) -> Sent:
         """Choose a worker, and count the prompt as sent there.
 
         Args:
             seq: The prompt.
             among: Names of the workers that may be chosen, or None for all of the index. Names that
                 the index does not have are left out.
+            session: The id of the prompt's conversation, as `KvIndexer.find_matches` takes it.
+            moved_end: Where the last message begins, likewise.
 
         Returns:
             What was chosen. Call its `computed` and `end`.
@@ -169,8 +181,12 @@ class Dispatcher:
         Raises:
             NoWorkerError: There is none.
             TypeError: `seq` is not a `TokenSequence`.
+            ValueError: A session has no or more than 256 bytes, or `moved_end` is not in the
+                prompt.
         """
-        found = self._index.find_matches(seq, self._policy, keep_last=1)
+        found = self._index.find_matches(
+            seq, self._policy, keep_last=1, session=session, moved_end=moved_end
+        )
         names = found.workers
         allowed = set(names) if among is None else set(among)
         columns = [at for at, name in enumerate(names) if name in allowed]
@@ -178,7 +194,8 @@ class Dispatcher:
             asked = "any" if among is None else f"one of {len(allowed)}"
             msg = f"Dispatcher.choose: {asked} was asked for; the index has {len(names)} workers"
             raise NoWorkerError(msg)
-        exact, moved, uncertain = found.exact, found.moved, found.uncertain
+        exact, moved, all_moved = found.exact, found.moved, found.possible
+        uncertain = found.uncertain
         space, items, length = seq.namespace, seq.items, len(seq)
         # Placeholders of an item do not say what it is.
         tokens = seq[: items[0].start if items else length]
@@ -192,17 +209,21 @@ class Dispatcher:
                     # An engine computes the last token in any case.
                     self._common(names[at], space, tokens[: max(0, length - 1)]),
                 )
-                possible = min(int(moved[at]) if trusted else 0, length - cached)
-                expected = int(length - cached - self._moved_weight * possible)
+                # Of exact and moved tokens together is promised that they are reused.
+                promised = max(0, int(exact[at]) + int(moved[at]) - cached) if trusted else 0
+                possible = min(int(all_moved[at]) if trusted else 0, length - cached)
+                expected = int(length - cached - self._moved_weight * promised)
                 cost = expected + self._load_weight * known.outstanding
-                order = (cost, -cached, -possible, known.outstanding, known.requests, known.last)
-                ranks.append((order, at, cached, possible, expected))
-            _, at, cached, possible, expected = min(ranks)
+                busy = (known.outstanding, known.requests, known.last)
+                order = (cost, -cached, -promised, -possible, *busy)
+                ranks.append((order, at, cached, promised, possible, expected))
+            _, at, cached, promised, possible, expected = min(ranks)
             job = _Outstanding(names[at], expected, (space, tokens))
             self._note(job, len(tokens), names)
         return Sent(
             names[at],
             cached,
+            promised,
             possible,
             bool(uncertain[at]),
             partial(self._computed, job),

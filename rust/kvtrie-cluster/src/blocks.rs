@@ -9,6 +9,7 @@ use crate::fingerprints::Fingerprints;
 use crate::holdings::{Copies, Held, Holdings, Parked};
 use crate::keys::{Digest, Keys, plus};
 use crate::lanes::{Lane, Lanes};
+use crate::sessions::Session;
 use crate::tree::{Edge, EdgeIndex, Gone, NONE, Parent, Slot, Tree};
 
 /// Number of blocks that are read ahead and appended at once, few enough for a processor to wait for at once.
@@ -232,7 +233,7 @@ impl Blocks {
         }
     }
 
-    /// Stores one copy in the device of each of the first blocks after a block, as long as nothing is there that they
+    /// Stores one copy in the device of each of the first blocks after a block, in a session, as long as nothing is there that they
     /// could be: the edge ends with that block and is this lane's alone, no block waits in it or in `other`, and no
     /// hash is known. Returns the slots of these blocks, which are consecutive.
     pub(crate) fn append(
@@ -241,6 +242,7 @@ impl Blocks {
         other: Option<Lane>,
         above: Above,
         blocks: &[EventBlock],
+        session: Option<Session>,
     ) -> Range<Slot> {
         let waits = |lane: Lane| self.holdings(lane).num_parked() > 0;
         let Above::Block(above) = above else {
@@ -279,6 +281,9 @@ impl Blocks {
         }
         *charged += end - first;
         self.tree.append(edge, &digests[..(end - first) as usize]);
+        let len = self.tree.edge(edge).len();
+        self.tree
+            .set_session(edge, lane, (len - (end - first), len), session);
         if let Some(fingerprints) = &mut self.fingerprints {
             let edge = self.tree.edge(edge);
             let depths = edge.depth() + edge.len() - (end - first)..;
@@ -292,13 +297,14 @@ impl Blocks {
         first..end
     }
 
-    /// Stores copies of a block after another one, and returns its slot.
+    /// Stores copies of a block after another one, in a session, and returns its slot.
     pub(crate) fn store(
         &mut self,
         lane: Lane,
         above: Above,
         block: &EventBlock,
         mut copies: Copies,
+        session: Option<Session>,
     ) -> Result<Slot, NotStored> {
         let state = &mut self.lanes[lane as usize];
         let (before, parent) = match above {
@@ -317,6 +323,7 @@ impl Blocks {
                 self.tree
                     .set_tier(slot, lane, all.fastest().unwrap_or_default());
             }
+            self.set_session(slot, lane, session);
             return Ok(slot);
         }
         if let Some(parked) = state.holdings.parked(block.hash) {
@@ -380,7 +387,14 @@ impl Blocks {
         if tier != Tier::Device {
             self.tree.set_tier(slot, lane, tier);
         }
+        self.set_session(slot, lane, session);
         Ok(slot)
+    }
+
+    /// Says in which session a lane has stored a block, if that is known.
+    fn set_session(&mut self, slot: Slot, lane: Lane, session: Option<Session>) {
+        let (edge, at) = self.tree.at(slot);
+        self.tree.set_session(edge, lane, (at, at + 1), session);
     }
 
     /// Whether an event's block, of which the block before is not known, has the tokens of the one in a lane's slot.
@@ -396,7 +410,13 @@ impl Blocks {
     }
 
     /// Stores another copy of a block that the lane has; false if it has none.
-    pub(crate) fn repeat(&mut self, lane: Lane, hash: u64, tier: Tier) -> bool {
+    pub(crate) fn repeat(
+        &mut self,
+        lane: Lane,
+        hash: u64,
+        tier: Tier,
+        session: Option<Session>,
+    ) -> bool {
         let holdings = &mut self.lanes[lane as usize].holdings;
         let Some(held) = holdings.get(hash) else {
             return false;
@@ -407,6 +427,7 @@ impl Blocks {
         if copies.fastest() != held.copies.fastest() {
             self.tree.set_tier(slot, lane, tier);
         }
+        self.set_session(slot, lane, session);
         true
     }
 
@@ -426,7 +447,7 @@ impl Blocks {
                     hash,
                     contents: parked.contents,
                 };
-                match self.store(lane, Above::Block(slot), &block, parked.copies) {
+                match self.store(lane, Above::Block(slot), &block, parked.copies, None) {
                     Ok(slot) => known.push((hash, slot)),
                     Err(NotStored::Alias(slot)) => {
                         lost.aliases += 1;
@@ -498,8 +519,13 @@ impl Blocks {
                 };
                 self.tree.release(slot, lane, &mut leaving);
             }
-            fastest if fastest == held.copies.fastest() => (),
-            Some(tier) => self.tree.set_tier(slot, lane, tier),
+            Some(tier) => {
+                if Some(tier) != held.copies.fastest() {
+                    self.tree.set_tier(slot, lane, tier);
+                }
+                // Nobody knows whose copies are left.
+                self.set_session(slot, lane, None);
+            }
         }
         true
     }

@@ -3,15 +3,18 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvtrie_core::{Error, ErrorKind, Item, Namespace, Result, TokenSequence};
+use kvtrie_core::{Error, ErrorKind, Item, Namespace, Result, ReusePolicy, TokenSequence};
 
 use crate::blocks::{AT_ONCE, Above, Blocks, Lost, NotStored};
 use crate::config::IndexerConfig;
 use crate::error::{EventError, EventRefusal};
-use crate::events::{BlocksAhead, Event, EventBatch, EventReader, Refused, Stored, Tier};
+use crate::events::{
+    BlocksAhead, Event, EventBatch, EventReader, Refused, SESSION_BYTES, Stored, Tier,
+};
 use crate::holdings::Copies;
 use crate::keys::{Digest, Keys, packed};
 use crate::lanes::Lane;
+use crate::promises::{MOST_VISITED, Promise, Promises};
 use crate::scores::{self, Piece, Places, Windows};
 
 /// Number of edges that each applied event visits to give back the memory of workers that ended.
@@ -129,8 +132,12 @@ impl Prompt {
 pub struct OverlapScores {
     /// Tokens from position 0 whose KV the worker has in place.
     pub exact: Vec<u32>,
-    /// Tokens after these in runs that the worker holds elsewhere. A hint: tokens are not compared.
+    /// Tokens after these in runs elsewhere that the worker's own plan reuses, as far as its policy and the sessions of
+    /// its events are known: it reuses `exact + moved` tokens at least ([`KvIndexer::set_policy`]).
     pub moved: Vec<u32>,
+    /// All tokens after the exact ones in runs that the worker holds elsewhere, those of `moved` among them. What it may
+    /// reuse of the others is not known.
+    pub possible: Vec<u32>,
     /// The slowest tier from which one of the exact tokens must be loaded.
     pub tier: Vec<Tier>,
     /// Whether the worker's events may be incomplete, so that the other figures are not promised.
@@ -152,6 +159,8 @@ struct Worker {
     /// Events were left out that bear on what a prompt finds.
     is_incomplete: bool,
     has_slow: bool,
+    /// What is known of its plans.
+    promise: Option<Promise>,
     stats: WorkerStats,
 }
 
@@ -188,16 +197,22 @@ pub struct KvIndexer {
     workers: Vec<Worker>,
     /// The worker of each lane, by number; `usize::MAX` for others.
     column_of: Vec<usize>,
+    /// What is promised of each lane.
+    promises: Vec<Option<Promise>>,
     next_id: u64,
 }
 
 /// What a search asks for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct FindOptions {
+pub struct FindOptions<'a> {
     /// The last tokens of the prompt, which never count: an engine computes at least one.
     pub keep_last: usize,
     /// Whether moved runs are looked for. The prompt must have been made for it.
     pub moved: bool,
+    /// The id of the prompt's conversation, as its worker will be told it: 1 to 256 bytes.
+    pub session: Option<&'a str>,
+    /// Where the last message begins, of which moved runs supply nothing. None: they may supply all of the prompt.
+    pub moved_end: Option<usize>,
 }
 
 impl KvIndexer {
@@ -220,6 +235,7 @@ impl KvIndexer {
             reader,
             workers: Vec::new(),
             column_of: Vec::new(),
+            promises: Vec::new(),
             next_id: 0,
         })
     }
@@ -266,6 +282,7 @@ impl KvIndexer {
             certain_until: None,
             is_incomplete: false,
             has_slow: false,
+            promise: None,
             stats: WorkerStats::default(),
         });
         self.number_columns();
@@ -332,6 +349,25 @@ impl KvIndexer {
         let at = self.column(worker, "KvIndexer::set_certain_for")?;
         // A time that no clock reaches has no end.
         self.workers[at].certain_until = time.and_then(|time| Instant::now().checked_add(time));
+        Ok(())
+    }
+
+    /// Says by which policy a worker plans. Its moved runs are promised as far as such a plan must reuse them; without a
+    /// policy, as those of a new worker, none are.
+    ///
+    /// None is promised either under a policy without approximate reuse, or with a limit that depends on more than an
+    /// index knows: `max_hops` of 0, `max_approximate_share`, `recompute_first`, `recompute_last`, `recompute_share`,
+    /// `forbid_kinds`, `max_cuts`, `max_lost_context` and `max_new_context`.
+    ///
+    /// # Errors
+    /// [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle) if there is no such worker;
+    /// [`InvalidArgument`](kvtrie_core::ErrorKind::InvalidArgument) if the policy promises runs and has no `min_run`.
+    pub fn set_policy(&mut self, worker: WorkerId, policy: Option<&ReusePolicy>) -> Result<()> {
+        const CALL: &str = "KvIndexer::set_policy";
+        let at = self.column(worker, CALL)?;
+        let promise = policy.map_or(Ok(None), |policy| Promise::of(policy, CALL))?;
+        self.workers[at].promise = promise;
+        self.number_columns();
         Ok(())
     }
 
@@ -527,7 +563,7 @@ impl KvIndexer {
                     }
                     Some((of, slot)) if blocks.is_at(of, block, slot) => {
                         above = Some(Above::Block(slot));
-                        Ok(blocks.repeat(lane, block.hash, event.tier))
+                        Ok(blocks.repeat(lane, block.hash, event.tier, event.session))
                     }
                     Some(_) => Err(NotStored::Conflict),
                 };
@@ -554,7 +590,7 @@ impl KvIndexer {
             }
             let approximate = worker.approximate.filter(|_| !is_approximate);
             if event.tier == Tier::Device {
-                let slots = blocks.append(lane, approximate, before, next);
+                let slots = blocks.append(lane, approximate, before, next, event.session);
                 if let Some(last) = slots.clone().last() {
                     stats.stored += slots.len() as u64;
                     done += slots.len();
@@ -563,7 +599,7 @@ impl KvIndexer {
                 }
             }
             done += 1;
-            match blocks.store(lane, before, block, Copies::of(event.tier)) {
+            match blocks.store(lane, before, block, Copies::of(event.tier), event.session) {
                 Ok(slot) => {
                     stats.stored += 1;
                     for own in [Some(lane), approximate].into_iter().flatten() {
@@ -643,8 +679,15 @@ impl KvIndexer {
     fn number_columns(&mut self) {
         self.column_of.clear();
         self.column_of.resize(self.blocks.num_lanes(), usize::MAX);
+        self.promises.clear();
+        if self.workers.iter().any(|worker| worker.promise.is_some()) {
+            self.promises.resize(self.blocks.num_lanes(), None);
+        }
         for (at, worker) in self.workers.iter().enumerate() {
             self.column_of[worker.lane as usize] = at;
+            if let Some(promise) = self.promises.get_mut(worker.lane as usize) {
+                *promise = worker.promise;
+            }
             if let Some(lane) = worker.approximate {
                 self.column_of[lane as usize] = at;
             }
@@ -664,18 +707,39 @@ impl KvIndexer {
     /// How much of a prompt each worker holds.
     ///
     /// # Errors
-    /// [`InvalidArgument`](kvtrie_core::ErrorKind::InvalidArgument) if the prompt was made with another key.
+    /// [`InvalidArgument`](kvtrie_core::ErrorKind::InvalidArgument) if the prompt was made with another key, a session
+    /// does not have 1 to 256 bytes, or `moved_end` is beyond the prompt.
     ///
     /// # Complexity
     /// O(edges of the path · (lives of workers / 64 + log blocks) + lives), and O(log) for each worker that leaves the
-    /// path. Moved runs: O(tokens), and O(runs · edges · workers that hold them).
-    pub fn find(&self, prompt: &Prompt, options: FindOptions) -> Result<OverlapScores> {
+    /// path. Moved runs: O(tokens), and O(runs · edges · workers that hold them); where workers have a policy with a scope,
+    /// and O(edges above each run), 16,384 in all.
+    pub fn find(&self, prompt: &Prompt, options: FindOptions<'_>) -> Result<OverlapScores> {
         if prompt.keys != self.reader.keys.check() {
             return Err(Error::new(
                 ErrorKind::InvalidArgument,
                 "KvIndexer::find",
                 "the prompt was made by an index with another key or block size",
             ));
+        }
+        let refuse = |message| Error::new(ErrorKind::InvalidArgument, "KvIndexer::find", message);
+        if let Some(id) = options.session
+            && !SESSION_BYTES.contains(&id.len())
+        {
+            return Err(refuse(format!(
+                "session has {} bytes; it must have {} to {}",
+                id.len(),
+                SESSION_BYTES.start(),
+                SESSION_BYTES.end()
+            )));
+        }
+        if let Some(end) = options.moved_end
+            && end > prompt.num_tokens
+        {
+            return Err(refuse(format!(
+                "moved_end is {end}; it must be in [0, {}], the tokens of the prompt",
+                prompt.num_tokens
+            )));
         }
         let size = self.config.block_size;
         let usable = prompt.num_tokens.saturating_sub(options.keep_last);
@@ -685,6 +749,7 @@ impl KvIndexer {
         let mut scores = OverlapScores {
             exact: Vec::with_capacity(self.workers.len()),
             moved: vec![0; self.workers.len()],
+            possible: vec![0; self.workers.len()],
             tier: Vec::with_capacity(self.workers.len()),
             uncertain: Vec::with_capacity(self.workers.len()),
         };
@@ -715,14 +780,24 @@ impl KvIndexer {
                 apart: Keys::apart(prompt.root),
                 block_size: size,
             };
-            let pieces = scores::runs(places, windows, self.config.run_blocks());
-            self.add_moved(pieces, &mut scores);
+            let promises = (!self.promises.is_empty()).then(|| Promises {
+                tree: &blocks.tree,
+                of: &self.promises,
+                session: options.session.map(|id| self.reader.keys.session(id)),
+                digests: &prompt.digests,
+                end: options.moved_end.unwrap_or(usable).min(usable),
+                visits_left: MOST_VISITED,
+            });
+            let run_blocks = self.config.run_blocks();
+            let [held, promised] = scores::runs(places, windows, run_blocks, promises);
+            self.count(held, &scores.exact, &mut scores.possible);
+            self.count(promised, &scores.exact, &mut scores.moved);
         }
         Ok(scores)
     }
 
     /// Counts the tokens of each worker's pieces once, those after its exact prefix alone.
-    fn add_moved(&self, mut pieces: Vec<Piece>, scores: &mut OverlapScores) {
+    fn count(&self, mut pieces: Vec<Piece>, exact: &[u32], sums: &mut [u32]) {
         for piece in &mut pieces {
             // From here on the number is the worker's.
             let column = self.column_of[piece.lane as usize];
@@ -732,17 +807,17 @@ impl KvIndexer {
         let mut last = (u32::MAX, 0);
         for piece in pieces {
             let column = piece.lane as usize;
-            let Some(moved) = scores.moved.get_mut(column) else {
+            let Some(sum) = sums.get_mut(column) else {
                 continue;
             };
             let seen = if last.0 == piece.lane {
                 last.1
             } else {
-                scores.exact[column] as usize
+                exact[column] as usize
             };
             let start = piece.start.max(seen);
             let more = piece.end.saturating_sub(start);
-            *moved += u32::try_from(more).unwrap_or(u32::MAX);
+            *sum += u32::try_from(more).unwrap_or(u32::MAX);
             last = (piece.lane, seen.max(piece.end));
         }
     }

@@ -20,6 +20,8 @@ use blake2b_simd::Params;
 use kvtrie_core::{Error, ErrorKind, Namespace, Result, Salt};
 use siphasher::sip128::{Hasher128, SipHasher24};
 
+use crate::sessions::Session;
+
 /// Names a block and everything before it in one namespace.
 pub(crate) type Digest = [u64; 2];
 
@@ -45,6 +47,7 @@ pub(crate) struct Keys {
     approximate: Chain,
     namespace: SipHasher24,
     salt: SipHasher24,
+    session: SipHasher24,
     engine: SipHasher24,
     holding: SipHasher24,
     /// The second is odd.
@@ -197,6 +200,7 @@ impl Keys {
             approximate: chain(b"kvtrie.moved"),
             namespace: sip(b"kvtrie.space"),
             salt: sip(b"kvtrie.salt"),
+            session: sip(b"kvtrie.session"),
             engine: sip(b"kvtrie.engine"),
             holding: sip(b"kvtrie.holding"),
             spread: [first, second | 1],
@@ -306,6 +310,13 @@ impl Keys {
 
     pub(crate) fn salt(&self, salt: &[u8]) -> u128 {
         self.salt.hash(salt).as_u128()
+    }
+
+    /// What is kept of the id of a conversation.
+    pub(crate) fn session(&self, id: &str) -> Session {
+        let digest = self.session.hash(id.as_bytes()).as_u64().0;
+        #[expect(clippy::cast_possible_truncation, reason = "the halves are wanted")]
+        Session([(digest >> 32) as u32, digest as u32])
     }
 
     /// The 64 bits by which a block hash that is not an integer is known.

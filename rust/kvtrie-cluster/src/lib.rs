@@ -1,7 +1,7 @@
 //! An index of many workers: which of them holds how much of a prompt, from the KV events that their engines publish.
 //! The crate is pure Rust, without Python, I/O or unsafe code of its own.
 //!
-//! The rules C1 to C11 in `docs/design.md` are its contract.
+//! The rules C1 to C11 and C13 in `docs/design.md` are its contract.
 //!
 //! # The model
 //!
@@ -12,8 +12,9 @@
 //! - A worker **holds** a block while it has more copies stored than removed, in any [`Tier`]. Workers name blocks by
 //!   hashes of their own, which mean nothing to other workers.
 //! - A search returns for each worker how many tokens it holds from position 0 (*exact*), and how many of the rest it
-//!   holds elsewhere in runs of at least `min_run` tokens (*moved*). The second is a hint: fingerprints are compared,
-//!   not tokens, and engines decide what they reuse.
+//!   holds elsewhere in runs of at least `min_run` tokens (*possible*). The second is a hint: fingerprints are compared,
+//!   not tokens, and engines decide what they reuse. Where a worker's policy and the sessions of its events are known,
+//!   some of these tokens are promised (*moved*).
 //!
 //! # Calls and costs
 //!
@@ -26,7 +27,7 @@
 //! | [`apply`](KvIndexer::apply) | per block O(1), and O(log) of the holes and workers of its edge; where an edge is cut, its shorter part is visited once |
 //! | [`prompt`](KvIndexer::prompt) | O(tokens), without a lock through [`EventReader::prompt`] |
 //! | [`find`](KvIndexer::find) | O(edges of the path · (lives/64 + log blocks of the edge) + lives), and O(log) for each worker where it leaves |
-//! | `find` with moved runs | + O(tokens), and O(runs found · edges · workers that hold them); each worker adds at most four blocks of equal tokens |
+//! | `find` with moved runs | + O(tokens), and O(runs found · edges · workers that hold them); each worker adds at most four blocks of equal tokens; to promise runs of a conversation, + O(edges above each run), 16,384 in all |
 //! | [`clear_worker`](KvIndexer::clear_worker), [`remove_worker`](KvIndexer::remove_worker) | O(workers); each event applied later visits four edges to give the memory back |
 //! | [`stats`](KvIndexer::stats) | O(edges + blocks/64) |
 //! | [`reclaim`](KvIndexer::reclaim) | O(edges) |
@@ -39,11 +40,13 @@
 //!
 //! `keys` has the digests, `events` reads bytes. `tree` has the unique blocks in edges and who holds them, `owners` the
 //! edge of each; `holdings` the blocks of one worker by its engine's hashes; `fingerprints` finds blocks by their tokens
-//! alone. `blocks` changes the three together, `scores` asks them, `indexer` has the calls and the workers.
+//! alone. `blocks` changes the three together, `scores` asks them, `promises` judges what they find, `indexer` has the
+//! calls and the workers. `sessions` says who stored the blocks of an edge, in at most 32 runs per worker.
 //!
 //! A unique block takes 17 bytes (its digest, and the room that a growing list has), an entry of a worker 14 to 15 (its
 //! hash and its block, in a table that is 75 to 90 % full), and edges come on top: 31 to 33 bytes for a block that one
-//! worker holds, and 5 to 6 more with moved runs, for which every second block is listed. Each block has its own place in
+//! worker holds, and 5 to 6 more with moved runs, for which every second block is listed. Sessions take 32 bytes per
+//! worker and edge, and 16 for each change of the session in it. Each block has its own place in
 //! these tables, and waiting for their memory is much of what a store costs. So a caller may have it fetched while an
 //! event's tokens are read ([`EventReader::read_ahead`], [`KvIndexer::lines`]), and `blocks` reads the places of up to 16
 //! blocks of an event before the first of them is stored, and appends them to the end of a path together.
@@ -64,8 +67,10 @@ mod indexer;
 mod keys;
 mod lanes;
 mod owners;
+mod promises;
 mod runs;
 mod scores;
+mod sessions;
 mod table;
 mod tree;
 

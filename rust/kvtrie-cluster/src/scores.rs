@@ -6,6 +6,7 @@ use crate::events::Tier;
 use crate::fingerprints::Fingerprints;
 use crate::keys::{Digest, Keys, plus};
 use crate::lanes::{Lane, Lanes, bits};
+use crate::promises::{Beginnings, Promises};
 use crate::tree::{Edge, EdgeIndex, NONE, Slot, Tree};
 
 /// What each lane holds of a prompt from its first block on.
@@ -223,15 +224,18 @@ fn chains(places: Places<'_>, windows: Windows<'_>) -> Vec<Chain> {
     chains
 }
 
-/// The runs of at least `run_blocks` whole blocks that lanes hold anywhere in the namespace.
-pub(crate) fn runs(places: Places<'_>, windows: Windows<'_>, run_blocks: usize) -> Vec<Piece> {
+/// The runs of at least `run_blocks` whole blocks that lanes hold anywhere in the namespace, and what is promised of
+/// them.
+pub(crate) fn runs(
+    places: Places<'_>,
+    windows: Windows<'_>,
+    run_blocks: usize,
+    mut promises: Option<Promises<'_>>,
+) -> [Vec<Piece>; 2] {
     let Places { tree, live, .. } = places;
     let block_size = windows.block_size;
-    let mut held = HeldRuns {
-        open: Vec::new(),
-        pieces: Vec::new(),
-        least: run_blocks * block_size,
-    };
+    let mut held = HeldRuns::of_at_least(run_blocks * block_size);
+    let mut in_scope = HeldRuns::of_at_least(1);
     for chain in &chains(places, windows) {
         let blocks: u32 = chain
             .iter()
@@ -240,24 +244,42 @@ pub(crate) fn runs(places: Places<'_>, windows: Windows<'_>, run_blocks: usize) 
         if (blocks as usize) < run_blocks {
             continue;
         }
+        let mut known = Beginnings::new();
         for stretch in chain {
             let edge = tree.edge(stretch.edge);
             let tokens = |at: u32| stretch.token + (at - stretch.start) as usize * block_size;
+            let mut add = |lane: Lane, start: u32, end: u32| {
+                held.add(lane, tokens(start), tokens(end));
+                if let Some(promises) = &mut promises {
+                    let of = (stretch.edge, edge);
+                    let runs = promises.in_scope(lane, of, (start, end), &mut known);
+                    for &(start, end) in runs.as_slice() {
+                        in_scope.add(lane, tokens(start), tokens(end));
+                    }
+                }
+            };
             for lane in edge.full().iter().filter(|&lane| live.has(lane)) {
-                held.add(lane, stretch.token, tokens(stretch.end));
+                add(lane, stretch.start, stretch.end);
             }
             for part in edge.parts().iter().filter(|part| live.has(part.key)) {
                 for &(start, end) in part.runs.as_slice() {
                     let (start, end) = (start.max(stretch.start), end.min(stretch.end));
                     if start < end {
-                        held.add(part.key, tokens(start), tokens(end));
+                        add(part.key, start, end);
                     }
                 }
             }
         }
         held.end();
+        in_scope.end();
     }
-    held.pieces
+    let promised = promises.map_or_else(Vec::new, |promises| {
+        let pieces = in_scope.pieces.into_iter();
+        pieces
+            .filter_map(|piece| promises.promised(piece))
+            .collect()
+    });
+    [held.pieces, promised]
 }
 
 /// Joins what a lane holds of one chain, across edges.
@@ -268,6 +290,14 @@ struct HeldRuns {
 }
 
 impl HeldRuns {
+    fn of_at_least(least: usize) -> Self {
+        Self {
+            open: Vec::new(),
+            pieces: Vec::new(),
+            least,
+        }
+    }
+
     fn add(&mut self, lane: Lane, start: usize, end: usize) {
         match self.open.binary_search_by_key(&lane, |piece| piece.lane) {
             Ok(at) if self.open[at].end == start => self.open[at].end = end,

@@ -11,7 +11,8 @@ use crate::events::Tier;
 use crate::keys::{Digest, Keys, bucket, plus};
 use crate::lanes::{Lane, Lanes};
 use crate::owners::Owners;
-use crate::runs::Runs;
+use crate::runs::{Run, Runs};
+use crate::sessions::{Session, SessionRuns};
 
 pub(crate) type Slot = u32;
 pub(crate) type EdgeIndex = u32;
@@ -40,6 +41,13 @@ pub(crate) struct Part {
     pub(crate) runs: Runs,
 }
 
+/// What one lane's events say of the sessions of an edge.
+#[derive(Clone, Debug)]
+struct SessionPart {
+    lane: Lane,
+    runs: SessionRuns,
+}
+
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Edge {
     /// The last block of the edge above.
@@ -60,6 +68,8 @@ pub(crate) struct Edge {
     parts: Vec<Part>,
     /// Blocks whose fastest copy is not in a device, by lane and tier, ascending. Most edges have none.
     slow: Vec<Part>,
+    /// Of lanes that hold some of it, ascending.
+    sessions: Vec<SessionPart>,
 }
 
 impl Edge {
@@ -111,7 +121,37 @@ impl Edge {
         })
     }
 
+    /// Those of the blocks `start..end`, all of which a lane holds, that it has in its device; of one session, or of any.
+    pub(crate) fn in_device(&self, lane: Lane, (start, end): Run, of: Option<Session>) -> Runs {
+        let mut runs = Runs::default();
+        match of {
+            None => runs.add(start, end),
+            Some(session) => {
+                if let Ok(at) = self.sessions_of(lane) {
+                    for (first, last) in self.sessions[at].runs.of(session) {
+                        runs.add(first.max(start), last.min(end));
+                    }
+                }
+            }
+        }
+        for part in self.slow.iter().filter(|part| part.key >> 2 == lane) {
+            for &(start, end) in part.runs.as_slice() {
+                runs.remove(start, end);
+            }
+        }
+        runs
+    }
+
+    fn sessions_of(&self, lane: Lane) -> Result<usize, usize> {
+        self.sessions.binary_search_by_key(&lane, |part| part.lane)
+    }
+
     fn heap_bytes(&self) -> usize {
+        let sessions: usize = self
+            .sessions
+            .iter()
+            .map(|part| part.runs.heap_bytes())
+            .sum();
         let parts = [&self.parts, &self.slow].map(|parts| {
             let inside: usize = parts.iter().map(|part| part.runs.heap_bytes()).sum();
             parts.capacity() * size_of::<Part>() + inside
@@ -121,7 +161,8 @@ impl Edge {
         } else {
             0
         };
-        parts[0] + parts[1] + slots + self.full.heap_bytes()
+        let sessions = sessions + self.sessions.capacity() * size_of::<SessionPart>();
+        parts[0] + parts[1] + slots + sessions + self.full.heap_bytes()
     }
 }
 
@@ -266,6 +307,24 @@ impl Tree {
         let digest = self.digest(edge.slot(at));
         let fingerprint = keys.fingerprint(digest, before, edge.is_approximate);
         plus(fingerprint, edge.apart)
+    }
+
+    /// The block at this depth on the path to an edge, which it may be in, and how many edges were visited for it; none
+    /// if the edge is above, or there are more edges than `most`.
+    pub(crate) fn on_path(
+        &self,
+        mut edge: EdgeIndex,
+        depth: u32,
+        most: usize,
+    ) -> (Option<Slot>, usize) {
+        for visited in 0..most {
+            let found = self.edge(edge);
+            if let Some(at) = depth.checked_sub(found.depth) {
+                return ((at < found.len).then(|| found.slot(at)), visited);
+            }
+            edge = self.edge_of(found.parent);
+        }
+        (None, most)
     }
 
     /// The block before this one on its path.
@@ -494,7 +553,18 @@ impl Tree {
             full: upper.full.clone(),
             parts: split(&mut upper.parts, at),
             slow: split(&mut upper.slow, at),
+            sessions: Vec::new(),
         };
+        for part in &mut upper.sessions {
+            let (before, after) = part.runs.split(at);
+            part.runs = before;
+            if !after.is_empty() {
+                lower.sessions.push(SessionPart {
+                    lane: part.lane,
+                    runs: after,
+                });
+            }
+        }
         upper.slots.truncate(first);
         upper.len = at;
         upper.children = 1;
@@ -543,6 +613,30 @@ impl Tree {
         }
     }
 
+    /// Says in which session a lane stored blocks of an edge, if that is known.
+    pub(crate) fn set_session(
+        &mut self,
+        edge: EdgeIndex,
+        lane: Lane,
+        (start, end): Run,
+        session: Option<Session>,
+    ) {
+        let edge = self.edge_mut(edge);
+        let at = match edge.sessions_of(lane) {
+            Ok(at) => at,
+            Err(_) if session.is_none() => return,
+            Err(at) => {
+                let runs = SessionRuns::default();
+                edge.sessions.insert(at, SessionPart { lane, runs });
+                at
+            }
+        };
+        edge.sessions[at].runs.set(start, end, session);
+        if edge.sessions[at].runs.is_empty() {
+            edge.sessions.remove(at);
+        }
+    }
+
     /// Says that a lane no longer holds a block. Blocks that nobody holds and that lead nowhere leave the tree.
     pub(crate) fn release(&mut self, slot: Slot, lane: Lane, gone: &mut impl Gone) {
         let (index, at) = self.at(slot);
@@ -551,6 +645,11 @@ impl Tree {
             add(&mut edge.parts, lane, 0, edge.len);
         }
         remove(&mut edge.parts, lane, at, at + 1);
+        if let Ok(part) = edge.sessions_of(lane)
+            && find(&edge.parts, lane).is_err()
+        {
+            edge.sessions.remove(part);
+        }
         if !edge.slow.is_empty() {
             for tier in &Tier::ALL[1..] {
                 remove(&mut edge.slow, lane << 2 | *tier as u32, at, at + 1);
@@ -568,6 +667,7 @@ impl Tree {
         edge.full.keep(live);
         edge.parts.retain(|part| live.has(part.key));
         edge.slow.retain(|part| live.has(part.key >> 2));
+        edge.sessions.retain(|part| live.has(part.lane));
         if !live.has(edge.owner) {
             edge.owner = NONE;
         }
@@ -697,6 +797,20 @@ impl Tree {
                 }
                 held_end = held_end.max(part.runs.end());
             }
+            if !edge
+                .sessions
+                .windows(2)
+                .all(|two| two[0].lane < two[1].lane)
+            {
+                return bad("its sessions do not ascend");
+            }
+            for part in &edge.sessions {
+                part.runs.check()?;
+                let is_held = edge.full.has(part.lane) || find(&edge.parts, part.lane).is_ok();
+                if part.runs.is_empty() || part.lane >= num_lanes || !is_held {
+                    return bad("it has sessions of a lane that holds nothing of it");
+                }
+            }
             for part in edge.slow.iter().filter(|part| live.has(part.key >> 2)) {
                 let held = |at| edge.is_held(part.key >> 2, at);
                 if !part
@@ -731,7 +845,7 @@ impl Tree {
     }
 }
 
-/// Lanes whose part has become the whole edge hold all of it.
+/// Lanes whose part has become the whole edge hold all of it, and those without one have no sessions in it.
 fn settle(edge: &mut Edge) {
     let (len, full) = (edge.len, &mut edge.full);
     edge.parts.retain(|part| {
@@ -740,5 +854,9 @@ fn settle(edge: &mut Edge) {
             full.add(part.key);
         }
         !is_all
+    });
+    let (full, parts) = (&edge.full, &edge.parts);
+    edge.sessions.retain(|part| {
+        !part.runs.is_empty() && (full.has(part.lane) || find(parts, part.lane).is_ok())
     });
 }

@@ -41,6 +41,7 @@ fn ask(index: &KvIndexer, space: Arc<Namespace>, tokens: &[u32]) -> OverlapScore
     let options = FindOptions {
         keep_last: 0,
         moved: true,
+        ..FindOptions::default()
     };
     index.find(&prompt, options).unwrap()
 }
@@ -412,7 +413,7 @@ fn approximate_blocks_are_moved_runs_and_never_exact() {
             let third = approximate(21, Some(20), &[5, 6])[form].clone();
             apply(&mut index, worker, stream, &[second, third]);
             let scores = ask(&index, space(None, None), &prompt);
-            assert_eq!((scores.exact[0], scores.moved[0]), (2, 4));
+            assert_eq!((scores.exact[0], scores.possible[0]), (2, 4));
             // An exact block after an approximate one is not exact either.
             apply(
                 &mut index,
@@ -422,7 +423,7 @@ fn approximate_blocks_are_moved_runs_and_never_exact() {
             );
             assert_eq!(exact(&index, &prompt), 2);
             apply(&mut index, worker, stream, &[removed(&[21], "GPU")]);
-            assert_eq!(ask(&index, space(None, None), &prompt).moved, [0]);
+            assert_eq!(ask(&index, space(None, None), &prompt).possible, [0]);
             assert_eq!(exact(&index, &prompt), 2);
             apply(&mut index, worker, Stream::Approximate, &[cleared()]);
             assert_eq!(exact(&index, &prompt), 2);
@@ -457,9 +458,9 @@ fn moved_runs_are_found_at_any_alignment_and_counted_once() {
     let scores = ask(&index, space(None, None), &prompt);
     // The first repeat of 102 to 119, and the second. The other has no run of two blocks but 102..106 and 116..120.
     assert_eq!(scores.exact, [4, 4]);
-    assert_eq!(scores.moved, [36, 16]);
+    assert_eq!(scores.possible, [36, 16]);
     let short = [9, 102, 103, 9];
-    assert_eq!(ask(&index, space(None, None), &short).moved, [0, 0]);
+    assert_eq!(ask(&index, space(None, None), &short).possible, [0, 0]);
 }
 
 #[test]

@@ -50,6 +50,7 @@ fn ask(index: &KvIndexer) -> OverlapScores {
     let options = FindOptions {
         keep_last: 0,
         moved: true,
+        ..FindOptions::default()
     };
     index.find(&index.prompt(&seq, true), options).unwrap()
 }
@@ -298,9 +299,10 @@ fn repeated_tokens_cost_each_worker_its_own_hints() {
     let options = FindOptions {
         keep_last: 0,
         moved: true,
+        ..FindOptions::default()
     };
     let scores = index.find(&index.prompt(&seq, true), options).unwrap();
-    assert_eq!(scores.moved, [40, 0]);
+    assert_eq!(scores.possible, [40, 0]);
 }
 
 /// Blocks that follow each other are appended at once, up to the first whose hash is known.
@@ -351,11 +353,12 @@ fn runs_are_found_wherever_they_begin() {
                 let options = FindOptions {
                     keep_last: 0,
                     moved: true,
+                    ..FindOptions::default()
                 };
                 let scores = index.find(&index.prompt(&seq, true), options).unwrap();
                 let blocks = if end - start >= least { end - start } else { 0 };
                 let moved = (blocks * common::SIZE) as u32;
-                assert_eq!(scores.moved, [moved], "{min_run} {start}..{end}");
+                assert_eq!(scores.possible, [moved], "{min_run} {start}..{end}");
             }
         }
     }

@@ -47,6 +47,7 @@ names! {
         KvIndexerFindMatches = "KvIndexer.find_matches",
         KvIndexerRemoveWorker = "KvIndexer.remove_worker",
         KvIndexerSetCertainFor = "KvIndexer.set_certain_for",
+        KvIndexerSetPolicy = "KvIndexer.set_policy",
         KvIndexerSetUncertain = "KvIndexer.set_uncertain",
         KvIndexerWorkerStats = "KvIndexer.worker_stats",
         Namespace = "Namespace",

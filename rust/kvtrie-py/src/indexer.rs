@@ -14,7 +14,7 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyBytes, PyDict, PyTuple};
 
-use crate::arguments::{arg, call, flag, int, of, optional_int, optional_of, text};
+use crate::arguments::{arg, call, flag, int, of, optional_int, optional_of, optional_text, text};
 use crate::buffers::Arg;
 use crate::detach::{Cost, Enter, Keys, Lock};
 use crate::errors::exception;
@@ -126,12 +126,21 @@ impl PyOverlapScores {
         PyArray1::from_slice(py, &self.core.exact).into()
     }
 
-    /// Tokens after these in runs that the worker holds elsewhere. A hint: fingerprints are compared
-    /// and not tokens, and the worker decides what it may reuse. 0 unless the policy allows
-    /// approximate reuse.
+    /// Tokens after these in runs elsewhere that the worker's own plan reuses, by the policy of
+    /// `KvIndexer.set_policy` and the sessions of its events. Its plan of the prompt with the same
+    /// `session` and `moved_end` reuses at least `exact + moved` tokens, unless it drops candidates.
+    /// 0 where that is not known, and unless the policy of the search allows approximate reuse.
     #[getter]
     fn moved<'py>(&self, py: Python<'py>) -> TokenIds<'py> {
         PyArray1::from_slice(py, &self.core.moved).into()
+    }
+
+    /// All tokens after the exact ones in runs that the worker holds elsewhere, those of `moved` among
+    /// them: fingerprints are compared and not tokens, and the worker decides what it may reuse. 0
+    /// unless the policy of the search allows approximate reuse.
+    #[getter]
+    fn possible<'py>(&self, py: Python<'py>) -> TokenIds<'py> {
+        PyArray1::from_slice(py, &self.core.possible).into()
     }
 
     /// The slowest tier from which one of the exact tokens must be loaded: 0 the device, 1 the host,
@@ -447,6 +456,41 @@ impl PyKvIndexer {
         })
     }
 
+    /// Say by which policy a worker plans.
+    ///
+    /// Its `moved` scores are what such a plan must reuse. Without a policy, as for a new worker, and
+    /// under one that has another limit than `min_run` and its scope, they are 0, and all of its moved
+    /// runs are `possible`. ``docs/cluster.md`` has the conditions.
+    ///
+    /// Args:
+    ///     worker: Its number.
+    ///     policy: The policy of all of its plans, with a `min_run`; None: it is not known, or the
+    ///         worker moves no runs.
+    ///
+    /// Raises:
+    ///     StaleHandleError: There is no such worker.
+    ///     ValueError: The policy has no `min_run`, which then is the one of the worker's own index.
+    ///
+    /// Example:
+    ///     >>> index = kvtrie.KvIndexer(16, b"a secret of yours")
+    ///     >>> worker = index.add_worker("a", kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
+    ///     >>> index.set_policy(worker, kvtrie.ReusePolicy(min_run=32))
+    #[pyo3(signature = (worker: "SupportsIndex", policy: "ReusePolicy | None"))]
+    fn set_policy(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = int::<call::KvIndexerSetPolicy, arg::Worker>)] worker: i128,
+        #[pyo3(from_py_with = optional_of::<call::KvIndexerSetPolicy, arg::Policy, PyReusePolicy>)]
+        policy: Option<&Bound<'_, PyReusePolicy>>,
+    ) -> PyResult<()> {
+        let worker = Self::worker("KvIndexer.set_policy", worker)?;
+        let policy = policy.map(|policy| policy.get().core().clone());
+        py.enter(Cost::Short, |keys| {
+            let mut named = keys.lock(&self.named, INDEXER)?;
+            Ok(named.core.set_policy(worker, policy.as_ref())?)
+        })
+    }
+
     /// Apply one batch of KV events, as vLLM and SGLang publish them.
     ///
     /// The batch is read outside of the index's lock, and as a whole before any of it is applied.
@@ -542,13 +586,17 @@ impl PyKvIndexer {
     ///
     /// Args:
     ///     seq: The prompt, or its `PromptDigests`.
-    ///     policy: With approximate reuse, runs elsewhere count as `moved`. The shortest run is the
-    ///         index's, and no other limit of the policy is applied: workers apply them. None means
-    ///         `kvtrie.EXACT_ONLY`.
+    ///     policy: With approximate reuse, runs elsewhere count as `possible` and `moved`. The shortest
+    ///         run is the index's, and no other limit of this policy is applied: workers have policies
+    ///         of their own (`set_policy`). None means `kvtrie.EXACT_ONLY`.
     ///     keep_last: Tokens at the end that do not count: an engine computes the last one in any case.
+    ///     session: The id of the prompt's conversation, 1 to 256 bytes, as its worker is told it.
+    ///     moved_end: Where the last message begins, of which moved runs supply nothing, as its worker
+    ///         will find it; None: nowhere.
     ///
     /// Raises:
-    ///     ValueError: `keep_last` is negative, the digests are of an index with another key or block
+    ///     ValueError: `keep_last` is negative, `moved_end` is not in the prompt, a session has no or
+    ///         more than 256 bytes, the digests are of an index with another key or block
     ///         size, or were made without `moved` and the policy allows approximate reuse.
     ///
     /// Example:
@@ -558,8 +606,12 @@ impl PyKvIndexer {
     ///     >>> index.find_matches(kvtrie.TokenSequence(range(100), space))
     ///     <OverlapScores of 1 workers, at most 0 exact tokens>
     #[pyo3(signature = (
-        seq: "TokenSequence | PromptDigests", policy: "ReusePolicy | None" = None, *, keep_last: "SupportsIndex" = 0
+        seq: "TokenSequence | PromptDigests", policy: "ReusePolicy | None" = None, *, keep_last: "SupportsIndex" = 0, session: "str | None" = None, moved_end: "SupportsIndex | None" = None
     ))]
+    #[expect(
+        clippy::needless_pass_by_value,
+        reason = "an argument is read into a value of its own"
+    )]
     fn find_matches(
         &self,
         py: Python<'_>,
@@ -567,12 +619,21 @@ impl PyKvIndexer {
         #[pyo3(from_py_with = optional_of::<call::KvIndexerFindMatches, arg::Policy, PyReusePolicy>)]
         policy: Option<&Bound<'_, PyReusePolicy>>,
         #[pyo3(from_py_with = int::<call::KvIndexerFindMatches, arg::KeepLast>)] keep_last: i128,
+        #[pyo3(from_py_with = optional_text::<call::KvIndexerFindMatches, arg::Session>)]
+        session: Option<String>,
+        #[pyo3(from_py_with = optional_int::<call::KvIndexerFindMatches, arg::MovedEnd>)] moved_end: Option<
+            i128,
+        >,
     ) -> PyResult<PyOverlapScores> {
         const CALL: &str = "KvIndexer.find_matches";
         let moved = policy.is_some_and(|policy| policy.get().core().approximate);
         let options = FindOptions {
             keep_last: Arg::new(CALL, "keep_last").count(keep_last)?,
             moved,
+            session: session.as_deref(),
+            moved_end: moved_end
+                .map(|end| Arg::new(CALL, "moved_end").count(end))
+                .transpose()?,
         };
         let made;
         let prompt = if let Ok(digests) = seq.cast::<PyPromptDigests>() {

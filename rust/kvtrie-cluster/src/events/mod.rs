@@ -6,7 +6,7 @@
 
 mod cursor;
 
-use std::ops::Range;
+use std::ops::{Range, RangeInclusive};
 use std::sync::Arc;
 
 use smallvec::SmallVec;
@@ -14,6 +14,7 @@ use smallvec::SmallVec;
 use crate::error::{EventError, EventRefusal};
 use crate::events::cursor::{EventCursor, EventForm, RawHash, Read};
 use crate::keys::{Contents, Keys};
+use crate::sessions::Session;
 
 /// Where a worker stores a block, fastest first.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -121,6 +122,7 @@ pub(crate) struct Stored {
     pub(crate) blocks: Range<usize>,
     pub(crate) tier: Tier,
     pub(crate) group: Option<u64>,
+    pub(crate) session: Option<Session>,
     pub(crate) is_approximate: bool,
 }
 
@@ -182,6 +184,9 @@ pub struct EventReader {
     pub(crate) moved_runs: bool,
 }
 
+/// Bytes of a conversation's id. One of another length names no conversation.
+pub(crate) const SESSION_BYTES: RangeInclusive<usize> = 1..=256;
+
 /// Names of the fields in the array form, by position.
 const STORED: [&str; 12] = [
     "block_hashes",
@@ -215,6 +220,7 @@ struct Fields<'a> {
     medium: Option<&'a str>,
     group: Option<u64>,
     kind: Option<&'a str>,
+    session: Option<&'a str>,
     has_window: bool,
     has_lookahead: bool,
     is_remote: bool,
@@ -418,6 +424,12 @@ impl EventReader {
                     .is_some();
             }
             b"locality" => fields.is_remote = cursor.optional_text("locality")? == Some("REMOTE"),
+            b"session_id" => {
+                fields.session = cursor.text_if()?;
+                if fields.session.is_none() {
+                    cursor.skip()?;
+                }
+            }
             b"class" => {
                 let class = cursor.optional_text("class")?;
                 fields.is_approximate |= class.is_some_and(|class| class != "exact");
@@ -559,6 +571,10 @@ impl EventReader {
             blocks: fields.first..batch.blocks.len(),
             tier: Tier::of(fields.medium),
             group: fields.group,
+            session: fields
+                .session
+                .filter(|id| SESSION_BYTES.contains(&id.len()))
+                .map(|id| self.keys.session(id)),
             is_approximate: fields.is_approximate || fields.name == Some("ApproximateBlockStored"),
         }));
         Ok(())

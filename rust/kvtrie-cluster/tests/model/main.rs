@@ -13,12 +13,13 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-use common::{SIZE, batch, cleared, removed, stored};
+use common::{SIZE, Value, batch, cleared, removed, stored};
 use kvtrie_cluster::{FindOptions, IndexerConfig, KvIndexer, Stream, Tier, WorkerId};
-use kvtrie_core::{Namespace, Salt, TokenSequence};
+use kvtrie_core::{Namespace, ReusePolicy, Salt, Scope, TokenSequence};
 
 const MEDIA: [&str; 4] = ["GPU", "CPU", "DISK", "EXTERNAL"];
 const RUN_BLOCKS: usize = 2;
+const SESSIONS: [&str; 3] = ["chat-1", "chat-2", "chat-3"];
 
 /// splitmix64.
 struct Random(u64);
@@ -104,11 +105,21 @@ fn fastest(counts: &Counts) -> Option<usize> {
 #[derive(Default)]
 struct Naive {
     known: BTreeMap<Node, Counts>,
+    /// Of known blocks whose session is known.
+    sessions: BTreeMap<Node, &'static str>,
+    /// Of the worker's plans.
+    policy: Option<ReusePolicy>,
     parked: BTreeMap<Node, Counts>,
 }
 
 impl Naive {
-    fn store(&mut self, universe: &Universe, nodes: &[Node], tier: usize) {
+    fn store(
+        &mut self,
+        universe: &Universe,
+        nodes: &[Node],
+        tier: usize,
+        session: Option<&'static str>,
+    ) {
         let parent = universe.parents[nodes[0]];
         let mut is_known = parent.is_none_or(|parent| self.known.contains_key(&parent));
         for &node in nodes {
@@ -120,6 +131,10 @@ impl Naive {
             };
             into.entry(node).or_default()[tier] += 1;
             if is_known {
+                match session {
+                    Some(session) => self.sessions.insert(node, session),
+                    None => self.sessions.remove(&node),
+                };
                 self.attach(universe);
             }
         }
@@ -146,7 +161,11 @@ impl Naive {
     fn remove(&mut self, node: Node, tier: usize) {
         for from in [&mut self.known, &mut self.parked] {
             if let Some(counts) = from.get_mut(&node) {
+                let had = *counts;
                 counts[tier] = counts[tier].saturating_sub(1);
+                if *counts != had {
+                    self.sessions.remove(&node);
+                }
                 if fastest(counts).is_none() {
                     from.remove(&node);
                 }
@@ -167,29 +186,94 @@ impl Naive {
         (path.len(), slowest)
     }
 
-    /// Tokens after the front in runs that are held anywhere.
-    fn moved(&self, universe: &Universe, prompt: &[u32], front: usize) -> usize {
-        let mut covered = vec![false; prompt.len()];
-        let is_at =
-            |node: Node, at: usize| prompt.get(at..at + SIZE) == Some(&universe.tokens[node][..]);
+    /// The parts of a prompt that are runs of some of the known blocks, each up to one of their ends.
+    fn runs(
+        &self,
+        universe: &Universe,
+        prompt: &[u32],
+        wanted: impl Fn(Node) -> bool,
+    ) -> Vec<(usize, usize)> {
+        let is_at = |node: Node, at: usize| {
+            prompt.get(at..at + SIZE) == Some(&universe.tokens[node][..])
+                && self.known.contains_key(&node)
+                && wanted(node)
+        };
+        let mut runs = Vec::new();
         for at in 0..prompt.len() {
             for &last in self.known.keys().filter(|&&node| is_at(node, at)) {
                 // The run that ends with this block.
                 let (mut start, mut node) = (at, last);
                 while let Some(parent) = universe.parents[node]
                     && start >= SIZE
-                    && self.known.contains_key(&parent)
                     && is_at(parent, start - SIZE)
                 {
                     (start, node) = (start - SIZE, parent);
                 }
-                if at + SIZE - start >= RUN_BLOCKS * SIZE {
-                    covered[start..at + SIZE].fill(true);
-                }
+                runs.push((start, at + SIZE));
+            }
+        }
+        runs
+    }
+
+    /// Tokens after the front in runs that are held anywhere.
+    fn possible(&self, universe: &Universe, prompt: &[u32], front: usize) -> usize {
+        let mut covered = vec![false; prompt.len()];
+        for (start, end) in self.runs(universe, prompt, |_| true) {
+            if end - start >= RUN_BLOCKS * SIZE {
+                covered[start..end].fill(true);
             }
         }
         covered[front..].iter().filter(|&&one| one).count()
     }
+
+    /// Tokens after the front with so many of a run in scope from each on that a plan takes it. `path` has the blocks of
+    /// the prompt.
+    fn promised(&self, asked: &Asked<'_>, path: &[Node], front: usize) -> usize {
+        let Some(policy) = &self.policy else { return 0 };
+        let (universe, min_run) = (asked.universe, policy.min_run.unwrap());
+        let in_scope = |node: Node| {
+            let of = universe.path(node);
+            let shared = policy.shared_prefix;
+            let begins = shared <= path.len() && of.get(..shared) == Some(&path[..shared]);
+            let session = self.sessions.get(&node).copied();
+            self.known[&node][0] > 0
+                && (policy.scope == Scope::Namespace
+                    || begins
+                    || (session.is_some() && session == asked.session))
+        };
+        let mut covered = vec![false; asked.prompt.len()];
+        for (start, end) in self.runs(universe, asked.prompt, in_scope) {
+            let end = end.min(asked.moved_end.unwrap_or(end));
+            if start + min_run <= end {
+                covered[start..=end - min_run].fill(true);
+            }
+        }
+        covered[front..].iter().filter(|&&one| one).count()
+    }
+}
+
+/// A search with moved runs.
+struct Asked<'a> {
+    universe: &'a Universe,
+    prompt: &'a [u32],
+    session: Option<&'static str>,
+    moved_end: Option<usize>,
+}
+
+/// A policy that promises runs, or none.
+fn policy(random: &mut Random) -> Option<ReusePolicy> {
+    let scope = match random.below(4) {
+        0 => return None,
+        1 => Scope::Namespace,
+        _ => Scope::Conversation,
+    };
+    Some(ReusePolicy {
+        scope,
+        shared_prefix: 1 + random.below(4),
+        min_run: Some(RUN_BLOCKS * SIZE - 1 + random.below(5)),
+        approximate: true,
+        ..ReusePolicy::LAXEST
+    })
 }
 
 fn space() -> Arc<Namespace> {
@@ -234,6 +318,7 @@ impl Driver<'_> {
         };
         let node = self.random.below(universe.parents.len());
         let as_maps = self.random.below(2) == 0;
+        let session = SESSIONS.get(self.random.below(SESSIONS.len() + 1)).copied();
         let (id, naive) = &mut self.workers[at];
         let id = *id;
         let hash = |&node: &Node| Self::hash(id, node);
@@ -246,12 +331,22 @@ impl Driver<'_> {
                 self.count("death");
                 return;
             }
+            2..6 => {
+                naive.policy = policy(&mut self.random);
+                let mut index = index.lock().unwrap();
+                index.set_policy(id, naive.policy.as_ref()).unwrap();
+                self.count("policy");
+                return;
+            }
             1 => {
-                *naive = Naive::default();
+                *naive = Naive {
+                    policy: naive.policy.take(),
+                    ..Naive::default()
+                };
                 self.count("clear");
                 cleared()
             }
-            2..450 => {
+            6..450 => {
                 // One of the blocks that are there, or any.
                 let len = naive.known.len().max(1);
                 let pick = naive.known.keys().nth(node % len);
@@ -270,9 +365,15 @@ impl Driver<'_> {
                 let nodes = &path[path.len().saturating_sub(most)..];
                 let parent = universe.parents[nodes[0]].as_ref().map(hash);
                 let hashes: Vec<u64> = nodes.iter().map(hash).collect();
-                naive.store(universe, nodes, tier);
+                // The array form ends before sessions.
+                let session = session.filter(|_| as_maps);
+                naive.store(universe, nodes, tier, session);
                 self.count("store");
-                stored(&hashes, parent, &universe.spell(nodes), MEDIA[tier])
+                let mut event = stored(&hashes, parent, &universe.spell(nodes), MEDIA[tier]);
+                if let Some(session) = session {
+                    event.push(("session_id", Value::Text(session)));
+                }
+                event
             }
         };
         let raw = batch(&[event], as_maps, None);
@@ -306,17 +407,20 @@ impl Driver<'_> {
                 None => break,
             }
         }
+        let asked = Asked {
+            universe: self.universe,
+            prompt: &prompt,
+            session: SESSIONS.get(self.random.below(SESSIONS.len() + 1)).copied(),
+            moved_end: (self.random.below(2) == 0).then(|| self.random.below(prompt.len() + 1)),
+        };
+        let options = FindOptions {
+            keep_last: 0,
+            moved,
+            session: asked.session,
+            moved_end: asked.moved_end,
+        };
         let index = index.lock().unwrap();
-        let asked = index.prompt(&seq, moved);
-        let scores = index
-            .find(
-                &asked,
-                FindOptions {
-                    keep_last: 0,
-                    moved,
-                },
-            )
-            .unwrap();
+        let scores = index.find(&index.prompt(&seq, moved), options).unwrap();
         let columns: Vec<WorkerId> = index.workers().collect();
         drop(index);
         for (id, naive) in &self.workers {
@@ -330,8 +434,17 @@ impl Driver<'_> {
             assert_eq!(scores.tier[column], Tier::ALL[slowest], "{id:?} {nodes:?}");
             assert!(!scores.uncertain[column]);
             if moved {
-                let expected = naive.moved(self.universe, &prompt, front * SIZE);
-                assert_eq!(scores.moved[column] as usize, expected, "{id:?} {nodes:?}");
+                let possible = naive.possible(self.universe, &prompt, front * SIZE);
+                assert_eq!(
+                    scores.possible[column] as usize, possible,
+                    "{id:?} {nodes:?}"
+                );
+                let promised = naive.promised(&asked, &path, front * SIZE);
+                assert_eq!(scores.moved[column] as usize, promised, "{id:?} {nodes:?}");
+                assert!(promised <= possible);
+                *self.steps.entry("tokens promised").or_default() += promised as u64;
+            } else {
+                assert_eq!((scores.moved[column], scores.possible[column]), (0, 0));
             }
             self.probes += 1;
         }
@@ -450,15 +563,18 @@ fn run(
 
 #[test]
 fn an_index_answers_as_a_set_of_blocks_per_worker() {
+    let mut promised = 0;
     for num_workers in [1, 8, 64, 256] {
         for num_threads in [1, 3] {
             if num_threads <= num_workers {
                 for seed in 0..2 {
-                    run(seed, num_workers, num_threads, 6_000);
+                    let (steps, _) = run(seed, num_workers, num_threads, 6_000);
+                    promised += steps.get("tokens promised").copied().unwrap_or_default();
                 }
             }
         }
     }
+    assert!(promised > 1_000, "{promised} tokens");
 }
 
 /// `make soak-cluster` sets the number of operations.
