@@ -23,6 +23,7 @@ from tests.metrics.scraped import scrape, total
 import kvtrie
 from kvtrie.fleet import Dispatcher, PromptError, ServedModel
 from kvtrie.fleet import proxy as proxy_module
+from kvtrie.fleet.prompts import session_of
 from kvtrie.fleet.proxy import FixedTargets, Proxy, serve
 from kvtrie.fleet.smg import SmgTargets
 
@@ -369,12 +370,12 @@ def test_choosing_does_not_hold_up_other_requests() -> None:
         went, go = threading.Event(), threading.Event()
         choose = running.dispatcher.choose
 
-        def waits(*arguments: Any) -> Sent:
+        def waits(*arguments: Any, **options: Any) -> Sent:
             went.set()
             go.wait(20)
-            return choose(*arguments)
+            return choose(*arguments, **options)
 
-        running.dispatcher.choose = waits  # type: ignore[method-assign, assignment]
+        running.dispatcher.choose = waits  # type: ignore[method-assign]
         asking = asyncio.ensure_future(running.post(chat()))
         assert await asyncio.to_thread(went.wait, 20)
         assert (await running.post(b"", "/health"))[0] == 200
@@ -484,11 +485,11 @@ def test_documents_are_not_read_long_before_their_prompts_are_tokenized(
     async def test(running: Running) -> None:
         go, choose = threading.Event(), running.dispatcher.choose
 
-        def waits(*arguments: Any) -> Sent:
+        def waits(*arguments: Any, **options: Any) -> Sent:
             go.wait(20)
-            return choose(*arguments)
+            return choose(*arguments, **options)
 
-        running.dispatcher.choose = waits  # type: ignore[method-assign, assignment]
+        running.dispatcher.choose = waits  # type: ignore[method-assign]
         asking = [asyncio.ensure_future(running.post(chat())) for _ in range(12)]
         try:
             while running.proxy._in_flight < 12:  # noqa: ASYNC110 - of other tasks
@@ -513,19 +514,61 @@ def test_a_body_that_says_that_it_is_too_large_is_not_waited_for() -> None:
     run(test)
 
 
+def test_conversation_of_a_request_is_asked_for() -> None:
+    async def test(running: Running) -> None:
+        asked, choose = [], running.dispatcher.choose
+
+        def notes(*arguments: Any, **options: Any) -> Sent:
+            asked.append(options)
+            return choose(*arguments, **options)
+
+        running.dispatcher.choose = notes  # type: ignore[method-assign]
+        await running.post(chat(session_id="one"), **{"x-session-id": "another"})
+        await running.post(chat(), **{"X-Session-Id": "two"})
+        # What no worker would take is no reason not to route.
+        await running.post(chat(session_id="x" * 257))
+        assert asked == [{"session": "one"}, {"session": "two"}, {"session": None}]
+        assert running.proxy.counts["routed"] == 3
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("body", "session"),
+    [
+        ({}, None),
+        ({"vllm_xargs": {"session_id": "chat"}}, "chat"),
+        ({"vllm_xargs": "chat", "kv_transfer_params": 7}, None),
+        ({"session_id": "chat", "kv_transfer_params": {"session": "chat"}}, "chat"),
+        # The worker plans by another one than its events say.
+        ({"session_id": "chat", "kv_transfer_params": {"session": "other"}}, None),
+        ({"kv_transfer_params": {"session": "other"}}, None),
+        ({"session_id": 7}, None),
+        ({"session_id": ["chat"]}, None),
+        ({"session_id": "\u00e9" * 128}, "\u00e9" * 128),
+        ({"session_id": "\u00e9" * 129}, None),
+        ({"session_id": "\ud800"}, None),
+    ],
+)
+def test_conversation_is_the_one_of_the_workers_events(
+    body: dict[str, Any], session: str | None
+) -> None:
+    assert session_of(body, {}) == session
+
+
 def test_a_choice_that_comes_too_late_is_taken_back() -> None:
     async def test(running: Running) -> None:
         go, came = threading.Event(), threading.Event()
         choose = running.dispatcher.choose
 
-        def waits(*arguments: Any) -> Sent:
+        def waits(*arguments: Any, **options: Any) -> Sent:
             go.wait(20)
-            sent = choose(*arguments)
+            sent = choose(*arguments, **options)
             assert running.dispatcher.outstanding("b")[1] == 1
             came.set()
             return sent
 
-        running.dispatcher.choose = waits  # type: ignore[method-assign, assignment]
+        running.dispatcher.choose = waits  # type: ignore[method-assign]
         assert (await running.post(chat()))[0] == 200
         assert running.router.target() is None
         assert running.proxy.counts == {"requests": 1, "unrouted: tokenizing took too long": 1}

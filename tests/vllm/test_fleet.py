@@ -75,8 +75,10 @@ class Fleet:
         self.sent: list[tuple[kvtrie.TokenSequence, Sent]] = []
         choose = self.dispatcher.choose
 
-        def recorded(seq: kvtrie.TokenSequence, among: Iterable[str] | None = None) -> Sent:
-            sent = choose(seq, among)
+        def recorded(
+            seq: kvtrie.TokenSequence, among: Iterable[str] | None = None, **options: Any
+        ) -> Sent:
+            sent = choose(seq, among, **options)
             self.sent.append((seq, sent))
             return sent
 

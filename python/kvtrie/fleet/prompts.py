@@ -18,10 +18,46 @@ CHAT: Final = "/v1/chat/completions"
 TEXT: Final = "/v1/completions"
 # Characters of a salt, which is kept with each prompt and each history.
 _LONGEST_SALT: Final = 1024
+# Bytes of the id of a conversation.
+_LONGEST_SESSION: Final = 256
+_SESSION: Final = "session_id"
+_SESSION_HEADER: Final = "X-Session-ID"
 
 
 class PromptError(ValueError):
     """The tokens of a request are not known; the message says why, in a few words."""
+
+
+def session_of(body: Mapping[str, Any], headers: Mapping[str, str]) -> str | None:
+    """The conversation of a request, by which events of vLLM name it and kvtrie's connector plans.
+
+    Args:
+        body: The request.
+        headers: Its headers, whatever their case.
+
+    Returns:
+        None if there is none, if the connector is told another one than vLLM, or if no worker would
+        take it.
+    """
+    extra, params = body.get("vllm_xargs"), body.get("kv_transfer_params")
+    asked = (
+        body.get(_SESSION),
+        headers.get(_SESSION_HEADER),
+        extra.get(_SESSION) if isinstance(extra, dict) else None,
+    )
+    session = next((one for one in asked if one), None)
+    own = params.get("session") if isinstance(params, dict) else None
+    if (
+        not isinstance(session, str)
+        or len(session) > _LONGEST_SESSION
+        or own not in (None, session)
+    ):
+        return None
+    try:
+        is_valid = len(session.encode()) <= _LONGEST_SESSION
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON allows
+        is_valid = False
+    return session if is_valid else None
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from kvtrie.cluster import subscribe
 from kvtrie.fleet.chats import ChatSplicer, ReplyIds, SplicedChat, UnsplicedError
 from kvtrie.fleet.dispatcher import Dispatcher, NoWorkerError, Sent
 from kvtrie.fleet.documents import HeavyError, read_json
-from kvtrie.fleet.prompts import CHAT, TEXT, PromptError, ServedModel
+from kvtrie.fleet.prompts import CHAT, TEXT, PromptError, ServedModel, session_of
 from kvtrie.fleet.smg import NOT_BEGUN, REFUSED, ROUTED, TARGET, SmgTargets
 from kvtrie.router import TurnTracker
 from kvtrie.router.arguments import instance, whole
@@ -333,7 +333,7 @@ class Proxy:
             return _Choice()
         try:
             async with asyncio.timeout(self._prompt_timeout):
-                return await self._route(request.path, body)
+                return await self._route(request, body)
         except PromptError as error:
             reason = str(error)
         except NoWorkerError:
@@ -343,14 +343,16 @@ class Proxy:
         self.counts[f"unrouted: {reason}"] += 1
         return _Choice()
 
-    async def _route(self, path: str, body: bytes) -> _Choice:
+    async def _route(self, request: web.Request, body: bytes) -> _Choice:
         is_long = len(body) > _LONG
         threads = self._long if is_long else self._threads
         # Else all documents would be read before the first prompt is tokenized, and held till then.
         async with self._lanes[is_long]:
-            return await self._in_lane(threads, path, body)
+            return await self._in_lane(threads, request, body)
 
-    async def _in_lane(self, threads: ThreadPoolExecutor, path: str, body: bytes) -> _Choice:
+    async def _in_lane(
+        self, threads: ThreadPoolExecutor, request: web.Request, body: bytes
+    ) -> _Choice:
         loop = asyncio.get_running_loop()
         if self._session is None:
             msg = "the proxy is closed"
@@ -362,8 +364,10 @@ class Proxy:
             msg = "unknown model"
             raise PromptError(msg)
         targets = await self._targets.of(self._session, name)
+        path = request.path
         splicer = self._splicers.get(name) if path == CHAT else None
-        choosing = threads.submit(self._send, model, splicer, path, document, targets)
+        session = session_of(document, request.headers)
+        choosing = threads.submit(self._send, model, splicer, path, document, targets, session)
         try:
             sent, chat, why_text = await asyncio.wrap_future(choosing)
         except asyncio.CancelledError:
@@ -385,6 +389,7 @@ class Proxy:
         path: str,
         document: dict[str, Any],
         targets: Mapping[str, str],
+        session: str | None,
     ) -> tuple[Sent, SplicedChat | None, str | None]:
         """Choose for a prompt; the request with ids, or None, and why its prompt goes as text."""
         chat, why_text = None, None
@@ -395,7 +400,7 @@ class Proxy:
             except UnsplicedError as error:
                 why_text = str(error)
         prompt = _known(model.prompt, path, document) if chat is None else chat.prompt
-        return self._dispatcher.choose(prompt, targets), chat, why_text
+        return self._dispatcher.choose(prompt, targets, session=session), chat, why_text
 
     async def _pass_on(
         self, request: web.Request, body: _Body, choice: _Choice
