@@ -20,6 +20,13 @@ impl Runs {
         &self.0
     }
 
+    /// The runs that have blocks of `start..end`.
+    pub(crate) fn within(&self, start: u32, end: u32) -> &[Run] {
+        let first = self.first_after(start);
+        let last = self.0.partition_point(|run| run.0 < end);
+        &self.0[first..last.max(first)]
+    }
+
     pub(crate) fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
@@ -146,6 +153,12 @@ mod tests {
                 let front = set.iter().take_while(|&&held| held).count();
                 prop_assert_eq!(runs.at_front() as usize, front);
                 prop_assert_eq!(runs.is_all(12), front == 12);
+                let within = runs.within(start, end).iter();
+                let found: usize = within
+                    .map(|run| (run.0.max(start)..run.1.min(end)).len())
+                    .sum();
+                let wanted = (start..end).filter(|&at| set[at as usize]).count();
+                prop_assert_eq!(found, wanted);
                 let end = set.iter().rposition(|&held| held).map_or(0, |last| last + 1);
                 prop_assert_eq!(runs.end() as usize, end);
             }

@@ -134,8 +134,10 @@ impl Edge {
                 }
             }
         }
-        for part in self.slow.iter().filter(|part| part.key >> 2 == lane) {
-            for &(start, end) in part.runs.as_slice() {
+        let first = self.slow.partition_point(|part| part.key >> 2 < lane);
+        let slow = self.slow[first..].iter();
+        for part in slow.take_while(|part| part.key >> 2 == lane) {
+            for &(start, end) in part.runs.within(start, end) {
                 runs.remove(start, end);
             }
         }

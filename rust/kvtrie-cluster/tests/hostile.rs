@@ -10,9 +10,9 @@ mod common;
 
 use std::sync::Arc;
 
-use common::{Event, batch, cleared, removed, stored};
+use common::{Event, Value, batch, cleared, removed, stored};
 use kvtrie_cluster::{FindOptions, IndexerConfig, KvIndexer, OverlapScores, Stream, WorkerId};
-use kvtrie_core::{Namespace, Salt, TokenSequence};
+use kvtrie_core::{Namespace, ReusePolicy, Salt, Scope, TokenSequence};
 use proptest::prelude::*;
 
 const LIMIT: usize = 100;
@@ -407,6 +407,99 @@ fn a_worker_that_restarts_often_costs_what_it_holds() {
     }
     assert!(most <= 4, "{most} lives wait");
     index.check().unwrap();
+}
+
+/// Events that name another conversation for each block, and ids of any length.
+#[test]
+fn sessions_are_bounded_and_nobody_elses() {
+    const BLOCKS: u64 = 20_000;
+    let policy = ReusePolicy {
+        scope: Scope::Conversation,
+        min_run: Some(8),
+        ..ReusePolicy::LAXEST
+    };
+    let asked = |index: &KvIndexer, session| {
+        // The text without its beginning, which no path begins with.
+        let seq = TokenSequence::new(space(), text()[2..].to_vec(), Vec::new()).unwrap();
+        let options = FindOptions {
+            moved: true,
+            session: Some(session),
+            ..FindOptions::default()
+        };
+        index.find(&index.prompt(&seq, true), options).unwrap()
+    };
+    let with = |event: Event, session: &'static str| {
+        [event, vec![("session_id", Value::Text(session))]].concat()
+    };
+    let bytes_of = |is_told: bool| {
+        let mut index = KvIndexer::new(IndexerConfig::new(common::SIZE), &[3; 16]).unwrap();
+        let honest = index.add_worker(space()).unwrap();
+        let hostile = index.add_worker(space()).unwrap();
+        for worker in [honest, hostile] {
+            index.set_policy(worker, Some(&policy)).unwrap();
+        }
+        let hashes: Vec<u64> = (0..20).collect();
+        let event = stored(&hashes, None, &text(), "GPU");
+        apply(&mut index, honest, &[with(event.clone(), "chat")]);
+        let mut events = vec![event];
+        let mut parent = None;
+        for hash in 100..100 + BLOCKS {
+            let event = stored(&[hash], parent, &[hash as u32, 7], "GPU");
+            events.push(if is_told {
+                with(event, ["chat", "other"][hash as usize % 2])
+            } else {
+                event
+            });
+            parent = Some(hash);
+        }
+        apply(&mut index, hostile, &events);
+        index.check().unwrap();
+        let scores = asked(&index, "chat");
+        // Twice as many tokens as blocks, but for the first and the last seven.
+        assert_eq!(
+            (&*scores.moved, &*scores.possible),
+            (&[31, 0][..], &[38, 38][..])
+        );
+        index.stats().bytes
+    };
+    let (without, told) = (bytes_of(false), bytes_of(true));
+    assert!(
+        told < without + 4_096,
+        "{told} bytes, {without} without sessions"
+    );
+
+    let mut index = two().0;
+    let workers: Vec<WorkerId> = index.workers().collect();
+    index.set_policy(workers[1], Some(&policy)).unwrap();
+    let long = &*String::from_iter(['x'; 257]).leak();
+    let hashes: Vec<u64> = (0..20).collect();
+    let event = stored(&hashes, None, &text(), "GPU");
+    for (id, promised) in [("", 0), (long, 0), (&long[1..], 31)] {
+        index.clear_worker(workers[1], None).unwrap();
+        apply(&mut index, workers[1], &[with(event.clone(), id)]);
+        assert_eq!(
+            asked(&index, &long[1..]).moved,
+            [0, promised],
+            "{} bytes",
+            id.len()
+        );
+    }
+    // An id that is no text names no conversation either, and the rest counts.
+    for id in [
+        Value::Int(7),
+        Value::Nil,
+        Value::Bytes(vec![7; 40]),
+        Value::List(Vec::new()),
+    ] {
+        index.clear_worker(workers[1], None).unwrap();
+        apply(
+            &mut index,
+            workers[1],
+            &[[event.clone(), vec![("session_id", id)]].concat()],
+        );
+        let scores = asked(&index, "chat");
+        assert_eq!((scores.moved[1], scores.possible[1]), (0, 38));
+    }
 }
 
 /// Whatever the numbers are at which tables and lists grow.
