@@ -127,7 +127,8 @@ impl Prompt {
     }
 }
 
-/// How much of a prompt each live worker holds, in the order in which the workers were added.
+/// How much of a prompt each live worker holds, in the order in which the workers were added. `moved` and `possible` are
+/// empty if no moved runs were looked for.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct OverlapScores {
     /// Tokens from position 0 whose KV the worker has in place.
@@ -748,8 +749,8 @@ impl KvIndexer {
         let front = scores::front(&blocks.tree, blocks.exact(), blocks.num_lanes(), digests);
         let mut scores = OverlapScores {
             exact: Vec::with_capacity(self.workers.len()),
-            moved: vec![0; self.workers.len()],
-            possible: vec![0; self.workers.len()],
+            moved: Vec::new(),
+            possible: Vec::new(),
             tier: Vec::with_capacity(self.workers.len()),
             uncertain: Vec::with_capacity(self.workers.len()),
         };
@@ -788,6 +789,8 @@ impl KvIndexer {
                 end: options.moved_end.unwrap_or(usable).min(usable),
                 visits_left: MOST_VISITED,
             });
+            scores.moved = vec![0; self.workers.len()];
+            scores.possible = vec![0; self.workers.len()];
             let run_blocks = self.config.run_blocks();
             let [held, promised] = scores::runs(places, windows, run_blocks, promises);
             self.count(held, &scores.exact, &mut scores.possible);

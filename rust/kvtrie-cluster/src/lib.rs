@@ -45,8 +45,8 @@
 //!
 //! A unique block takes 17 bytes (its digest, and the room that a growing list has), an entry of a worker 14 to 15 (its
 //! hash and its block, in a table that is 75 to 90 % full), and edges come on top: 31 to 33 bytes for a block that one
-//! worker holds, and 5 to 6 more with moved runs, for which every second block is listed. Sessions take 32 bytes per
-//! worker and edge, and 16 for each change of the session in it. Each block has its own place in
+//! worker holds, and 5 to 6 more with moved runs, for which every second block is listed. Where events name
+//! sessions, they take 24 bytes per edge, 32 more per worker in it, and 16 for each change of the session. Each block has its own place in
 //! these tables, and waiting for their memory is much of what a store costs. So a caller may have it fetched while an
 //! event's tokens are read ([`EventReader::read_ahead`], [`KvIndexer::lines`]), and `blocks` reads the places of up to 16
 //! blocks of an event before the first of them is stored, and appends them to the end of a path together.

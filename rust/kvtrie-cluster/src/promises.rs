@@ -95,13 +95,12 @@ impl Promises<'_> {
             None => start,
             Some(blocks) => self.begins(edge, end, blocks, known).clamp(start, end),
         };
-        let mut runs = edge.1.in_device(lane, (all, end), None);
+        let mut runs = self.tree.in_device(edge.0, lane, (all, end), None);
         if let Some(session) = self.session {
-            for &(start, end) in edge
-                .1
-                .in_device(lane, (start, all), Some(session))
-                .as_slice()
-            {
+            let own = self
+                .tree
+                .in_device(edge.0, lane, (start, all), Some(session));
+            for &(start, end) in own.as_slice() {
                 runs.add(start, end);
             }
         }

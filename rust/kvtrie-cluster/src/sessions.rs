@@ -6,7 +6,9 @@
 
 use smallvec::SmallVec;
 
+use crate::lanes::Lane;
 use crate::runs::Run;
+use crate::tree::{EdgeIndex, make_room};
 
 /// The keyed digest of a conversation's id, in halves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -21,18 +23,18 @@ struct SessionRun {
 
 /// Ascending runs that do not overlap. Blocks between them have no session.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct SessionRuns(SmallVec<[SessionRun; 1]>);
+struct SessionRuns(SmallVec<[SessionRun; 1]>);
 
 impl SessionRuns {
     /// The most runs, so that nobody pays for events that name another session for each block.
     const MOST: usize = 32;
 
-    pub(crate) fn is_empty(&self) -> bool {
+    fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
     /// Says which session stored blocks last.
-    pub(crate) fn set(&mut self, start: u32, end: u32, session: Option<Session>) {
+    fn set(&mut self, start: u32, end: u32, session: Option<Session>) {
         if start >= end {
             return;
         }
@@ -81,13 +83,13 @@ impl SessionRuns {
     }
 
     /// The blocks that a session stored, ascending.
-    pub(crate) fn of(&self, session: Session) -> impl Iterator<Item = Run> {
+    fn of(&self, session: Session) -> impl Iterator<Item = Run> {
         let runs = self.0.iter().filter(move |run| run.session == session);
         runs.map(|run| (run.start, run.end))
     }
 
     /// The parts before and from `at` on; the latter count from `at`.
-    pub(crate) fn split(&self, at: u32) -> (Self, Self) {
+    fn split(&self, at: u32) -> (Self, Self) {
         let (mut before, mut after) = (Self::default(), Self::default());
         for run in &self.0 {
             before.push(run.start, run.end.min(at), run.session);
@@ -97,7 +99,7 @@ impl SessionRuns {
         (before, after)
     }
 
-    pub(crate) fn heap_bytes(&self) -> usize {
+    fn heap_bytes(&self) -> usize {
         if self.0.spilled() {
             self.0.capacity() * size_of::<SessionRun>()
         } else {
@@ -105,13 +107,157 @@ impl SessionRuns {
         }
     }
 
-    pub(crate) fn check(&self) -> Result<(), String> {
+    fn check(&self) -> Result<(), String> {
         let ascends = self.0.windows(2).all(|two| two[0].end <= two[1].start);
         let has_blocks = self.0.iter().all(|run| run.start < run.end);
         if ascends && has_blocks && self.0.len() <= Self::MOST {
             Ok(())
         } else {
             Err(format!("sessions {:?}", self.0))
+        }
+    }
+}
+
+#[derive(Debug)]
+struct Part {
+    lane: Lane,
+    runs: SessionRuns,
+}
+
+/// The sessions of all edges, by edge and lane. They are next to the edges and not in them, because a search reads two
+/// lines of a cache for each edge of its path, and needs no session there.
+#[derive(Debug, Default)]
+pub(crate) struct EdgeSessions(Vec<Vec<Part>>);
+
+impl EdgeSessions {
+    fn parts(&self, edge: EdgeIndex) -> &[Part] {
+        self.0.get(edge as usize).map_or(&[], Vec::as_slice)
+    }
+
+    fn parts_mut(&mut self, edge: EdgeIndex) -> &mut Vec<Part> {
+        let at = edge as usize;
+        let len = self.0.len();
+        if len <= at {
+            make_room(&mut self.0, at + 1 - len);
+            self.0.resize_with(at + 1, Vec::new);
+        }
+        &mut self.0[at]
+    }
+
+    fn find(parts: &[Part], lane: Lane) -> Result<usize, usize> {
+        parts.binary_search_by_key(&lane, |part| part.lane)
+    }
+
+    /// Says in which session a lane stored blocks of an edge last, if that is known.
+    pub(crate) fn set(
+        &mut self,
+        edge: EdgeIndex,
+        lane: Lane,
+        (start, end): Run,
+        session: Option<Session>,
+    ) {
+        if session.is_none() && self.parts(edge).is_empty() {
+            return;
+        }
+        let parts = self.parts_mut(edge);
+        let at = match Self::find(parts, lane) {
+            Ok(at) => at,
+            Err(_) if session.is_none() => return,
+            Err(at) => {
+                let runs = SessionRuns::default();
+                parts.insert(at, Part { lane, runs });
+                at
+            }
+        };
+        parts[at].runs.set(start, end, session);
+        if parts[at].runs.is_empty() {
+            parts.remove(at);
+        }
+    }
+
+    /// The blocks of an edge that a lane stored in a session, ascending.
+    pub(crate) fn of(
+        &self,
+        edge: EdgeIndex,
+        lane: Lane,
+        session: Session,
+    ) -> impl Iterator<Item = Run> {
+        let parts = self.parts(edge);
+        let found = Self::find(parts, lane).ok().into_iter();
+        found.flat_map(move |at| parts[at].runs.of(session))
+    }
+
+    /// Gives the sessions of an edge to another one, which has none.
+    pub(crate) fn rename(&mut self, edge: EdgeIndex, new: EdgeIndex) {
+        if !self.parts(edge).is_empty() {
+            *self.parts_mut(new) = std::mem::take(self.parts_mut(edge));
+        }
+    }
+
+    /// Gives those of the blocks of an edge from `at` on to another one, which has none.
+    pub(crate) fn cut(&mut self, edge: EdgeIndex, at: u32, lower: EdgeIndex) {
+        if self.parts(edge).is_empty() {
+            return;
+        }
+        let mut below = Vec::new();
+        for part in self.parts_mut(edge) {
+            let (before, runs) = part.runs.split(at);
+            part.runs = before;
+            let lane = part.lane;
+            below.push(Part { lane, runs });
+        }
+        *self.parts_mut(lower) = below;
+    }
+
+    pub(crate) fn remove(&mut self, edge: EdgeIndex, lane: Lane) {
+        self.retain(edge, |other| other != lane);
+    }
+
+    /// Forgets what other lanes said of an edge, and those that say nothing.
+    pub(crate) fn retain(&mut self, edge: EdgeIndex, keeps: impl Fn(Lane) -> bool) {
+        if self.parts(edge).is_empty() {
+            return;
+        }
+        let parts = self.parts_mut(edge);
+        parts.retain(|part| !part.runs.is_empty() && keeps(part.lane));
+        if parts.is_empty() {
+            *parts = Vec::new();
+        }
+    }
+
+    pub(crate) fn heap_bytes(&self) -> usize {
+        let edges = self.0.iter().map(|parts| {
+            let runs: usize = parts.iter().map(|part| part.runs.heap_bytes()).sum();
+            parts.capacity() * size_of::<Part>() + runs
+        });
+        edges.sum::<usize>() + self.0.capacity() * size_of::<Vec<Part>>()
+    }
+
+    /// Checks what is known of an edge, and that each lane `holds` some of it.
+    pub(crate) fn check(
+        &self,
+        edge: EdgeIndex,
+        holds: impl Fn(Lane) -> bool,
+    ) -> Result<(), String> {
+        let parts = self.parts(edge);
+        let ascend = parts.windows(2).all(|two| two[0].lane < two[1].lane);
+        let mut all = parts.iter();
+        if !ascend || !all.all(|part| holds(part.lane) && !part.runs.is_empty()) {
+            return Err(format!("edge {edge}: sessions of others: {parts:?}"));
+        }
+        parts.iter().try_for_each(|part| part.runs.check())
+    }
+
+    /// Checks that edges that are not there have none.
+    pub(crate) fn check_none(&self, is_there: impl Fn(usize) -> bool) -> Result<(), String> {
+        match self
+            .0
+            .iter()
+            .enumerate()
+            .find(|(at, parts)| !parts.is_empty() && !is_there(*at))
+        {
+            Some((at, _)) => Err(format!("edge {at} is gone, and has sessions")),
+            None => Ok(()),
         }
     }
 }

@@ -12,7 +12,7 @@ use crate::keys::{Digest, Keys, bucket, plus};
 use crate::lanes::{Lane, Lanes};
 use crate::owners::Owners;
 use crate::runs::{Run, Runs};
-use crate::sessions::{Session, SessionRuns};
+use crate::sessions::{EdgeSessions, Session};
 
 pub(crate) type Slot = u32;
 pub(crate) type EdgeIndex = u32;
@@ -41,13 +41,6 @@ pub(crate) struct Part {
     pub(crate) runs: Runs,
 }
 
-/// What one lane's events say of the sessions of an edge.
-#[derive(Clone, Debug)]
-struct SessionPart {
-    lane: Lane,
-    runs: SessionRuns,
-}
-
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Edge {
     /// The last block of the edge above.
@@ -68,8 +61,6 @@ pub(crate) struct Edge {
     parts: Vec<Part>,
     /// Blocks whose fastest copy is not in a device, by lane and tier, ascending. Most edges have none.
     slow: Vec<Part>,
-    /// Of lanes that hold some of it, ascending.
-    sessions: Vec<SessionPart>,
 }
 
 impl Edge {
@@ -121,19 +112,8 @@ impl Edge {
         })
     }
 
-    /// Those of the blocks `start..end`, all of which a lane holds, that it has in its device; of one session, or of any.
-    pub(crate) fn in_device(&self, lane: Lane, (start, end): Run, of: Option<Session>) -> Runs {
-        let mut runs = Runs::default();
-        match of {
-            None => runs.add(start, end),
-            Some(session) => {
-                if let Ok(at) = self.sessions_of(lane) {
-                    for (first, last) in self.sessions[at].runs.of(session) {
-                        runs.add(first.max(start), last.min(end));
-                    }
-                }
-            }
-        }
+    /// Leaves those of a lane's blocks that it has in its device, of which it holds all.
+    pub(crate) fn keep_in_device(&self, lane: Lane, (start, end): Run, runs: &mut Runs) {
         let first = self.slow.partition_point(|part| part.key >> 2 < lane);
         let slow = self.slow[first..].iter();
         for part in slow.take_while(|part| part.key >> 2 == lane) {
@@ -141,19 +121,13 @@ impl Edge {
                 runs.remove(start, end);
             }
         }
-        runs
     }
 
-    fn sessions_of(&self, lane: Lane) -> Result<usize, usize> {
-        self.sessions.binary_search_by_key(&lane, |part| part.lane)
+    fn holds_some(&self, lane: Lane) -> bool {
+        self.full.has(lane) || find(&self.parts, lane).is_ok()
     }
 
     fn heap_bytes(&self) -> usize {
-        let sessions: usize = self
-            .sessions
-            .iter()
-            .map(|part| part.runs.heap_bytes())
-            .sum();
         let parts = [&self.parts, &self.slow].map(|parts| {
             let inside: usize = parts.iter().map(|part| part.runs.heap_bytes()).sum();
             parts.capacity() * size_of::<Part>() + inside
@@ -163,8 +137,7 @@ impl Edge {
         } else {
             0
         };
-        let sessions = sessions + self.sessions.capacity() * size_of::<SessionPart>();
-        parts[0] + parts[1] + slots + sessions + self.full.heap_bytes()
+        parts[0] + parts[1] + slots + self.full.heap_bytes()
     }
 }
 
@@ -252,6 +225,7 @@ pub(crate) struct Tree {
     heads: HashTable<EdgeIndex>,
     digests: Vec<Digest>,
     owners: Owners,
+    sessions: EdgeSessions,
     /// Runs of free slots.
     free_slots: Vec<(Slot, u32)>,
     num_blocks: u32,
@@ -327,6 +301,29 @@ impl Tree {
             edge = self.edge_of(found.parent);
         }
         (None, most)
+    }
+
+    /// Those of the blocks `start..end` of an edge, all of which a lane holds, that it has in its device; of one session,
+    /// or of any.
+    pub(crate) fn in_device(
+        &self,
+        edge: EdgeIndex,
+        lane: Lane,
+        (start, end): Run,
+        of: Option<Session>,
+    ) -> Runs {
+        let mut runs = Runs::default();
+        match of {
+            None => runs.add(start, end),
+            Some(session) => {
+                for (first, last) in self.sessions.of(edge, lane, session) {
+                    runs.add(first.max(start), last.min(end));
+                }
+            }
+        }
+        self.edge(edge)
+            .keep_in_device(lane, (start, end), &mut runs);
+        runs
     }
 
     /// The block before this one on its path.
@@ -508,7 +505,7 @@ impl Tree {
         if self.is_swept {
             self.cut.push(index);
         }
-        if at <= self.edge(edge).len - at {
+        let lower = if at <= self.edge(edge).len - at {
             // The lower part keeps the index.
             self.rename_head(edge, index);
             let whole = std::mem::take(self.edge_mut(edge));
@@ -517,6 +514,7 @@ impl Tree {
             *self.edge_mut(edge) = lower;
             self.relabel(index);
             self.add_head(edge);
+            self.sessions.rename(edge, index);
             edge
         } else {
             let whole = std::mem::take(self.edge_mut(edge));
@@ -526,7 +524,14 @@ impl Tree {
             self.relabel(index);
             self.add_head(index);
             index
+        };
+        let upper = if lower == edge { index } else { edge };
+        self.sessions.cut(upper, at, lower);
+        for part in [upper, lower] {
+            let edge = &self.edges[part as usize];
+            self.sessions.retain(part, |lane| edge.holds_some(lane));
         }
+        lower
     }
 
     fn cut(mut upper: Edge, at: u32) -> (Edge, Edge) {
@@ -555,18 +560,7 @@ impl Tree {
             full: upper.full.clone(),
             parts: split(&mut upper.parts, at),
             slow: split(&mut upper.slow, at),
-            sessions: Vec::new(),
         };
-        for part in &mut upper.sessions {
-            let (before, after) = part.runs.split(at);
-            part.runs = before;
-            if !after.is_empty() {
-                lower.sessions.push(SessionPart {
-                    lane: part.lane,
-                    runs: after,
-                });
-            }
-        }
         upper.slots.truncate(first);
         upper.len = at;
         upper.children = 1;
@@ -620,23 +614,10 @@ impl Tree {
         &mut self,
         edge: EdgeIndex,
         lane: Lane,
-        (start, end): Run,
+        run: Run,
         session: Option<Session>,
     ) {
-        let edge = self.edge_mut(edge);
-        let at = match edge.sessions_of(lane) {
-            Ok(at) => at,
-            Err(_) if session.is_none() => return,
-            Err(at) => {
-                let runs = SessionRuns::default();
-                edge.sessions.insert(at, SessionPart { lane, runs });
-                at
-            }
-        };
-        edge.sessions[at].runs.set(start, end, session);
-        if edge.sessions[at].runs.is_empty() {
-            edge.sessions.remove(at);
-        }
+        self.sessions.set(edge, lane, run, session);
     }
 
     /// Says that a lane no longer holds a block. Blocks that nobody holds and that lead nowhere leave the tree.
@@ -647,15 +628,13 @@ impl Tree {
             add(&mut edge.parts, lane, 0, edge.len);
         }
         remove(&mut edge.parts, lane, at, at + 1);
-        if let Ok(part) = edge.sessions_of(lane)
-            && find(&edge.parts, lane).is_err()
-        {
-            edge.sessions.remove(part);
-        }
         if !edge.slow.is_empty() {
             for tier in &Tier::ALL[1..] {
                 remove(&mut edge.slow, lane << 2 | *tier as u32, at, at + 1);
             }
+        }
+        if !edge.holds_some(lane) {
+            self.sessions.remove(index, lane);
         }
         self.prune(index, gone);
     }
@@ -669,10 +648,10 @@ impl Tree {
         edge.full.keep(live);
         edge.parts.retain(|part| live.has(part.key));
         edge.slow.retain(|part| live.has(part.key >> 2));
-        edge.sessions.retain(|part| live.has(part.lane));
         if !live.has(edge.owner) {
             edge.owner = NONE;
         }
+        self.sessions.retain(index, |lane| live.has(lane));
         self.prune(index, gone);
     }
 
@@ -745,12 +724,15 @@ impl Tree {
             + self.heads.allocation_size()
             + self.digests.capacity() * size_of::<Digest>()
             + self.owners.heap_bytes()
+            + self.sessions.heap_bytes()
             + self.free_slots.capacity() * size_of::<(Slot, u32)>()
             + self.cut.capacity() * size_of::<EdgeIndex>()
     }
 
     pub(crate) fn check(&self, live: &Lanes, num_lanes: u32) -> Result<(), String> {
         self.owners.check()?;
+        self.sessions
+            .check_none(|edge| self.edges.get(edge).is_some_and(|edge| edge.len > 0))?;
         let mut children = vec![0; self.edges.len()];
         let mut known = 0;
         for (index, edge) in self.edges() {
@@ -799,20 +781,8 @@ impl Tree {
                 }
                 held_end = held_end.max(part.runs.end());
             }
-            if !edge
-                .sessions
-                .windows(2)
-                .all(|two| two[0].lane < two[1].lane)
-            {
-                return bad("its sessions do not ascend");
-            }
-            for part in &edge.sessions {
-                part.runs.check()?;
-                let is_held = edge.full.has(part.lane) || find(&edge.parts, part.lane).is_ok();
-                if part.runs.is_empty() || part.lane >= num_lanes || !is_held {
-                    return bad("it has sessions of a lane that holds nothing of it");
-                }
-            }
+            self.sessions
+                .check(index, |lane| lane < num_lanes && edge.holds_some(lane))?;
             for part in edge.slow.iter().filter(|part| live.has(part.key >> 2)) {
                 let held = |at| edge.is_held(part.key >> 2, at);
                 if !part
@@ -847,7 +817,7 @@ impl Tree {
     }
 }
 
-/// Lanes whose part has become the whole edge hold all of it, and those without one have no sessions in it.
+/// Lanes whose part has become the whole edge hold all of it.
 fn settle(edge: &mut Edge) {
     let (len, full) = (edge.len, &mut edge.full);
     edge.parts.retain(|part| {
@@ -856,9 +826,5 @@ fn settle(edge: &mut Edge) {
             full.add(part.key);
         }
         !is_all
-    });
-    let (full, parts) = (&edge.full, &edge.parts);
-    edge.sessions.retain(|part| {
-        !part.runs.is_empty() && (full.has(part.lane) || find(parts, part.lane).is_ok())
     });
 }

@@ -132,7 +132,7 @@ impl PyOverlapScores {
     /// 0 where that is not known, and unless the policy of the search allows approximate reuse.
     #[getter]
     fn moved<'py>(&self, py: Python<'py>) -> TokenIds<'py> {
-        PyArray1::from_slice(py, &self.core.moved).into()
+        self.runs(py, &self.core.moved)
     }
 
     /// All tokens after the exact ones in runs that the worker holds elsewhere, those of `moved` among
@@ -140,7 +140,7 @@ impl PyOverlapScores {
     /// unless the policy of the search allows approximate reuse.
     #[getter]
     fn possible<'py>(&self, py: Python<'py>) -> TokenIds<'py> {
-        PyArray1::from_slice(py, &self.core.possible).into()
+        self.runs(py, &self.core.possible)
     }
 
     /// The slowest tier from which one of the exact tokens must be loaded: 0 the device, 1 the host,
@@ -161,6 +161,16 @@ impl PyOverlapScores {
         let most = self.core.exact.iter().max().copied().unwrap_or_default();
         let count = self.core.exact.len();
         format!("<OverlapScores of {count} workers, at most {most} exact tokens>")
+    }
+}
+
+impl PyOverlapScores {
+    /// One number per worker, 0 if no moved runs were looked for.
+    fn runs<'py>(&self, py: Python<'py>, found: &[u32]) -> TokenIds<'py> {
+        if found.is_empty() {
+            return PyArray1::<u32>::zeros(py, self.core.exact.len(), false).into();
+        }
+        PyArray1::from_slice(py, found).into()
     }
 }
 
