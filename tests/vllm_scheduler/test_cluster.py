@@ -101,6 +101,64 @@ def test_an_index_of_workers_answers_what_vllm_finds(
     assert vllm.counts["errors"] == 0
 
 
+@pytest.mark.parametrize("scope", ["conversation", "namespace"])
+def test_connector_plans_to_move_what_the_index_promises(
+    core: Callable[..., Core], scope: str
+) -> None:
+    """Conversations by vLLM's session id, which its events and the connector's plans have."""
+    given: dict[str, Any] = {"min_run": 2 * BLOCK, "scope": scope, "shared_prefix": 2}
+    options = SMALL | {"kv_events_config": enabled(), "blocks": 600}
+    vllm = core(connector={"gate": "unchecked", "policy": given}, gaps=True, **options)
+    fed, policy = Fed(vllm), kvtrie.ReusePolicy(**given)
+    fed.index.set_policy(fed.worker, policy)
+    sources = vllm.connector.planner.half.sources
+    plan, seen = sources.plan, list[kvtrie.TokenSequence]()
+
+    def planning(seq: kvtrie.TokenSequence, *arguments: Any) -> Any:
+        seen.append(seq)
+        return plan(seq, *arguments)
+
+    sources.plan = planning
+    rng = Random(8)
+    sessions, talks = [f"chat-{one}" for one in range(4)], dict[str, list[int]]()
+    for number in range(24):
+        session = sessions[number % 4]
+        history = talks.get(session, words(80, number))
+        cut = rng.randrange(len(history))
+        history = history[:cut] + history[cut + rng.randrange(60) :]
+        talks[session] = [*history[-400:], *words(rng.randrange(20, 90), 100 + number), END]
+        # What is computed after moved runs is approximate, and never promised.
+        mode = {"kvtrie": "exact"} if number % 3 else None
+        end(vllm, talks[session], mode, session_id=session)
+    space = seen[-1].namespace
+    num_promised = num_possible = 0
+    for _ in range(400):
+        history = talks[rng.choice(sessions)]
+        first = rng.randrange(len(history) - 40)
+        prompt = history[:first] + history[first + rng.randrange(40) :] + words(5, 1)
+        asked = rng.choice([*sessions, None])
+        moved_end = rng.choice([None, rng.randrange(len(prompt))])
+        found = fed.index.find_matches(
+            kvtrie.TokenSequence(prompt, SHARED),
+            policy,
+            keep_last=1,
+            session=asked,
+            moved_end=moved_end,
+        )
+        exact, moved, possible = (
+            int(column[0]) for column in (found.exact, found.moved, found.possible)
+        )
+        with plan(kvtrie.TokenSequence(prompt, space), policy, asked, moved_end) as own:
+            assert own.candidates_dropped == 0
+            assert exact + moved <= own.num_exact + own.num_approximate
+        assert moved <= possible
+        num_promised += moved
+        num_possible += possible
+    assert fed.num_others > 0
+    assert 400 < num_promised < num_possible
+    assert vllm.counts["errors"] == 0
+
+
 @in_flight
 def test_an_index_has_what_vllm_finds_after_dead_reasoning_and_twins(
     core: Callable[..., Core], in_flight: bool
