@@ -475,15 +475,15 @@ def test_the_end_of_a_reply_does_not_wait_for_prompts_of_others() -> None:
             await may_reply.wait()
             return await reply(request)
 
-        def waits(*arguments: Any) -> Any:
+        def waits(*arguments: Any, **options: Any) -> Any:
             went.set()
             go.wait(60)
-            return choose(*arguments)
+            return choose(*arguments, **options)
 
         running.router.reply = replies
         asking = asyncio.ensure_future(running.post(body(QUESTION, stream=True)))
         await asked.wait()
-        running.dispatcher.choose = waits  # type: ignore[method-assign, assignment] # a stub
+        running.dispatcher.choose = waits  # type: ignore[method-assign] # a stub
         other = asyncio.ensure_future(running.post(body(NEXT)))
         try:
             assert await asyncio.to_thread(went.wait, 20)
