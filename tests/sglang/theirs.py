@@ -42,8 +42,9 @@ from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
+from kvtrie.integrations.sglang._handles import Handle
 from kvtrie.integrations.sglang._version import installed
-from kvtrie.integrations.sglang.cache import Handle, KvtrieCache
+from kvtrie.integrations.sglang.cache import KvtrieCache
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -24,9 +24,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
-from functools import wraps
-from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -55,6 +53,8 @@ from kvtrie.integrations._asked import SettingsError
 from kvtrie.integrations._filled_plan import FilledPlan
 from kvtrie.integrations._served import LEAST_RUN
 from kvtrie.integrations.sglang._events import ApproximateEvents, PageEvents
+from kvtrie.integrations.sglang._guards import guarded, guarded_call, nothing
+from kvtrie.integrations.sglang._handles import NO_BLOCKS, Handle
 from kvtrie.integrations.sglang._ids import sequence_of, text_of
 from kvtrie.integrations.sglang._metrics import Metrics
 from kvtrie.integrations.sglang._moving import Built, num_tokens
@@ -83,11 +83,7 @@ if TYPE_CHECKING:
     from kvtrie.tags import Stream, Tagger
 
 _LOG = logging.getLogger("sglang.kvtrie")
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-_Call = Callable[[Any, Any], _R]
 _WHOLE_BLOCKS: Final = ReusePolicy(approximate=False, partial_blocks=False)
-_NO_BLOCKS: Final[NDArray[np.int32]] = np.zeros(0, np.int32)
 # What is counted, and is no failure of a call.
 _BAD_INPUT: Final = {
     "uncacheable": "a prompt is not cached",
@@ -98,123 +94,6 @@ _NEW_OBJECT: Final = object.__new__
 _DEFAULTS: Final = MatchResult(0, None, None, None)[4:]
 # A lock is a pin of its handle. SGLang gives back what it gets, and writes nothing into it.
 _RECEIPT: Final = DecLockRefParams()
-
-
-class Handle:
-    """The end of a match: SGLang keeps it with the request, and locks it.
-
-    Its sequence and blocks are read off the index's answers when somebody asks for them, as most
-    never do. Few handles have what is below other than its default.
-    """
-
-    ask: Ask | None = None
-    """How to plan what continues the match; None if nothing does."""
-    own: torch.Tensor | None = None
-    """Slots of the request after those of the blocks: copies that continue the match."""
-    built: Built | None = None
-    """What these are; None if they are exact."""
-    stored = 0
-    """Tokens after the match that have arrived from the store."""
-    locks: tuple[Pin | ReusePlan | NDArray[np.int32], ...] = ()
-    """What pins it, for each lock; for one that failed, the blocks that it should have held."""
-    kept: tuple[tuple[torch.Tensor, int], ...] = ()
-    """Slots that its request reads in place of cached ones, and goes on owning, with the position
-    of the first; they are freed with its last lock."""
-    new: Inserted | None = None
-    """What was inserted after what was found."""
-    _seq: TokenSequence | None = None
-    _blocks: NDArray[np.int32] | None = None
-
-    def __init__(self, found: Match | None, epoch: int) -> None:
-        self.found = found
-        """What the index found of its tokens; None if other blocks were set, and for the root."""
-        self.epoch = epoch
-        """How often blocks had left the index when they were found."""
-
-    @classmethod
-    def of(cls, seq: TokenSequence, blocks: NDArray[np.int32], epoch: int) -> Handle:
-        """A handle of these blocks."""
-        handle = cls(None, epoch)
-        handle._seq, handle._blocks = seq, blocks
-        return handle
-
-    @property
-    def seq(self) -> TokenSequence | None:
-        """Its tokens; None for the root, which has none and is not locked."""
-        if self._seq is None and self.found is not None:
-            self._seq = self.found.sequence
-            self._seq.truncate(self.found.num_tokens)
-        return self._seq
-
-    @seq.setter
-    def seq(self, seq: TokenSequence) -> None:
-        self._seq = seq
-
-    @property
-    def blocks(self) -> NDArray[np.int32]:
-        """Of its tokens, as they were when it was found or locked."""
-        if self._blocks is None:
-            found = _NO_BLOCKS if self.found is None else self.found.blocks
-            new = self.new
-            self._blocks = found if new is None else np.concatenate([found, new.blocks])
-        return self._blocks
-
-    def forget_blocks(self) -> None:
-        """Its blocks are another prompt's by now: it has none."""
-        self.found, self.new, self._blocks = None, None, _NO_BLOCKS
-
-    @property
-    def lock_failed(self) -> bool:
-        """Whether what locks it is not in the index, which then may evict what is locked."""
-        return bool(self.locks) and isinstance(self.locks[-1], np.ndarray)
-
-    def add(self, new: Inserted, seq: TokenSequence) -> None:
-        """What was inserted after the match belongs to it."""
-        self.new, self._seq = new, seq
-
-    def now(self, found: Match, epoch: int) -> None:
-        """Its blocks are those of another lookup."""
-        self.found, self.epoch = found, epoch
-        self._blocks = self.new = None
-
-
-def _none(_: object) -> Any:  # noqa: ANN401 - of a method that may answer nothing
-    return None
-
-
-def _guarded(otherwise: Callable[[Any], _R]) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Of a method of the cache: count an exception, and answer what ``otherwise`` says of it."""
-
-    def guard(method: Callable[_P, _R]) -> Callable[_P, _R]:
-        @wraps(method)
-        def inner(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            try:
-                return method(*args, **kwargs)
-            except Exception as error:  # it would end the scheduler
-                cache: Any = args[0]
-                cache._failed(method.__name__, error)  # noqa: SLF001 - its own
-                return otherwise(cache)
-
-        return inner
-
-    return guard
-
-
-def _guarded_call(otherwise: Callable[[Any], _R]) -> Callable[[_Call[_R]], _Call[_R]]:
-    """As `_guarded`, of a method with one argument: without ``*args`` a call takes less time."""
-
-    def guard(method: _Call[_R]) -> _Call[_R]:
-        @wraps(method)
-        def inner(cache: Any, params: Any) -> _R:  # noqa: ANN401 - a cache, and SGLang's
-            try:
-                return method(cache, params)
-            except Exception as error:  # it would end the scheduler
-                cache._failed(method.__name__, error)  # noqa: SLF001 - its own
-                return otherwise(cache)
-
-        return inner
-
-    return guard
 
 
 class KvtrieCache(BasePrefixCache):
@@ -435,11 +314,11 @@ class KvtrieCache(BasePrefixCache):
         """The pages belong to the request until it ends."""
         return False
 
-    @_guarded_call(_none)
+    @guarded_call(nothing)
     def touch_prefix(self, key: RadixKey) -> None:
         self._find(key)
 
-    @_guarded_call(lambda self: InsertResult(prefix_len=0, last_device_node=self.root_node))
+    @guarded_call(lambda self: InsertResult(prefix_len=0, last_device_node=self.root_node))
     def insert(self, params: InsertParams) -> InsertResult:
         """Take the whole pages of a key whose slots are given."""
         # Ids are few when most of the pool is cached: only what is not known takes some.
@@ -458,7 +337,7 @@ class KvtrieCache(BasePrefixCache):
             self._stored(handle.blocks, known, params.key)
         return InsertResult(prefix_len=known, total_len=length, last_device_node=handle)
 
-    @_guarded(_none)
+    @guarded(nothing)
     def checkpoint(self, req: Req, *, up_to: int, **_: object) -> None:
         """Take what the request has computed up to a position, as SGLang's base class says."""
         token_ids = req.full_untruncated_fill_ids[:up_to]
@@ -537,7 +416,7 @@ class KvtrieCache(BasePrefixCache):
             self.token_to_kv_pool_allocator.free_segment(row, start_pos=own)
         self.req_to_token_pool.write((index, slice(start, end)), slots)
 
-    @_guarded(_none)
+    @guarded(nothing)
     def on_release(self, req: Req, *, checkpointed: bool) -> None:  # noqa: ARG002 - SGLang's
         """Count what was approximate, once for each time that a request is admitted."""
         built = None if req.last_node is None else req.last_node.built
@@ -549,7 +428,7 @@ class KvtrieCache(BasePrefixCache):
         if req.finished():
             self._ended(req)
 
-    @_guarded(_none)
+    @guarded(nothing)
     def _account(self, req: Req, built: Built | None) -> None:
         """Count why its prompt was computed, the first time; what is computed again is not."""
         if self._reasons is None or req in self._accounts:
@@ -566,7 +445,7 @@ class KvtrieCache(BasePrefixCache):
             by_reason[reason] += count
         self._accounts[req] = reused, dict(by_reason)
 
-    @_guarded(_none)
+    @guarded(nothing)
     def _ended(self, req: Req) -> None:
         """Count what would have been moved, and record the request."""
         would = self._would.get(req)
@@ -598,20 +477,20 @@ class KvtrieCache(BasePrefixCache):
             blocks = self._evicted_again(num_pages)
         count = self._take_back(blocks)
         if self._unfreed:
-            count += self._take_back(_NO_BLOCKS)
+            count += self._take_back(NO_BLOCKS)
         if self.metrics_collector is not None:
             self._count_evicted(count * size, began)
         return EvictResult(count * size)
 
-    @_guarded(lambda _: _NO_BLOCKS)
+    @guarded(lambda _: NO_BLOCKS)
     def _evicted_again(self, num_pages: int) -> NDArray[np.int32]:
         return self._index.evict(num_pages)
 
-    @_guarded(_none)
+    @guarded(nothing)
     def _count_evicted(self, num_tokens: int, began: float) -> None:
         self.update_eviction_metrics(num_tokens, began)
 
-    @_guarded(lambda _: [])
+    @guarded(lambda _: [])
     def take_events(self) -> list[Any]:
         """What SGLang publishes next, as one batch if it is not empty."""
         self._publish_approximate()
@@ -620,7 +499,7 @@ class KvtrieCache(BasePrefixCache):
             self._hand_over(self._snapshots, events)
         return events
 
-    @_guarded(_none)
+    @guarded(nothing)
     def _publish_approximate(self) -> None:
         self._events.publish_approximate()
 
@@ -735,11 +614,11 @@ class KvtrieCache(BasePrefixCache):
         return max(0, count - len(self._held)) * size
 
     # SGLang ends with an error if its sizes do not add up. So what failed is asked once more.
-    @_guarded(lambda _: 0)
+    @guarded(lambda _: 0)
     def _num_evictable_again(self) -> int:
         return self._index.num_evictable
 
-    @_guarded(lambda _: 0)
+    @guarded(lambda _: 0)
     def _num_free_again(self) -> int:
         return self._slots.num_free
 
@@ -758,12 +637,12 @@ class KvtrieCache(BasePrefixCache):
             num_free = self._num_free_again()
         return (self._num_pages - num_free) * size
 
-    @_guarded(lambda self: torch.zeros(0, dtype=torch.int64, device=self.device))
+    @guarded(lambda self: torch.zeros(0, dtype=torch.int64, device=self.device))
     def all_values_flatten(self) -> torch.Tensor:
         """All slots of cached pages, which SGLang compares with the free ones if some are lost."""
         return self._slots.used()
 
-    @_guarded(_none)
+    @guarded(nothing)
     def pretty_print(self) -> None:
         _LOG.info("kvtrie: %s", self._index.stats())
 
@@ -801,7 +680,7 @@ class KvtrieCache(BasePrefixCache):
 
     # --- after an edit -------------------------------------------------------------------------
 
-    @_guarded(lambda self: Wish(self._kept_reasoning))
+    @guarded(lambda self: Wish(self._kept_reasoning))
     def _wish(self, req: Req) -> Wish:
         """What a request asks for; what is not known is counted once for each request."""
         if req not in self._wishes:
@@ -813,7 +692,7 @@ class KvtrieCache(BasePrefixCache):
                 self._failed("custom_params", error)
         return self._wishes[req]
 
-    @_guarded(_none)
+    @guarded(nothing)
     def _asked(
         self, moving: Moving, seq: TokenSequence, known: int, req: Req, arrived: FoundRuns | None
     ) -> Ask | None:
@@ -824,7 +703,7 @@ class KvtrieCache(BasePrefixCache):
             self._would[req] = None if ask is None else ask.would
         return ask
 
-    @_guarded(_none)
+    @guarded(nothing)
     def _look(
         self, reasons: ComputedReasons, req: Req, seq: TokenSequence, known: int, ask: Ask | None
     ) -> None:
@@ -833,7 +712,7 @@ class KvtrieCache(BasePrefixCache):
         is_exact = moving is None or bool(seq.items) or moving.is_exact(self._wish(req))
         reasons.look(req, seq.namespace, known, ask, is_exact=is_exact)
 
-    @_guarded(_none)
+    @guarded(nothing)
     def _loaded(self, handle: Handle, count: int, req: Req) -> Handle | None:
         """The match with its copies, in slots of its own; None if they cannot be made."""
         ask = handle.ask
@@ -887,12 +766,12 @@ class KvtrieCache(BasePrefixCache):
 
     # --- the store -----------------------------------------------------------------------------
 
-    @_guarded(_none)
+    @guarded(nothing)
     def _arrived(self, stored: PoolStore, req: Req) -> FoundRuns | None:
         """What has arrived from the store for a request that may use moved runs."""
         return stored.arrived(req)
 
-    @_guarded(lambda _: 0)
+    @guarded(lambda _: 0)
     def _sought(
         self,
         stored: PoolStore,
@@ -908,30 +787,30 @@ class KvtrieCache(BasePrefixCache):
             stored.repairs(req)
         return stored.promised(req, seq, known)
 
-    @_guarded(lambda _: False)
+    @guarded(lambda _: False)
     def waits(self, req: Req, adder: object, *, is_idle: bool) -> bool:
         """Whether a request waits for the store, and others are admitted before it."""
         return self._store is not None and self._store.waits(req, adder, is_idle=is_idle)
 
-    @_guarded(_none)
+    @guarded(nothing)
     def _admitted(self, stored: PoolStore, req: Req) -> None:
         stored.admitted(req)
 
-    @_guarded(_none)
+    @guarded(nothing)
     def _left(self, stored: PoolStore, blocks: NDArray[np.int32]) -> None:
         stored.left(blocks)
 
-    @_guarded(_none)
+    @guarded(nothing)
     def _given_up(self, stored: PoolStore) -> None:
         stored.give_up()
 
-    @_guarded(_none)
+    @guarded(nothing)
     def computed_prefill(self, num_tokens: int, began: float) -> None:
         """Measure a step that has ended, by the tokens of prompts in it."""
         if self._store is not None:
             self._store.computed(num_tokens, began)
 
-    @_guarded(_none)
+    @guarded(nothing)
     def _from_store(self, handle: Handle, count: int, req: Req) -> Handle | None:
         """The match with what was loaded, in slots of its own; None if it cannot be made."""
         known = len(handle.blocks) * self.page_size
@@ -972,7 +851,7 @@ class KvtrieCache(BasePrefixCache):
         if stream is not None:
             self._mark_dead(stream, seq, blocks, req)
 
-    @_guarded(_none)
+    @guarded(nothing)
     def _write_turn(
         self,
         stored: PoolStore,
@@ -1002,7 +881,7 @@ class KvtrieCache(BasePrefixCache):
             session=wish.session,
         )
 
-    @_guarded(_none)
+    @guarded(nothing)
     def _read(self, req: Req) -> Stream | None:
         """Prompt and reply of a request that has ended, in the model's chat format."""
         if self._reasoning is None:
@@ -1010,12 +889,12 @@ class KvtrieCache(BasePrefixCache):
         stopped = isinstance(req.finished_reason, FINISH_MATCHED_TOKEN | FINISH_MATCHED_STR)
         return self._reasoning.read(text_of(req.full_untruncated_fill_ids), complete=stopped)
 
-    @_guarded(_none)
+    @guarded(nothing)
     def release_aborted_request(self, handle: CacheRequestHandle) -> None:
         if self._store is not None:
             self._store.aborted(handle.rid)
 
-    @_guarded(_none)
+    @guarded(nothing)
     def release_host_resources(self) -> None:
         if self._store is not None:
             self._store.close()
@@ -1112,7 +991,7 @@ class KvtrieCache(BasePrefixCache):
         ]
         return done, others
 
-    @_guarded(_none)
+    @guarded(nothing)
     def _take_freed(self) -> None:
         """Take what the index has freed; what it does not give now, it gives the next time."""
         self._take_back(self._index.take_freed())
@@ -1120,7 +999,7 @@ class KvtrieCache(BasePrefixCache):
     def _take_back(self, blocks: NDArray[np.int32]) -> int:
         """Take blocks that left the index; returns how many pages the pool got. It never fails."""
         if self._unreturned:
-            self._put_back(_NO_BLOCKS)
+            self._put_back(NO_BLOCKS)
         if not len(blocks):
             return self._free_pages(blocks) if self._unfreed else 0
         self._epoch += 1
@@ -1163,7 +1042,7 @@ class KvtrieCache(BasePrefixCache):
             self._failed("_put_back", error)
             self._unreturned.append(blocks)
 
-    @_guarded(_none)
+    @guarded(nothing)
     def _slots_of(self, blocks: NDArray[np.int32]) -> torch.Tensor | None:
         return self._slots.of(blocks)
 
@@ -1174,12 +1053,12 @@ class KvtrieCache(BasePrefixCache):
         self._withheld.difference_update(back)
         self._free_pages(np.array(back, dtype=np.int32))
 
-    @_guarded(_none)
+    @guarded(nothing)
     def _stored(self, blocks: NDArray[np.int32], known: int, key: RadixKey) -> None:
         """Publish the exact pages of a key after those that are known."""
         self._events.stored(blocks, known // self.page_size, key)
 
-    @_guarded(_none)
+    @guarded(nothing)
     def _stored_approximate(
         self, blocks: NDArray[np.int32], num_exact: int, built: Built, key: RadixKey
     ) -> None:
@@ -1188,7 +1067,7 @@ class KvtrieCache(BasePrefixCache):
         hops = built.hops(num_exact * size, len(blocks) * size, size)
         self._events.stored_approximate(blocks, num_exact, hops, key)
 
-    @_guarded(_none)
+    @guarded(nothing)
     def _mark_dead(
         self, stream: Stream, seq: TokenSequence, blocks: NDArray[np.int32], req: Req
     ) -> None:
@@ -1220,7 +1099,7 @@ class KvtrieCache(BasePrefixCache):
             self._failed("_removed", error)
             self._cleared()
 
-    @_guarded(_none)
+    @guarded(nothing)
     def _cleared(self) -> None:
         self._events.cleared()
 
