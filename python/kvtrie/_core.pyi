@@ -2891,6 +2891,12 @@ class RolledBack:
         Blocks that were cut off the table, in order of position (int32). They belong to the caller.
         """
     @property
+    def groups(self, /) -> dict[str, npt.NDArray[np.int32]]:
+        """
+        The request's own ids of each group that left its table, by the group's name (int32): states
+        after `to`, and blocks from it on. They belong to the caller.
+        """
+    @property
     def ranges(self, /) -> npt.NDArray[np.int64]:
         """
         Tokens that no longer count as computed: ranges (start, end), int64 of shape (n, 2), ascending.
@@ -2925,9 +2931,10 @@ class SequenceLedger:
 
     Args:
         block_size: Tokens per block, 1 to 4096.
+        groups: The groups of the index besides group 0, if it has any (rule L10).
 
     Raises:
-        ValueError: `block_size` is not in 1..=4096.
+        ValueError: `block_size` is not in 1..=4096, or no index could have these groups.
 
     Example:
         >>> ledger = kvtrie.SequenceLedger(block_size=2)
@@ -2939,7 +2946,9 @@ class SequenceLedger:
     """
     def __contains__(self, request: object, /) -> bool: ...
     def __len__(self, /) -> int: ...
-    def __new__(cls, /, block_size: SupportsIndex = 16) -> SequenceLedger: ...
+    def __new__(
+        cls, /, block_size: SupportsIndex = 16, *, groups: Iterable[Group] = ...
+    ) -> SequenceLedger: ...
     def add_blocks(self, /, request: Hashable, blocks: _Integers) -> None:
         """
         Append blocks to the table of a request.
@@ -2959,6 +2968,34 @@ class SequenceLedger:
             >>> ledger.add_blocks("a", [2])
             >>> ledger.blocks("a")
             array([6, 2], dtype=int32)
+        """
+    def advance(self, /, request: Hashable, index: RadixIndex) -> dict[str, npt.NDArray[np.int32]]:
+        """
+        Take from the tables of groups what no later token reads: blocks before a window that ends at
+        the final and computed tokens, and the plan's states before them. The plan no longer pins these.
+
+        The request's own states stay, for the index.
+
+        Args:
+            request: A live request.
+            index: An index with the ledger's groups; with a plan, the plan's index.
+
+        Returns:
+            The request's own ids that left, for each group's name (int32). They belong to the caller.
+
+        Raises:
+            StaleHandleError: The request is not live, or its plan was released.
+            ValueError: The index has other groups or another block size, or is not the plan's.
+
+        Example:
+            >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+            >>> swa = kvtrie.Group.window("swa", window=2, num_blocks=4, block_size=2)
+            >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2, groups=[swa])
+            >>> ledger = kvtrie.SequenceLedger(2, groups=[swa])
+            >>> ledger.begin("a", kvtrie.TokenSequence(range(4), space), [6, 0], num_computed=3)
+            >>> ledger.hold("a", "swa", [(0, 3), (2, 1)])
+            >>> ledger.advance("a", index)
+            {'swa': array([3], dtype=int32)}
         """
     def append(self, /, request: Hashable, ids: _Integers) -> None:
         """
@@ -3175,7 +3212,8 @@ class SequenceLedger:
 
         Returns:
             The result. Its `duplicates`, `surplus` (the rest of the table) and `freed` belong to
-            the caller.
+            the caller; so do those in its `groups`, which say what became of the request's own ids
+            of each group.
 
         Example:
             >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
@@ -3197,6 +3235,9 @@ class SequenceLedger:
         Returns:
             The blocks of its table that were not committed (int32). They belong to the caller.
 
+        Raises:
+            ValueError: The ledger has groups; `forget_groups` returns their ids.
+
         Example:
             >>> ledger = kvtrie.SequenceLedger()
             >>> seq = kvtrie.TokenSequence(
@@ -3206,6 +3247,81 @@ class SequenceLedger:
             >>> ledger.forget("a")
             array([6], dtype=int32)
             >>> seq.extend([4])
+        """
+    def forget_groups(
+        self, /, request: Hashable
+    ) -> tuple[npt.NDArray[np.int32], dict[str, npt.NDArray[np.int32]]]:
+        """
+        As `forget`, for a ledger with or without groups.
+
+        Args:
+            request: A live request.
+
+        Returns:
+            The blocks of its table that were not committed (int32), and its own ids of each group, by
+            name (int32). They belong to the caller.
+
+        Example:
+            >>> ledger = kvtrie.SequenceLedger(2, groups=[kvtrie.Group.state("gdn", num_slots=4)])
+            >>> seq = kvtrie.TokenSequence(
+            ...     [1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+            ... )
+            >>> ledger.begin("a", seq, [6, 0], num_computed=2)
+            >>> ledger.hold("a", "gdn", [(2, 3)])
+            >>> ledger.forget_groups("a")
+            (array([6, 0], dtype=int32), {'gdn': array([3], dtype=int32)})
+        """
+    @property
+    def groups(self, /) -> tuple[Group, ...]:
+        """
+        The groups of layers besides group 0.
+        """
+    def held(self, /, request: Hashable, group: str) -> npt.NDArray[np.int64]:
+        """
+        Return what a request has of a group: pairs (position, id), int64 of shape (n, 2), ascending.
+
+        Args:
+            request: A live request.
+            group: The name of the group.
+
+        Raises:
+            ValueError: There is no such group.
+
+        Example:
+            >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+            >>> swa = kvtrie.Group.window("swa", window=3, num_blocks=4, block_size=2)
+            >>> ledger = kvtrie.SequenceLedger(2, groups=[swa])
+            >>> ledger.begin("a", kvtrie.TokenSequence([1, 2, 3], space), [6, 0])
+            >>> ledger.hold("a", "swa", [(0, 3), (2, 1)])
+            >>> ledger.held("a", "swa").tolist()
+            [[0, 3], [2, 1]]
+        """
+    def hold(self, /, request: Hashable, group: str, ids: _Ranges) -> None:
+        """
+        Add the engine's own ids of a group to a request.
+
+        `finish` offers them to the index.
+
+        Args:
+            request: A live request.
+            group: The name of the group.
+            ids: Pairs (position, id), ascending, or an integer array of shape (n, 2), as for
+                `RadixIndex.insert`. A window's block may be given before it is computed, a state is
+                there from the start.
+
+        Raises:
+            BlockInUseError: The request has an id in the group already, or it occurs twice.
+            ValueError: There is no such group; an id is outside its pool; a position is inside a block,
+                not after the one before, or taken; a block is after the end of group 0's table, a state
+                at 0 or after the tokens that are final and computed.
+
+        Example:
+            >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+            >>> ledger = kvtrie.SequenceLedger(2, groups=[kvtrie.Group.state("gdn", num_slots=4)])
+            >>> ledger.begin("a", kvtrie.TokenSequence([1, 2, 3], space), [6, 0], num_computed=2)
+            >>> ledger.hold("a", "gdn", [(2, 3)])
+            >>> ledger.held("a", "gdn").tolist()
+            [[2, 3]]
         """
     def labels(self, /, request: Hashable) -> npt.NDArray[np.void]:
         """
@@ -3300,7 +3416,8 @@ class SequenceLedger:
             drop_blocks: Also remove the blocks wholly after `to` from the table.
 
         Raises:
-            ValueError: `to` is below the committed tokens, or after the issued positions.
+            ValueError: `to` is below the committed tokens, or after the issued positions; or a group has
+                nothing to continue with there: no state, or not all of its window.
 
         Example:
             >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)

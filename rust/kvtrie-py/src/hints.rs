@@ -50,6 +50,8 @@ hints! {
     ReducedManifest: "tuple[object, tuple[bytes, TransferLimits]]",
     Groups: "tuple[Group, ...]",
     GroupResults: "dict[str, GroupInsertResult]",
+    GroupIds: "dict[str, npt.NDArray[np.int32]]",
+    Forgotten: "tuple[npt.NDArray[np.int32], dict[str, npt.NDArray[np.int32]]]",
     WindowPart: "tuple[int, npt.NDArray[np.int32]]",
     NewArguments: "tuple[tuple[()], dict[str, object]]",
 }

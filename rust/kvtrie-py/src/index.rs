@@ -138,7 +138,7 @@ impl PyRadixIndex {
             min_run,
             max_candidates,
             pool_id,
-            groups: given_groups(groups, block_size)?,
+            groups: given_groups(groups, block_size, "RadixIndex")?,
         });
         Ok(Self::around(core.map_err(|error| exception(&error))?))
     }
@@ -1291,11 +1291,15 @@ impl PyRadixIndex {
     }
 }
 
-fn given_groups(given: Option<&Bound<'_, PyAny>>, block_size: usize) -> PyResult<Vec<Group>> {
+pub(crate) fn given_groups(
+    given: Option<&Bound<'_, PyAny>>,
+    block_size: usize,
+    call: &'static str,
+) -> PyResult<Vec<Group>> {
     let Some(given) = given else {
         return Ok(Vec::new());
     };
-    let arg = Arg::new("RadixIndex", "groups");
+    let arg = Arg::new(call, "groups");
     let mut found = Vec::new();
     for (at, item) in arg.iterate(given, "an iterable of Group")?.enumerate() {
         let item = item?;

@@ -2,21 +2,22 @@
 
 use std::sync::{Arc, Mutex};
 
-use kvtrie_core::{BlockId, RadixIndex, ReusePlan, SessionId, TokenSequence};
+use kvtrie_core::{BlockId, Group, RadixIndex, ReusePlan, SessionId, TokenSequence};
 use kvtrie_transfer::{
     Begin, LedgerSource, RequestId, RolledBack, SequenceLedger, Step, StepError,
 };
 use pyo3::exceptions::PyValueError;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyList};
+use pyo3::types::{PyDict, PyList, PyTuple};
 
-use crate::arguments::{arg, call, flag, int, of, optional_of, session};
-use crate::buffers::{Arg, block_ids, count_list, signed_integers};
+use crate::arguments::{arg, call, flag, int, of, optional_of, session, text};
+use crate::buffers::{Arg, block_ids, count_list, nothing, signed_integers};
 use crate::detach::{Cost, Enter, Failure, Lock};
 use crate::errors::{StaleHandleError, exception, released};
-use crate::hints::{Counts, Ids, Records};
-use crate::index::PyRadixIndex;
+use crate::groups::{self, PyGroup};
+use crate::hints::{Counts, Forgotten, GroupIds, Groups, Ids, Records};
+use crate::index::{PyRadixIndex, given_groups};
 use crate::output::{self, ids};
 use crate::plan::PyReusePlan;
 use crate::results::PyInsertResult;
@@ -119,9 +120,10 @@ impl PyLiveRequest {
 ///
 /// Args:
 ///     block_size: Tokens per block, 1 to 4096.
+///     groups: The groups of the index besides group 0, if it has any (rule L10).
 ///
 /// Raises:
-///     ValueError: `block_size` is not in 1..=4096.
+///     ValueError: `block_size` is not in 1..=4096, or no index could have these groups.
 ///
 /// Example:
 ///     >>> ledger = kvtrie.SequenceLedger(block_size=2)
@@ -134,6 +136,7 @@ impl PyLiveRequest {
 pub(crate) struct PySequenceLedger {
     pub(crate) core: Lock<SequenceLedger>,
     block_size: usize,
+    groups: Vec<Group>,
     /// No lock is held while the dictionary is used, because hashing a key runs Python.
     requests: Py<PyDict>,
 }
@@ -141,16 +144,23 @@ pub(crate) struct PySequenceLedger {
 #[pymethods]
 impl PySequenceLedger {
     #[new]
-    #[pyo3(signature = (block_size: "SupportsIndex" = 16))]
+    #[pyo3(
+        signature = (block_size: "SupportsIndex" = 16, *, groups: "Iterable[Group]" = nothing()),
+        text_signature = "(block_size=16, *, groups=())"
+    )]
     fn new(
         py: Python<'_>,
         #[pyo3(from_py_with = int::<call::SequenceLedger, arg::BlockSize>)] block_size: i128,
+        groups: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Self> {
         let block_size = Arg::new("SequenceLedger", "block_size").count(block_size)?;
-        let core = SequenceLedger::new(block_size).map_err(|error| exception(&error))?;
+        let groups = given_groups(groups, block_size, "SequenceLedger")?;
+        let core = SequenceLedger::with_groups(block_size, groups.clone());
+        let core = core.map_err(|error| exception(&error))?;
         Ok(Self {
             core: Lock::new(core),
             block_size,
+            groups,
             requests: PyDict::new(py).unbind(),
         })
     }
@@ -159,6 +169,13 @@ impl PySequenceLedger {
     #[getter]
     fn block_size(&self) -> usize {
         self.block_size
+    }
+
+    /// The groups of layers besides group 0.
+    #[getter]
+    fn groups<'py>(&self, py: Python<'py>) -> PyResult<Groups<'py>> {
+        let groups = self.groups.iter().map(PyGroup::of);
+        Ok(PyTuple::new(py, groups.collect::<Vec<_>>())?.into())
     }
 
     fn __len__(&self, py: Python<'_>) -> PyResult<usize> {
@@ -528,6 +545,128 @@ impl PySequenceLedger {
         })
     }
 
+    /// Add the engine's own ids of a group to a request.
+    ///
+    /// `finish` offers them to the index.
+    ///
+    /// Args:
+    ///     request: A live request.
+    ///     group: The name of the group.
+    ///     ids: Pairs (position, id), ascending, or an integer array of shape (n, 2), as for
+    ///         `RadixIndex.insert`. A window's block may be given before it is computed, a state is
+    ///         there from the start.
+    ///
+    /// Raises:
+    ///     BlockInUseError: The request has an id in the group already, or it occurs twice.
+    ///     ValueError: There is no such group; an id is outside its pool; a position is inside a block,
+    ///         not after the one before, or taken; a block is after the end of group 0's table, a state
+    ///         at 0 or after the tokens that are final and computed.
+    ///
+    /// Example:
+    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    ///     >>> ledger = kvtrie.SequenceLedger(2, groups=[kvtrie.Group.state("gdn", num_slots=4)])
+    ///     >>> ledger.begin("a", kvtrie.TokenSequence([1, 2, 3], space), [6, 0], num_computed=2)
+    ///     >>> ledger.hold("a", "gdn", [(2, 3)])
+    ///     >>> ledger.held("a", "gdn").tolist()
+    ///     [[2, 3]]
+    #[pyo3(signature = (request: "Hashable", group: "str", ids: "_Ranges"))]
+    fn hold(
+        &self,
+        py: Python<'_>,
+        request: &Bound<'_, PyAny>,
+        #[pyo3(from_py_with = text::<call::SequenceLedgerHold, arg::Group>)] group: String,
+        ids: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        const CALL: &str = "SequenceLedger.hold";
+        let number = groups::number(py, &self.groups, group, CALL)?;
+        let arg = Arg::new(CALL, "ids");
+        let mut offers = Vec::new();
+        for (position, id) in crate::ranges::ranges(ids, arg)? {
+            let id = arg.within(id as i128, 0, u32::MAX)?;
+            offers.push((position, BlockId(id)));
+        }
+        self.on(py, request, CALL, |ledger, id| {
+            ledger.hold(id, number, &offers)
+        })
+    }
+
+    /// Return what a request has of a group: pairs (position, id), int64 of shape (n, 2), ascending.
+    ///
+    /// Args:
+    ///     request: A live request.
+    ///     group: The name of the group.
+    ///
+    /// Raises:
+    ///     ValueError: There is no such group.
+    ///
+    /// Example:
+    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    ///     >>> swa = kvtrie.Group.window("swa", window=3, num_blocks=4, block_size=2)
+    ///     >>> ledger = kvtrie.SequenceLedger(2, groups=[swa])
+    ///     >>> ledger.begin("a", kvtrie.TokenSequence([1, 2, 3], space), [6, 0])
+    ///     >>> ledger.hold("a", "swa", [(0, 3), (2, 1)])
+    ///     >>> ledger.held("a", "swa").tolist()
+    ///     [[0, 3], [2, 1]]
+    #[pyo3(signature = (request: "Hashable", group: "str"))]
+    fn held<'py>(
+        &self,
+        py: Python<'py>,
+        request: &Bound<'py, PyAny>,
+        #[pyo3(from_py_with = text::<call::SequenceLedgerHeld, arg::Group>)] group: String,
+    ) -> PyResult<Counts<'py>> {
+        const CALL: &str = "SequenceLedger.held";
+        let number = groups::number(py, &self.groups, group, CALL)?;
+        let held = self.on(py, request, CALL, |ledger, id| ledger.held(id, number))?;
+        let held: Vec<(usize, usize)> = held
+            .into_iter()
+            .map(|(position, id)| (position, id.0 as usize))
+            .collect();
+        output::ranges(py, &held)
+    }
+
+    /// Take from the tables of groups what no later token reads: blocks before a window that ends at
+    /// the final and computed tokens, and the plan's states before them. The plan no longer pins these.
+    ///
+    /// The request's own states stay, for the index.
+    ///
+    /// Args:
+    ///     request: A live request.
+    ///     index: An index with the ledger's groups; with a plan, the plan's index.
+    ///
+    /// Returns:
+    ///     The request's own ids that left, for each group's name (int32). They belong to the caller.
+    ///
+    /// Raises:
+    ///     StaleHandleError: The request is not live, or its plan was released.
+    ///     ValueError: The index has other groups or another block size, or is not the plan's.
+    ///
+    /// Example:
+    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    ///     >>> swa = kvtrie.Group.window("swa", window=2, num_blocks=4, block_size=2)
+    ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2, groups=[swa])
+    ///     >>> ledger = kvtrie.SequenceLedger(2, groups=[swa])
+    ///     >>> ledger.begin("a", kvtrie.TokenSequence(range(4), space), [6, 0], num_computed=3)
+    ///     >>> ledger.hold("a", "swa", [(0, 3), (2, 1)])
+    ///     >>> ledger.advance("a", index)
+    ///     {'swa': array([3], dtype=int32)}
+    #[pyo3(signature = (request: "Hashable", index: "RadixIndex"))]
+    fn advance<'py>(
+        &self,
+        py: Python<'py>,
+        request: &Bound<'py, PyAny>,
+        #[pyo3(from_py_with = of::<call::SequenceLedgerAdvance, arg::Index, PyRadixIndex>)]
+        index: &Bound<'py, PyRadixIndex>,
+    ) -> PyResult<GroupIds<'py>> {
+        let live = self.live(py, request, "SequenceLedger.advance")?;
+        let (id, shared) = (live.get().id, &*index.get().shared);
+        let left = py.enter(Cost::Long, |keys| {
+            let mut ledger = keys.lock(&self.core, LEDGER)?;
+            let mut index = keys.lock(&shared.core, INDEX)?;
+            Ok(ledger.advance(id, &mut index)?)
+        });
+        self.by_name(py, &left.map_err(of_request(request))?)
+    }
+
     /// Undo what was issued or computed at or after a position, for a preemption or rejected
     /// drafts.
     ///
@@ -539,7 +678,8 @@ impl PySequenceLedger {
     ///     drop_blocks: Also remove the blocks wholly after `to` from the table.
     ///
     /// Raises:
-    ///     ValueError: `to` is below the committed tokens, or after the issued positions.
+    ///     ValueError: `to` is below the committed tokens, or after the issued positions; or a group has
+    ///         nothing to continue with there: no state, or not all of its window.
     ///
     /// Example:
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
@@ -563,7 +703,8 @@ impl PySequenceLedger {
         let core = self.on(py, request, CALL, |ledger, id| {
             ledger.rollback(id, to, drop_blocks)
         })?;
-        Ok(PyRolledBack { core })
+        let names = self.groups.iter().map(|group| group.name.clone()).collect();
+        Ok(PyRolledBack { core, names })
     }
 
     /// Store spans of a request. Commits give them to the index with the blocks of their tokens.
@@ -919,7 +1060,8 @@ impl PySequenceLedger {
     ///
     /// Returns:
     ///     The result. Its `duplicates`, `surplus` (the rest of the table) and `freed` belong to
-    ///     the caller.
+    ///     the caller; so do those in its `groups`, which say what became of the request's own ids
+    ///     of each group.
     ///
     /// Example:
     ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
@@ -943,19 +1085,22 @@ impl PySequenceLedger {
             let mut ledger = keys.lock(&self.core, LEDGER)?;
             let mut seq = keys.lock(&live.seq.get().core, SEQUENCE)?;
             let mut index = keys.lock(&shared.core, INDEX)?;
-            if commit_steps(&ledger, live, &seq, &index, &plans) > effort.nodes {
+            let of_groups = ledger.group_steps(live.id, &seq, &index);
+            let steps = commit_steps(&ledger, live, &seq, &index, &plans);
+            if steps.saturating_add(of_groups) > effort.nodes {
                 return Ok(None);
             }
-            let done = ledger.finish(live.id, &mut seq, &mut index)?;
+            let done = ledger.finish_groups(live.id, &mut seq, &mut index)?;
             for plan in &plans {
                 plan.get().was_released();
             }
             Ok(Some(done))
         });
-        let core = done
+        let (core, results) = done
             .inspect_err(|_| self.put_back(py, request, &entry))
             .map_err(of_request(request))?;
-        Ok(PyInsertResult::new(core, (Vec::new(), Vec::new())))
+        let names = self.groups.iter().map(|group| group.name.clone()).collect();
+        Ok(PyInsertResult::new(core, (names, results)))
     }
 
     /// End a request without an index: its plan is released, and its sequence may be changed again.
@@ -965,6 +1110,9 @@ impl PySequenceLedger {
     ///
     /// Returns:
     ///     The blocks of its table that were not committed (int32). They belong to the caller.
+    ///
+    /// Raises:
+    ///     ValueError: The ledger has groups; `forget_groups` returns their ids.
     ///
     /// Example:
     ///     >>> ledger = kvtrie.SequenceLedger()
@@ -976,18 +1124,41 @@ impl PySequenceLedger {
     #[pyo3(signature = (request: "Hashable"))]
     fn forget<'py>(&self, py: Python<'py>, request: &Bound<'py, PyAny>) -> PyResult<Ids<'py>> {
         const CALL: &str = "SequenceLedger.forget";
-        let entry = self.take(py, request, CALL)?;
-        let live = entry.get();
-        let left = py.enter(Cost::Short, |keys| {
-            Ok(keys.lock(&self.core, LEDGER)?.forget(live.id)?)
-        });
-        let left = left
-            .inspect_err(|_| self.put_back(py, request, &entry))
-            .map_err(of_request(request))?;
-        for plan in live.plans(py) {
-            plan.get().release_once(py)?;
+        if let Some(group) = self.groups.first() {
+            return Err(PyValueError::new_err(format!(
+                "{CALL}: the ledger has group {} besides group 0; forget_groups returns its ids",
+                output::quoted(py, &group.name)?
+            )));
         }
+        let left = self.end(py, request, CALL)?;
         Ok(ids(py, &left.blocks))
+    }
+
+    /// As `forget`, for a ledger with or without groups.
+    ///
+    /// Args:
+    ///     request: A live request.
+    ///
+    /// Returns:
+    ///     The blocks of its table that were not committed (int32), and its own ids of each group, by
+    ///     name (int32). They belong to the caller.
+    ///
+    /// Example:
+    ///     >>> ledger = kvtrie.SequenceLedger(2, groups=[kvtrie.Group.state("gdn", num_slots=4)])
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
+    ///     >>> ledger.begin("a", seq, [6, 0], num_computed=2)
+    ///     >>> ledger.hold("a", "gdn", [(2, 3)])
+    ///     >>> ledger.forget_groups("a")
+    ///     (array([6, 0], dtype=int32), {'gdn': array([3], dtype=int32)})
+    #[pyo3(signature = (request: "Hashable"))]
+    fn forget_groups<'py>(
+        &self,
+        py: Python<'py>,
+        request: &Bound<'py, PyAny>,
+    ) -> PyResult<Forgotten<'py>> {
+        let left = self.end(py, request, "SequenceLedger.forget_groups")?;
+        let both = (ids(py, &left.blocks), self.by_name(py, &left.groups)?);
+        Ok(both.into_pyobject(py)?.into())
     }
 
     fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
@@ -1004,6 +1175,32 @@ impl PySequenceLedger {
 }
 
 impl PySequenceLedger {
+    /// Ids of each group by its name.
+    fn by_name<'py>(&self, py: Python<'py>, left: &[Vec<BlockId>]) -> PyResult<GroupIds<'py>> {
+        ids_by_name(py, self.groups.iter().map(|group| &group.name), left)
+    }
+
+    /// Ends a request without an index, and releases its plans.
+    fn end(
+        &self,
+        py: Python<'_>,
+        request: &Bound<'_, PyAny>,
+        call: &'static str,
+    ) -> PyResult<kvtrie_transfer::Forgotten> {
+        let entry = self.take(py, request, call)?;
+        let live = entry.get();
+        let left = py.enter(Cost::Short, |keys| {
+            Ok(keys.lock(&self.core, LEDGER)?.forget(live.id)?)
+        });
+        let left = left
+            .inspect_err(|_| self.put_back(py, request, &entry))
+            .map_err(of_request(request))?;
+        for plan in live.plans(py) {
+            plan.get().release_once(py)?;
+        }
+        Ok(left)
+    }
+
     pub(crate) fn live<'py>(
         &self,
         py: Python<'py>,
@@ -1104,6 +1301,18 @@ fn commit_steps(
     ends.fold(insert.saturating_add(pins), u64::saturating_add)
 }
 
+fn ids_by_name<'py>(
+    py: Python<'py>,
+    names: impl IntoIterator<Item = impl AsRef<str>>,
+    left: &[Vec<BlockId>],
+) -> PyResult<GroupIds<'py>> {
+    let by_name = PyDict::new(py);
+    for (name, own) in names.into_iter().zip(left) {
+        by_name.set_item(name.as_ref(), ids(py, own))?;
+    }
+    Ok(by_name.into())
+}
+
 struct Name<'py>(Bound<'py, PyAny>);
 
 impl<'py> FromPyObject<'_, 'py> for Name<'py> {
@@ -1196,6 +1405,8 @@ fn read_source(
 #[pyclass(frozen, module = "kvtrie", name = "RolledBack")]
 pub(crate) struct PyRolledBack {
     core: RolledBack,
+    /// The names of the ledger's groups.
+    names: Vec<String>,
 }
 
 #[pymethods]
@@ -1210,6 +1421,13 @@ impl PyRolledBack {
     #[getter]
     fn blocks<'py>(&self, py: Python<'py>) -> Ids<'py> {
         ids(py, &self.core.blocks)
+    }
+
+    /// The request's own ids of each group that left its table, by the group's name (int32): states
+    /// after `to`, and blocks from it on. They belong to the caller.
+    #[getter]
+    fn groups<'py>(&self, py: Python<'py>) -> PyResult<GroupIds<'py>> {
+        ids_by_name(py, &self.names, &self.core.groups)
     }
 
     fn __repr__(&self) -> String {

@@ -64,7 +64,11 @@ impl Group {
         }
     }
 
-    pub(crate) fn check_all(groups: &[Self], block_size: usize, call: &'static str) -> Result<()> {
+    /// Refuses groups that an index of this block size cannot have.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) of this call.
+    pub fn check_all(groups: &[Self], block_size: usize, call: &'static str) -> Result<()> {
         if groups.len() > Self::MAX {
             return Err(invalid!(
                 call,

@@ -84,10 +84,7 @@ impl RadixIndex {
     }
 
     /// Refuses what an index with further groups does not do.
-    ///
-    /// # Errors
-    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) of this call if the index has groups besides group 0.
-    pub fn refuse_groups(&self, what: &str, call: &'static str) -> Result<()> {
+    pub(super) fn refuse_groups(&self, what: &str, call: &'static str) -> Result<()> {
         match self.config.groups.first() {
             None => Ok(()),
             Some(group) => Err(invalid!(

@@ -55,7 +55,7 @@ impl RadixIndex {
     }
 
     /// Pins the blocks that a sequence has in place: exact ones, or with `approximate` all. It copies nothing, searches
-    /// for no moved run, and cannot fail.
+    /// for no moved run, and cannot fail. It pins blocks of group 0 also where other groups cannot continue.
     ///
     /// # Complexity
     /// As [`plan`](Self::plan) without a search.
@@ -71,7 +71,15 @@ impl RadixIndex {
             keep_last: 0,
             ..PlanOptions::default()
         };
-        let draft = self.draft(seq, None, (&policy, &Grade::LAXEST), options, Effort::ANY);
+        let draft = match self.exact_prefix(seq, options.keep_last, Effort::ANY) {
+            None => None,
+            Some(end) if end.node == NO_NODE => Some(Draft::computed(seq.len())),
+            // Group 0's blocks, wherever the others end.
+            Some(end) => {
+                let asked = (&policy, &Grade::LAXEST);
+                self.draft_after(end, seq, None, asked, options, Effort::ANY)
+            }
+        };
         let built = (&ReusePolicy::LAXEST, Grade::LAXEST);
         self.settle_on(seq, built, options, draft.unwrap_or_default())
     }

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use kvtrie_core::{BlockId, Class, Error, Result, ReusePlan, SessionId, TokenSequence, failpoints};
 
 use super::cached::{CachedRanges, check_ranges};
+use super::groups::GroupTable;
 use super::labels::{LedgerSource, RequestLabels};
 use super::positions::Positions;
 use super::request::{Request, check_ids, check_unique};
@@ -43,6 +44,14 @@ impl Default for Begin<'_> {
 }
 
 impl Begin<'_> {
+    /// The plan whose blocks in place lead the tables.
+    fn plan(&self) -> Option<&ReusePlan> {
+        match &self.source {
+            LedgerSource::Plan(plan) => Some(plan),
+            _ => self.in_place.as_deref(),
+        }
+    }
+
     /// Begins a request that follows this plan.
     #[must_use]
     pub fn planned(plan: Arc<ReusePlan>) -> Self {
@@ -62,7 +71,8 @@ impl SequenceLedger {
     /// # Errors
     /// - [`InvalidArgument`](kvtrie_core::ErrorKind::InvalidArgument): another request has the sequence; more tokens
     ///   are present than the sequence has, or than the blocks can hold; ranges that do not ascend, or that start in
-    ///   the blocks in place; a plan of another block size, of other tokens, that pins nothing, or whose blocks in
+    ///   the blocks in place; a plan of another block size, of an index with other
+    ///   groups, of other tokens, that pins nothing, or whose blocks in
     ///   place are not the first of the table; a plan as source together with other fields of [`Begin`], or
     ///   `num_computed` with `missing`; an id that no pool can have, or hops above the limit.
     /// - [`BlockInUse`](kvtrie_core::ErrorKind::BlockInUse): an id is given twice.
@@ -156,6 +166,7 @@ impl SequenceLedger {
             owner,
             positions: Positions::new(seq.len(), computed, cached),
             blocks: blocks.to_vec(),
+            groups: GroupTable::all(&self.groups, begin.plan()),
             committed,
             labels: RequestLabels::new(&begin.source, begin.in_place.as_deref(), self.block_size),
             source: begin.source,
@@ -174,12 +185,7 @@ impl SequenceLedger {
                 plan.blocks().len()
             ));
         }
-        if !plan.groups().is_empty() {
-            return Err(invalid!(
-                CALL,
-                "the plan is of an index with groups besides group 0; a ledger is for group 0 alone"
-            ));
-        }
+        self.check_plan_groups(plan, CALL)?;
         if plan.block_size() != self.block_size {
             return Err(invalid!(
                 CALL,

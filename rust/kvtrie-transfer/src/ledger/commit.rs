@@ -3,10 +3,11 @@
 use std::sync::Arc;
 
 use kvtrie_core::{
-    BlockId, InsertOptions, Inserted, RadixIndex, Result, ReusePlan, Span, TokenSequence,
-    failpoints,
+    BlockId, GroupInserted, GroupOptions, InsertOptions, Inserted, RadixIndex, Result, ReusePlan,
+    Span, TokenSequence, failpoints,
 };
 
+use super::groups::numbered;
 use super::labels::LedgerSource;
 use super::request::Request;
 use super::{RequestId, SequenceLedger};
@@ -17,6 +18,8 @@ use crate::error::invalid;
 pub struct Forgotten {
     /// The blocks of its table that it did not commit.
     pub blocks: Vec<BlockId>,
+    /// The request's own ids of each group besides group 0.
+    pub groups: Vec<Vec<BlockId>>,
     /// The plans that pin its blocks. The caller releases those that are still live.
     pub plans: Vec<Arc<ReusePlan>>,
 }
@@ -45,6 +48,7 @@ impl SequenceLedger {
     ) -> Result<Inserted> {
         const CALL: &str = "SequenceLedger::commit";
         let block_size = self.block_size;
+        self.check_groups(index, CALL)?;
         let request = self.request_mut(id, CALL)?;
         request.check_owns(seq, CALL)?;
         request.check_index(index, block_size, CALL)?;
@@ -62,7 +66,9 @@ impl SequenceLedger {
             });
         }
         let offered = request.committed / block_size..end / block_size;
-        let mut done = request.insert(seq, index, end, offered, &spans)?;
+        let mut done = request
+            .insert(seq, index, end, offered, (&spans, GroupOptions::default()))?
+            .0;
         failpoints::within("commit: the table has other ids");
         done.surplus = Vec::new();
         request.take(&done, block_size);
@@ -78,38 +84,78 @@ impl SequenceLedger {
     /// plan was released before, nothing is inserted, and `surplus` has all blocks that were not committed.
     ///
     /// # Errors
-    /// As [`commit`](Self::commit).
+    /// As [`commit`](Self::commit); and [`InvalidArgument`](kvtrie_core::ErrorKind::InvalidArgument) if the ledger has
+    /// groups, whose ids [`finish_groups`](Self::finish_groups) returns.
     ///
-    /// As the insert and the release.
-    /// Insert and release.
+    /// # Complexity
+    /// That of the insert and the release.
     pub fn finish(
         &mut self,
         id: RequestId,
         seq: &mut TokenSequence,
         index: &mut RadixIndex,
     ) -> Result<Inserted> {
+        if let Some(group) = self.groups().first() {
+            return Err(invalid!(
+                "SequenceLedger::finish",
+                "the ledger has group {:?} besides group 0; finish_groups returns its ids",
+                group.name
+            ));
+        }
+        let (done, _) = self.finish_groups(id, seq, index)?;
+        Ok(done)
+    }
+
+    /// As [`finish`](Self::finish), and offers the index the request's own ids of groups at computed tokens. Returns
+    /// what became of them, for each group; what was not offered is in its `surplus`.
+    ///
+    /// # Errors
+    /// As [`commit`](Self::commit), and as [`RadixIndex::insert_groups`].
+    ///
+    /// # Complexity
+    /// That of the insert and the release.
+    pub fn finish_groups(
+        &mut self,
+        id: RequestId,
+        seq: &mut TokenSequence,
+        index: &mut RadixIndex,
+    ) -> Result<(Inserted, Vec<GroupInserted>)> {
         const CALL: &str = "SequenceLedger::finish";
         let block_size = self.block_size;
+        self.check_groups(index, CALL)?;
         let request = self.request(id, CALL)?;
         request.check_owns(seq, CALL)?;
         request.check_index(index, block_size, CALL)?;
         let end = request.positions.verified();
         let spans = request.spans_to_give(end - end % block_size);
         let offered = request.committed / block_size..request.blocks.len();
-        let done = match &request.source {
-            LedgerSource::Plan(plan) if index.is_released(plan) => Inserted {
-                num_exact: request.labels.exact_below(request.committed),
-                surplus: request.blocks[offered].to_vec(),
-                ..Inserted::default()
-            },
-            _ => request.insert(seq, index, end, offered, &spans)?,
+        let mut offers = request.offers(&self.groups, end);
+        let (done, results) = match &request.source {
+            LedgerSource::Plan(plan) if index.is_released(plan) => {
+                offers.iter_mut().for_each(Vec::clear);
+                let done = Inserted {
+                    num_exact: request.labels.exact_below(request.committed),
+                    surplus: request.blocks[offered].to_vec(),
+                    ..Inserted::default()
+                };
+                (done, Vec::new())
+            }
+            _ => {
+                let numbered = numbered(&offers);
+                let options = GroupOptions {
+                    offers: &numbered,
+                    stops: &[],
+                };
+                request.insert(seq, index, end, offered, (&spans, options))?
+            }
         };
+        let results = request.with_rest(&offers, results);
         for plan in request.plans() {
             index.release_if_live(plan);
         }
         failpoints::within("finish: a request without its plans");
         self.requests.remove(id);
-        Ok(done)
+        Ok((done, results))
     }
 
     /// Ends a request without an index. The sequence returns to its owner.
@@ -124,12 +170,17 @@ impl SequenceLedger {
         self.request(id, CALL)?;
         failpoints::before(CALL)?;
         let request = self.requests.remove(id);
-        let (mut blocks, mut plans) = (Vec::new(), Vec::new());
+        let (mut blocks, mut plans, mut groups) = (Vec::new(), Vec::new(), Vec::new());
         if let Some(request) = request {
             blocks.extend_from_slice(&request.blocks[request.committed / self.block_size..]);
             plans.extend(request.plans().cloned());
+            groups = request.own_of_groups();
         }
-        Ok(Forgotten { blocks, plans })
+        Ok(Forgotten {
+            blocks,
+            groups,
+            plans,
+        })
     }
 }
 
@@ -140,8 +191,8 @@ impl Request {
         index: &mut RadixIndex,
         num_computed: usize,
         offered: std::ops::Range<usize>,
-        spans: &[Span],
-    ) -> Result<Inserted> {
+        (spans, groups): (&[Span], GroupOptions<'_>),
+    ) -> Result<(Inserted, Vec<GroupInserted>)> {
         let options = InsertOptions {
             num_computed,
             start: self.committed,
@@ -149,11 +200,15 @@ impl Request {
             spans,
             session: self.session,
         };
-        index.insert(seq, &self.blocks[offered], options)
+        index.insert_groups(seq, &self.blocks[offered], options, groups)
     }
 
-    fn check_index(&self, index: &RadixIndex, block_size: usize, call: &'static str) -> Result<()> {
-        index.refuse_groups("a ledger", call)?;
+    pub(super) fn check_index(
+        &self,
+        index: &RadixIndex,
+        block_size: usize,
+        call: &'static str,
+    ) -> Result<()> {
         check_block_size(index, block_size, call)?;
         for plan in self.plans() {
             if !plan.is_of(index) {
@@ -164,11 +219,15 @@ impl Request {
     }
 
     fn plans(&self) -> impl Iterator<Item = &Arc<ReusePlan>> {
-        let own = match &self.source {
+        let own = self.source_plan();
+        own.into_iter().chain(&self.in_place).chain(&self.pins)
+    }
+
+    pub(super) fn source_plan(&self) -> Option<&Arc<ReusePlan>> {
+        match &self.source {
             LedgerSource::Plan(plan) => Some(plan),
             LedgerSource::Computed | LedgerSource::Imported(_) => None,
-        };
-        own.into_iter().chain(&self.in_place).chain(&self.pins)
+        }
     }
 
     /// Pins the committed blocks. Earlier pins stay if an exact block has replaced an approximate one that the request

@@ -43,6 +43,7 @@
 mod begin;
 mod cached;
 mod commit;
+mod groups;
 mod ids;
 mod labels;
 mod positions;
@@ -53,7 +54,7 @@ mod step;
 use std::sync::Arc;
 
 use kvtrie_core::{
-    BlockId, Config, Error, Result, ReusePlan, ReusePolicy, Span, TokenSequence, failpoints,
+    BlockId, Config, Error, Group, Result, ReusePlan, ReusePolicy, Span, TokenSequence, failpoints,
 };
 
 use crate::error::{invalid, stale};
@@ -76,6 +77,8 @@ pub struct RolledBack {
     pub ranges: Vec<(usize, usize)>,
     /// Blocks cut off the table. They belong to the caller.
     pub blocks: Vec<BlockId>,
+    /// The request's own ids of each group that left its table. They belong to the caller.
+    pub groups: Vec<Vec<BlockId>>,
 }
 
 /// Records what is computed for every live request of an engine.
@@ -103,6 +106,7 @@ pub struct RolledBack {
 #[derive(Debug)]
 pub struct SequenceLedger {
     block_size: usize,
+    groups: Vec<Group>,
     requests: Requests,
     scratch: Scratch,
 }
@@ -123,6 +127,7 @@ impl SequenceLedger {
         }
         Ok(Self {
             block_size,
+            groups: Vec::new(),
             requests: Requests::default(),
             scratch: Scratch::default(),
         })
@@ -232,11 +237,12 @@ impl SequenceLedger {
     ///
     /// # Errors
     /// - [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle).
-    /// - [`InvalidArgument`](kvtrie_core::ErrorKind::InvalidArgument): `to` is below what was committed or above *S*.
+    /// - [`InvalidArgument`](kvtrie_core::ErrorKind::InvalidArgument): `to` is below what was committed or above *S*; or a
+    ///   group has nothing to continue with at `to`: no state there, or not all of its window.
     pub fn rollback(&mut self, id: RequestId, to: usize, drop_blocks: bool) -> Result<RolledBack> {
         const CALL: &str = "SequenceLedger::rollback";
         let block_size = self.block_size;
-        let request = self.request_mut(id, CALL)?;
+        let request = self.request(id, CALL)?;
         if to < request.committed {
             return Err(invalid!(
                 CALL,
@@ -251,16 +257,25 @@ impl SequenceLedger {
                 "to is {to}, but only the positions below {issued} were issued"
             ));
         }
+        self.check_rollback(request, to, CALL)?;
         failpoints::before(CALL)?;
+        let Some(request) = self.requests.get_mut(id) else {
+            return Err(not_live(CALL));
+        };
         let ranges = request.positions.rollback(to);
         failpoints::within("rollback: the table is as before");
+        let groups = Self::roll_groups_back(&self.groups, request, to, drop_blocks);
         let blocks = if drop_blocks {
             let keep = to.div_ceil(block_size).min(request.blocks.len());
             request.blocks.split_off(keep)
         } else {
             Vec::new()
         };
-        Ok(RolledBack { ranges, blocks })
+        Ok(RolledBack {
+            ranges,
+            blocks,
+            groups,
+        })
     }
 
     /// Stores spans, which the next commit gives to the index.

@@ -143,6 +143,11 @@ impl Positions {
         self.drafts.extend(stepped.draft);
     }
 
+    /// Whether a rollback to `to` takes back a claim or a cached segment.
+    pub(super) fn loses(&self, to: usize) -> bool {
+        to < self.computed || to < self.cached.end()
+    }
+
     pub(super) fn rollback(&mut self, to: usize) -> Vec<(usize, usize)> {
         let verified = self.verified();
         let mut gone = Vec::new();

@@ -6,6 +6,7 @@ use kvtrie_core::{
     BlockId, Error, Result, ReusePlan, SequenceOwner, SessionId, Span, TokenSequence,
 };
 
+use super::groups::GroupTable;
 use super::labels::{LedgerSource, RequestLabels};
 use super::positions::{Contradiction, Positions};
 use crate::error::{block_in_use, invalid};
@@ -15,6 +16,8 @@ pub(super) struct Request {
     pub(super) owner: SequenceOwner,
     pub(super) positions: Positions,
     pub(super) blocks: Vec<BlockId>,
+    /// What it has of each group besides group 0.
+    pub(super) groups: Vec<GroupTable>,
     /// Number of tokens whose blocks belong to the index: whole blocks, at most the final and computed ones.
     pub(super) committed: usize,
     pub(super) source: LedgerSource,

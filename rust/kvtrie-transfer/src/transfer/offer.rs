@@ -2,6 +2,7 @@
 
 use kvtrie_core::{BlockId, Result, ReusePolicy, TokenSequence};
 
+use crate::error::invalid;
 use crate::ledger::{LabelRun, RequestId, SequenceLedger};
 use crate::transfer::digests::TransferKey;
 use crate::transfer::manifest::TransferManifest;
@@ -27,9 +28,17 @@ impl Offer {
     ///
     /// # Errors
     /// - [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle): the request is not live.
-    /// - [`InvalidArgument`](kvtrie_core::ErrorKind::InvalidArgument): another sequence.
+    /// - [`InvalidArgument`](kvtrie_core::ErrorKind::InvalidArgument): another sequence, or a ledger with groups.
     pub fn of(ledger: &SequenceLedger, id: RequestId, seq: &TokenSequence) -> Result<Self> {
-        ledger.check_owns(id, seq, "Offer::of")?;
+        const CALL: &str = "Offer::of";
+        ledger.check_owns(id, seq, CALL)?;
+        if let Some(group) = ledger.groups().first() {
+            return Err(invalid!(
+                CALL,
+                "the ledger has group {:?} besides group 0; a manifest from a ledger is of group 0 alone",
+                group.name
+            ));
+        }
         let (mut labels, mut at) = (Vec::new(), 0);
         let missing = ledger.missing(id)?;
         for (start, end) in missing.into_iter().chain([(seq.len(), seq.len())]) {
