@@ -151,7 +151,8 @@ class Generator:
             windows of several widths, or takes images.
         UnsupportedRopeError: The policy is approximate and the model's KV cannot be moved.
         GateMismatchError: The gate is for another model, and the policy is approximate or None.
-        ValueError: The model is in training mode, or an argument is out of range.
+        ValueError: The model is in training mode, an argument is out of range, or the policy is
+            approximate and ``num_window_blocks`` are given.
         MemoryError: The pool does not fit.
     """
 
@@ -489,7 +490,8 @@ class Generator:
         Raises:
             OutOfBlocksError: The pool is too small for this request alone.
             ValueError: The prompt is empty, too long for the model or not of its vocabulary, its
-                image tokens are not those of ``images``, or an option is out of range.
+                image tokens are not those of ``images``, an option is out of range, or the policy
+                is approximate and the generator has ``num_window_blocks``.
             UnsupportedRopeError: The policy is approximate and the model's KV cannot be moved.
             TypeError: The prompt is of another type, or an option is unknown.
         """
@@ -706,7 +708,8 @@ class Generator:
             )
         if self._cannot_move is not None:
             msg = f"Generator: the policy is approximate, and {self._cannot_move}"
-            raise UnsupportedRopeError(msg)
+            # Two arguments that exclude each other; the model's keys may well be rotated.
+            raise (ValueError if self._cannot_move is _NO_WINDOW else UnsupportedRopeError)(msg)
         if gate is None:
             reason = "there is no gate: `kvtrie calibrate` measures what the policy costs"
             return Decision(EXACT_ONLY, is_cleared=False, reason=reason)
