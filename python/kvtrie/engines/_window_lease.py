@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 class WindowLease:
     """An exact plan, and the tables of both kinds of layers, as `Lease` without a ledger.
 
-    A ledger has one table, and refuses an index with groups. A plan here is exact and copies
-    nothing, so one number says what is computed. The index gets all of it when the request ends.
+    A plan here is exact and copies nothing, and no claim runs ahead of the ids, so one number says
+    what is computed. The index gets all of it when the request ends.
 
     Raises:
         OutOfBlocksError: A pool has too few blocks; nothing was evicted.
