@@ -1,5 +1,5 @@
 //! Tests what a ledger refuses, one step on either side of each limit, and that a refused call changes nothing (L1 to
-//! L9).
+//! L10).
 
 use std::sync::Arc;
 
@@ -456,4 +456,43 @@ fn requests_that_ended() {
     stale(ledger.commit(id, &mut other, &mut index).unwrap_err());
     stale(ledger.finish(id, &mut other, &mut index).unwrap_err());
     stale(ledger.forget(id).unwrap_err());
+}
+
+/// `finish` and an index without groups cannot return the ids of a ledger with groups.
+#[test]
+fn a_ledger_with_groups_is_finished_with_their_ids() {
+    let groups = vec![Group::window("swa", 5, 4, SIZE)];
+    let mut index = RadixIndex::new(Config {
+        num_blocks: 16,
+        block_size: SIZE,
+        groups: groups.clone(),
+        ..Config::seeded(0)
+    })
+    .unwrap();
+    let mut ledger = SequenceLedger::with_groups(SIZE, groups).unwrap();
+    let mut seq = sequence(0..8);
+    let begin = Begin {
+        num_computed: 8,
+        ..Begin::default()
+    };
+    let id = ledger.begin(&mut seq, &ids(0..3), begin).unwrap();
+    for group in [0, 2] {
+        assert_invalid(
+            ledger.hold(id, group, &[]),
+            "the ledger has 1 groups besides group 0, from 1",
+        );
+    }
+    ledger
+        .hold(id, 1, &[(SIZE, BlockId(2)), (2 * SIZE, BlockId(3))])
+        .unwrap();
+    let before = index.digest();
+    assert_invalid(
+        ledger.finish(id, &mut seq, &mut index),
+        "the ledger has group \"swa\" besides group 0; finish_groups returns its ids",
+    );
+    assert_eq!(index.digest(), before);
+    let (done, of_groups) = ledger.finish_groups(id, &mut seq, &mut index).unwrap();
+    assert_eq!((done.blocks, done.surplus), (ids(0..2), ids(2..3)));
+    assert_eq!(of_groups[0].blocks, [Some(BlockId(2))]);
+    assert_eq!(of_groups[0].surplus, [BlockId(3)]);
 }
