@@ -16,7 +16,7 @@ The pool has room, or is full, so that every allocated block is evicted from vLL
 kvtrie's index; ``--rows`` measures some rows alone. With ``--model`` there is no *plumbing*, the
 pool is full, and there is one request, of 2,000 tokens or ``--rows short``. A second table then has
 the processor time inside kvtrie's own calls, by clocks around them: all that a request makes it do
-in the scheduler, in the pool and in the worker. Its part of the request is far below the error of
+in the scheduler and in the worker. Its part of the request is far below the error of
 the pairs, but it lacks what kvtrie's presence makes vLLM do. The pairs have both, and the clocks.
 
 The measured time is the processor time of the process that runs the engine's core, without
@@ -101,8 +101,6 @@ CALLS = (
     "get_kv_connector_stats",
     "build_connector_worker_meta",
 )
-# With what vLLM's pool calls for each block that it hands out again.
-CALLED = (*CALLS, "_on_reuse")
 
 
 class Plumbing(KVConnectorBase_V1, SupportsHMA):
@@ -367,8 +365,7 @@ class Bench:
             delattr(half, name)
 
     def _called(self) -> list[tuple[Any, str]]:
-        found = [(half, name) for half in self.kvtrie for name in CALLS]
-        return [*found, (self.kvtrie[0].planner.half.sources, "_on_reuse")]
+        return [(half, name) for half in self.kvtrie for name in CALLS]
 
 
 @contextmanager
@@ -442,7 +439,7 @@ def report_model(
     def take(member: str) -> dict[str, float]:
         spent.clear()
         took = bench.run(member, work, rng)
-        return took | {name: spent[name] for name in CALLED} if member == "kvtrie" else took
+        return took | {name: spent[name] for name in CALLS} if member == "kvtrie" else took
 
     name = f"{work.name}, full pool: from arrival {{}}"
     with collected():
@@ -453,8 +450,8 @@ def report_model(
     base = statistics.fmean(one["off"][whole] for one in rounds)
     print("\n| in kvtrie's calls, clocks included | mean (us) | largest (us) | % of the request |")
     print("| --- | --- | --- | --- |")
-    parts = {name: [one["kvtrie"][name] for one in rounds] for name in CALLED}
-    parts["all"] = [sum(one["kvtrie"][name] for name in CALLED) for one in rounds]
+    parts = {name: [one["kvtrie"][name] for one in rounds] for name in CALLS}
+    parts["all"] = [sum(one["kvtrie"][name] for name in CALLS) for one in rounds]
     for name, took in parts.items():
         mean = statistics.fmean(took)
         if mean:

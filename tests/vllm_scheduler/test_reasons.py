@@ -25,6 +25,7 @@ from tests.vllm_scheduler.worker import continuation
 from vllm.v1.metrics import loggers
 
 from kvtrie.integrations.vllm import _gate
+from kvtrie.integrations.vllm._ranges import LEAST_COPIED
 from kvtrie.integrations.vllm._reasons import REASONS
 
 if TYPE_CHECKING:
@@ -252,16 +253,25 @@ def test_what_is_not_planned_has_the_reason_that_it_has_with_a_plan(
     vllm = core(connector=connector, **SMALL)
     half = vllm.connector.planner.half
     find_nothing = half.reasons.find_nothing
-    found = []
+    found: list[tuple[list[int], list[int]]] = []
+
+    def labels(why: Any, count: int) -> list[int]:
+        painted = [-1] * count
+        for start, end, code in why.paints:
+            painted[start:end] = [code] * (end - start)
+        assert why.only is None or set(painted) == {why.only}
+        return painted
 
     def finding(request: Any, live: Any) -> bool:
         if not find_nothing(request, live):
             return False
-        only, live.why = live.why.only, None
+        said, live.why = live.why, None
         plan = half.sources.plan(live.seq, live.policy, live.session)
-        assert plan.num_exact == plan.num_approximate == 0
+        assert plan.num_exact + plan.num_approximate < LEAST_COPIED
         half.reasons.look(request, live, plan, 0, [(0, 0)], resumes=False)
-        found.append((only, live.why.only))
+        assert live.why.signature == said.signature
+        count = request.num_prompt_tokens
+        found.append((labels(said, count), labels(live.why, count)))
         return True
 
     monkeypatch.setattr(half.reasons, "find_nothing", finding)
@@ -269,7 +279,8 @@ def test_what_is_not_planned_has_the_reason_that_it_has_with_a_plan(
     assert vllm.counts["errors"] == 0
     assert [one for one, _ in found] == [other for _, other in found]
     assert len(found) > 20
-    assert len(set(found)) > 2
+    assert {len(set(one)) for one, _ in found} == {1, 2}
+    assert len({one[-1] for one, _ in found}) > 2
 
 
 def test_requests_without_room(core: Callable[..., Core]) -> None:

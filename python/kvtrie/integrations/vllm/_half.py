@@ -162,7 +162,7 @@ class Half:
         return live
 
     def finds_nothing(self, request: Request, live: LiveRequest, num_local: int) -> bool:
-        """Whether it is clear without a plan that nothing of a prompt can be reused.
+        """Whether it is clear without a plan that nothing of a prompt is copied.
 
         Most prompts of which vLLM has no block are such, and a plan takes longer than the question.
         """

@@ -19,6 +19,7 @@ from kvtrie._core import EXACT_ONLY
 from kvtrie.gates import widening
 from kvtrie.integrations._asked import named
 from kvtrie.integrations._filled_plan import COMPUTE
+from kvtrie.integrations.vllm._ranges import LEAST_COPIED
 from kvtrie.integrations.vllm._requests import Why
 from kvtrie.integrations.vllm._tags import RECOMPUTED
 
@@ -69,6 +70,7 @@ _PLANNED: Final = len(_NAMES)
 """The label of tokens whose KV the request gets."""
 _NEW: Final = _CODES["new"]
 _LAST: Final = _CODES["last_token"]
+_SHORT: Final = _CODES["short"]
 
 # Reasons of `kvtrie.Explanation` whose name is another one here, or depends on more.
 _EXPLAINED: Final = {
@@ -110,17 +112,25 @@ class Reasons:
         self._salts: OrderedDict[int, str | None] = OrderedDict()
 
     def find_nothing(self, request: Request, live: LiveRequest) -> bool:
-        """Whether no plan reuses anything of a prompt, which is labelled then.
+        """Whether no plan has enough of a prompt to be copied; it is labelled then.
 
         The index is asked under the widest policy, with all of the prompt open to moved runs.
         """
         steps = self._steps_of(live)
         why = self._explain(live, steps[-1][1] if steps else live.policy)
-        if why.would_save.compute < why.num_tokens:
+        save, position = why.would_save, why.position
+        num_short = save.exact
+        if num_short + save.approximate >= LEAST_COPIED:
             return False
-        only = self._reason(request, live, why, why.position, goes_on=False)
-        signature = (0, 0, 0, live.granted, len(live.seq))
-        live.why = Why([(0, request.num_prompt_tokens, only)], signature, only)
+        if num_short and (save.approximate or num_short != position or save.compute == 1):
+            # Rare, and has more than these labels.
+            return False
+        reason = self._reason(request, live, why, position, goes_on=False)
+        signature = (0, num_short, 0, live.granted, len(live.seq))
+        paints = [(0, request.num_prompt_tokens, reason)]
+        if num_short:
+            paints.append((0, num_short, _SHORT))
+        live.why = Why(paints, signature, None if num_short else reason)
         return True
 
     def look(
@@ -157,7 +167,7 @@ class Reasons:
         gap = next((s for s, e, kind in segments if kind == COMPUTE and e > num_local), count)
         for start, end in planned:
             ends_before = resumes or start < gap
-            label = _CODES["short" if ends_before else "after_gap"]
+            label = _SHORT if ends_before else _CODES["after_gap"]
             paints.append((max(start, num_local), end, label))
         paints += [(start, end, _PLANNED) for start, end in (*ranges, (0, num_local))]
         if before is not None:
