@@ -313,6 +313,7 @@ impl Blocks {
         };
         let is_approximate = state.is_approximate;
         let digest = self.keys.child(before, block.contents, is_approximate);
+        let is_in_device = copies.fastest() == Some(Tier::Device);
         if let Some(held) = state.holdings.get(block.hash) {
             if self.tree.digest(held.slot) != digest {
                 return Err(NotStored::Conflict);
@@ -323,7 +324,9 @@ impl Blocks {
                 self.tree
                     .set_tier(slot, lane, all.fastest().unwrap_or_default());
             }
-            self.set_session(slot, lane, session);
+            if is_in_device {
+                self.set_session(slot, lane, session);
+            }
             return Ok(slot);
         }
         if let Some(parked) = state.holdings.parked(block.hash) {
@@ -387,11 +390,13 @@ impl Blocks {
         if tier != Tier::Device {
             self.tree.set_tier(slot, lane, tier);
         }
-        self.set_session(slot, lane, session);
+        if is_in_device {
+            self.set_session(slot, lane, session);
+        }
         Ok(slot)
     }
 
-    /// Says in which session a lane has stored a block, if that is known.
+    /// Says in which session a lane has stored a block in the device, if that is known.
     fn set_session(&mut self, slot: Slot, lane: Lane, session: Option<Session>) {
         let (edge, at) = self.tree.at(slot);
         self.tree.set_session(edge, lane, (at, at + 1), session);
@@ -427,7 +432,9 @@ impl Blocks {
         if copies.fastest() != held.copies.fastest() {
             self.tree.set_tier(slot, lane, tier);
         }
-        self.set_session(slot, lane, session);
+        if tier == Tier::Device {
+            self.set_session(slot, lane, session);
+        }
         true
     }
 

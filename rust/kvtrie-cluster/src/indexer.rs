@@ -134,7 +134,8 @@ pub struct OverlapScores {
     /// Tokens from position 0 whose KV the worker has in place.
     pub exact: Vec<u32>,
     /// Tokens after these in runs elsewhere that the worker's own plan reuses, as far as its policy and the sessions of
-    /// its events are known: it reuses `exact + moved` tokens at least ([`KvIndexer::set_policy`]).
+    /// its events are known: it reuses `exact + moved` tokens at least where the exact ones are in the device
+    /// ([`KvIndexer::set_policy`]).
     pub moved: Vec<u32>,
     /// All tokens after the exact ones in runs that the worker holds elsewhere, those of `moved` among them. What it may
     /// reuse of the others is not known.

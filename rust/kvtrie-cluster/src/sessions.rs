@@ -165,6 +165,10 @@ impl EdgeSessions {
             Err(_) if session.is_none() => return,
             Err(at) => {
                 let runs = SessionRuns::default();
+                if parts.capacity() == 0 {
+                    // Mostly an edge is one worker's.
+                    parts.reserve_exact(1);
+                }
                 parts.insert(at, Part { lane, runs });
                 at
             }
@@ -199,7 +203,7 @@ impl EdgeSessions {
         if self.parts(edge).is_empty() {
             return;
         }
-        let mut below = Vec::new();
+        let mut below = Vec::with_capacity(self.parts(edge).len());
         for part in self.parts_mut(edge) {
             let (before, runs) = part.runs.split(at);
             part.runs = before;

@@ -468,6 +468,21 @@ fn sessions_are_bounded_and_nobody_elses() {
         "{told} bytes, {without} without sessions"
     );
 
+    // Of many paths of one block each, too.
+    let of_short_paths = |is_told: bool| {
+        let mut index = KvIndexer::new(IndexerConfig::new(common::SIZE), &[3; 16]).unwrap();
+        let worker = index.add_worker(space()).unwrap();
+        let events = (0..BLOCKS).map(|hash| {
+            let event = stored(&[hash], None, &[hash as u32, 7], "GPU");
+            if is_told { with(event, "chat") } else { event }
+        });
+        apply(&mut index, worker, &events.collect::<Vec<_>>());
+        index.stats().bytes
+    };
+    let (without, told) = (of_short_paths(false), of_short_paths(true));
+    let per_edge = (told - without) / BLOCKS;
+    assert!((24..=88).contains(&per_edge), "{per_edge} bytes an edge");
+
     let mut index = two().0;
     let workers: Vec<WorkerId> = index.workers().collect();
     index.set_policy(workers[1], Some(&policy)).unwrap();

@@ -128,8 +128,9 @@ impl PyOverlapScores {
 
     /// Tokens after these in runs elsewhere that the worker's own plan reuses, by the policy of
     /// `KvIndexer.set_policy` and the sessions of its events. Its plan of the prompt with the same
-    /// `session` and `moved_end` reuses at least `exact + moved` tokens, unless it drops candidates.
-    /// 0 where that is not known, and unless the policy of the search allows approximate reuse.
+    /// `session` and `moved_end` reuses at least `exact + moved` tokens where `tier` is 0, `moved`
+    /// elsewhere, but for what no event says (rule C13). 0 where that is not known, and unless the
+    /// policy of the search allows approximate reuse.
     #[getter]
     fn moved<'py>(&self, py: Python<'py>) -> TokenIds<'py> {
         self.runs(py, &self.core.moved)

@@ -105,7 +105,7 @@ fn fastest(counts: &Counts) -> Option<usize> {
 #[derive(Default)]
 struct Naive {
     known: BTreeMap<Node, Counts>,
-    /// Of known blocks whose session is known.
+    /// Of known blocks in the device whose session is known.
     sessions: BTreeMap<Node, &'static str>,
     /// Of the worker's plans.
     policy: Option<ReusePolicy>,
@@ -130,11 +130,13 @@ impl Naive {
                 &mut self.parked
             };
             into.entry(node).or_default()[tier] += 1;
-            if is_known {
+            if is_known && tier == 0 {
                 match session {
                     Some(session) => self.sessions.insert(node, session),
                     None => self.sessions.remove(&node),
                 };
+            }
+            if is_known {
                 self.attach(universe);
             }
         }
