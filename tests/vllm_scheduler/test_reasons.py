@@ -21,7 +21,7 @@ from tests.vllm.prompts import (
     words,
 )
 from tests.vllm_scheduler.test_traffic import SMALL, Run
-from tests.vllm_scheduler.worker import continuation
+from tests.vllm_scheduler.worker import BLOCK, continuation
 from vllm.v1.metrics import loggers
 
 from kvtrie.integrations.vllm import _gate
@@ -281,6 +281,23 @@ def test_what_is_not_planned_has_the_reason_that_it_has_with_a_plan(
     assert len(found) > 20
     assert {len(set(one)) for one, _ in found} == {1, 2}
     assert len({one[-1] for one, _ in found}) > 2
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_reasons_are_of_when_a_request_is_admitted(core: Callable[..., Core], waits: bool) -> None:
+    """They were of when it was asked about first, with what it may not reuse in their place."""
+    vllm = core(connector=ALL, blocks=64, max_model_len=608)
+    vllm.add(TURN + words(32 * BLOCK - len(TURN), 50), max_tokens=60)
+    prompt = words(40, 70) + TURN[20:220] + words(340, 51)
+    if waits:
+        vllm.add(prompt, mode="exact", max_tokens=2)
+    for _ in range(3):
+        vllm.step()
+    if not waits:
+        vllm.add(prompt, mode="exact", max_tokens=2)
+    vllm.drain()
+    assert vllm.counts["errors"] == 0
+    assert reasons(vllm.counts)["exact_asked"] > 100
 
 
 def test_requests_without_room(core: Callable[..., Core]) -> None:

@@ -218,7 +218,7 @@ class Planner:
         if live.shadow_policy is not None:
             half.guard.call(self._look_in_shadow, request, live, num_local)
         elif half.finds_nothing(request, live, num_local):
-            live.granted, live.verdict = self._decision.policy, self._decision.reason
+            self._plans.judge_nothing(live)
             live.latest = LatestPlan(key, [])
             return 0
         plan = self._plans.of(live, request.num_prompt_tokens)

@@ -41,6 +41,11 @@ class Plans:
         live.granted, live.verdict = decision.policy, decision.reason
         return plan
 
+    def judge_nothing(self, live: LiveRequest) -> None:
+        """Note what the gate says of a request whose plan would reuse nothing."""
+        if live.policy.approximate:
+            live.granted, live.verdict = self._decision.policy, self._decision.reason
+
     def judged(
         self, live: LiveRequest, policy: ReusePolicy, num_prompt: int
     ) -> tuple[ReusePlan | FilledPlan | None, Decision]:

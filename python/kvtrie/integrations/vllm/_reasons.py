@@ -148,7 +148,8 @@ class Reasons:
         """
         num_exact, num_approximate = plan.num_exact, plan.num_approximate
         signature = (num_local, num_exact, num_approximate, live.granted, len(live.seq))
-        before = live.why
+        # What was said before the request has computed anything may not hold any more.
+        before = live.why if live.account.reached else None
         if before is not None and before.signature == signature:
             return
         count = request.num_prompt_tokens

@@ -271,8 +271,8 @@ class LiveRequest:
         once, by the prompt's tokens alone: what the model says ends no message of a user.
         """
         if not self.has_moved_end:
-            self.has_moved_end = True
             self.moved_end = self._read_moved_end(num_prompt)
+            self.has_moved_end = True
         return self.moved_end
 
     def _read_moved_end(self, num_prompt: int) -> int | None:
