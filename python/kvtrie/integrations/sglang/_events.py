@@ -131,12 +131,15 @@ class ApproximateEvents:
         """Publish what has happened, as one batch if that is anything.
 
         If that fails, the next batch says first that all pages are gone: no subscriber counts more.
+
+        Raises:
+            Exception: What the publisher raises. Pages of before have no name any more.
         """
         about, self._about = self._about, []
         taken, first = self._recorder.take(), 0
-        if not taken:
-            return
         events: list[Any] = [AllBlocksCleared()] if self._has_lost_some else []
+        if not taken and not events:
+            return
         self._has_lost_some = True
         for event in taken:
             if isinstance(event, BlockStored):
@@ -324,9 +327,17 @@ class PageEvents:
 
     def publish_approximate(self) -> None:
         """Publish what has happened to approximate pages."""
-        if self._others is not None:
-            self._clear()
+        if self._others is None:
+            return
+        self._clear()
+        try:
             self._others.publish()
+        except BaseException:
+            # What is still cached is published again when a request continues it.
+            self._nodes = [
+                None if node is not None and node.hops is not None else node for node in self._nodes
+            ]
+            raise
 
     def take(self) -> list[Any]:
         """What SGLang publishes next."""
