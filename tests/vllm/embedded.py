@@ -152,7 +152,8 @@ def _unhashed(planned: NDArray[Any], end: int) -> int:
 class Watched:
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         self._engine = engine
-        self._planned: NDArray[Any]
+        # A prompt of which nothing is cached has no plan, and uses none of an older one.
+        self._planned: NDArray[Any] = np.empty(0, [("class", np.uint8)])
         self._used: list[tuple[int, int]] = []
         self._kv: tuple[torch.Tensor, torch.Tensor]
         planner = engine.connector.planner
