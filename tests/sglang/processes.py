@@ -62,7 +62,8 @@ def forked_together(
     """As `forked`, of several forks at once: one for each list of arguments.
 
     Raises:
-        RuntimeError: One ended with an error; the message has the end of what it printed.
+        RuntimeError: One ended with an error; the message has the end of what it printed. The
+            others are ended then.
     """
     with tempfile.TemporaryDirectory() as place:
         folders = [Path(place) / str(number) for number in range(len(arguments))]
@@ -75,10 +76,12 @@ def forked_together(
             one.start()
             running.append(one)
         end = time.monotonic() + timeout
-        codes: list[object] = []
-        for one in running:
-            one.join(max(0, end - time.monotonic()))
-            codes.append("too late" if one.is_alive() else one.exitcode)
+        # The others may wait for one that has failed.
+        while time.monotonic() < end and not any(one.exitcode for one in running):
+            if not any(one.is_alive() for one in running):
+                break
+            time.sleep(0.02)
+        codes: list[object] = ["not ended" if one.is_alive() else one.exitcode for one in running]
         for one in running:
             one.kill()
             one.join()
@@ -89,7 +92,11 @@ def forked_together(
             ]
             for folder in folders
         ]
-    return [_printed(code, *texts) for code, texts in zip(codes, printed, strict=True)]
+    ended = list(zip(codes, printed, strict=True))
+    for code, texts in sorted(ended, key=lambda one: one[0] == "not ended"):
+        if code:
+            _printed(code, *texts)
+    return [_printed(code, *texts) for code, texts in ended]
 
 
 def process(module: str, *arguments: str, timeout: float = 600, **environment: str) -> Any:
