@@ -375,7 +375,7 @@ def test_choosing_does_not_hold_up_other_requests() -> None:
             go.wait(20)
             return choose(*arguments, **options)
 
-        running.dispatcher.choose = waits  # type: ignore[method-assign]
+        running.dispatcher.choose = waits  # type: ignore[method-assign] # a stub
         asking = asyncio.ensure_future(running.post(chat()))
         assert await asyncio.to_thread(went.wait, 20)
         assert (await running.post(b"", "/health"))[0] == 200
@@ -489,7 +489,7 @@ def test_documents_are_not_read_long_before_their_prompts_are_tokenized(
             go.wait(20)
             return choose(*arguments, **options)
 
-        running.dispatcher.choose = waits  # type: ignore[method-assign]
+        running.dispatcher.choose = waits  # type: ignore[method-assign] # a stub
         asking = [asyncio.ensure_future(running.post(chat())) for _ in range(12)]
         try:
             while running.proxy._in_flight < 12:  # noqa: ASYNC110 - of other tasks
@@ -522,7 +522,7 @@ def test_conversation_of_a_request_is_asked_for() -> None:
             asked.append(options)
             return choose(*arguments, **options)
 
-        running.dispatcher.choose = notes  # type: ignore[method-assign]
+        running.dispatcher.choose = notes  # type: ignore[method-assign] # a stub
         await running.post(chat(session_id="one"), **{"x-session-id": "another"})
         await running.post(chat(), **{"X-Session-Id": "two"})
         # What no worker would take is no reason not to route.
@@ -568,7 +568,7 @@ def test_a_choice_that_comes_too_late_is_taken_back() -> None:
             came.set()
             return sent
 
-        running.dispatcher.choose = waits  # type: ignore[method-assign]
+        running.dispatcher.choose = waits  # type: ignore[method-assign] # a stub
         assert (await running.post(chat()))[0] == 200
         assert running.router.target() is None
         assert running.proxy.counts == {"requests": 1, "unrouted: tokenizing took too long": 1}

@@ -133,7 +133,7 @@ class _Simulated:
             enable_kv_cache_events=enable_kv_cache_events,
             **others,
         )
-        return cls(params)  # type: ignore[call-arg]
+        return cls(params)  # type: ignore[call-arg] # the caches have it
 
 
 class _Theirs(_Simulated, RadixCache):

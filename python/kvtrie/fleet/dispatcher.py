@@ -52,7 +52,7 @@ class Sent:
         exact: Tokens that it holds, or will hold when an earlier request ends there.
         moved: Tokens after these that its own plan moves from elsewhere in its cache, as far as
             that is promised (`OverlapScores.moved`): also of the last message, unless
-            `Dispatcher.choose` is told where it begins.
+            `Dispatcher.choose` is given where it begins.
         possible: Tokens that it may have elsewhere in its cache, those of `moved` among them.
         uncertain: Whether events of the worker may be missing. Then `exact` counts earlier requests
             only.

@@ -601,7 +601,7 @@ impl PyKvIndexer {
     ///         run is the index's, and no other limit of this policy is applied: workers have policies
     ///         of their own (`set_policy`). None means `kvtrie.EXACT_ONLY`.
     ///     keep_last: Tokens at the end that do not count: an engine computes the last one in any case.
-    ///     session: The id of the prompt's conversation, 1 to 256 bytes, as its worker is told it.
+    ///     session: The id of the prompt's conversation, 1 to 256 bytes, as its worker gets it.
     ///     moved_end: Where the last message begins, of which moved runs supply nothing, as its worker
     ///         will find it; None: nowhere.
     ///

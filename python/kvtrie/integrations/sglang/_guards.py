@@ -1,6 +1,6 @@
 """Guards around methods of the cache: an exception in one would end SGLang's scheduler.
 
-It is given to the cache's ``_failed``, which counts it, and the method answers what it answers when
+It is given to the cache's ``_failed``, which counts it, and the method returns what it returns when
 nothing is cached.
 """
 
