@@ -100,9 +100,8 @@ pub(crate) struct Fingerprints {
 }
 
 /// The 32 bits that are kept.
-#[expect(clippy::cast_possible_truncation, reason = "a part is wanted")]
 fn tag(fingerprint: u64) -> u32 {
-    (fingerprint >> 29) as u32
+    (fingerprint >> 32) as u32
 }
 
 impl Fingerprints {

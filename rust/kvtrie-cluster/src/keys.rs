@@ -1,12 +1,11 @@
 //! Keyed digests and fingerprints. No token can be read back from them without the key.
 //!
-//! A block has two names, each of two halves modulo the prime p = 2⁶¹ − 1. Of its *contents* the first half is a
-//! polynomial of its tokens at a secret point. The second is the sum of the products of its tokens two by two, after a
-//! secret number of its place was added to each: half as many multiplications, and two blocks have the same with
-//! probability 1/2⁶¹. A block's *digest* is (its parent's digest + its contents) times another secret number, in each
-//! half. So two others of *n* tokens after one namespace have the same digest with probability (n/2⁶¹)² at most, 2⁻⁸⁸ for
-//! 131,072 tokens. That needs secret numbers, and no digest leaves the index but through `SipHash`. Namespaces, salts and
-//! extra keys are names under `SipHash` themselves.
+//! A block has two names of 128 bits, each of two halves modulo p = 2⁶⁴ − 59, the largest prime of 64 bits. Of its
+//! *contents* the first half is a polynomial of its tokens at a secret point, the second the sum of its tokens times a
+//! secret number of their place. A block's *digest* is (its parent's digest + its contents) times another secret number,
+//! in each half. So two others of *n* tokens after one namespace have the same digest with probability (n/p)² at most,
+//! 2⁻⁹⁴ for 131,072 tokens. That needs secret numbers, and no digest leaves the index but through `SipHash`. Namespaces,
+//! salts and extra keys are names under `SipHash` themselves.
 //!
 //! Two things follow from the polynomial. The first half of the contents rolls over a prompt one token at a
 //! time, so it is the block's *fingerprint* too. And a digest and that of its parent give the fingerprint back, so that
@@ -31,12 +30,13 @@ pub(crate) type Contents = [u64; 2];
 /// Stretches of a prompt whose windows are computed at once.
 const STRETCHES: usize = 4;
 
-/// The modulus of fingerprints: a Mersenne prime.
-const PRIME: u64 = (1 << 61) - 1;
+/// The modulus, and how much it is below 2⁶⁴.
+const PRIME: u64 = 0_u64.wrapping_sub(BELOW);
+const BELOW: u64 = 59;
 
 /// How digests are made, above all sizes of a block: replicas whose digests are made in another way are refused as
 /// those with another key are.
-const FORM: u64 = 2 << 32;
+const FORM: u64 = 3 << 32;
 
 /// Everything that is derived from the key of an index.
 #[derive(Clone)]
@@ -52,7 +52,7 @@ pub(crate) struct Keys {
     holding: SipHasher24,
     /// The second is odd.
     spread: [u64; 2],
-    /// By pair of places in a block: what names the tokens there.
+    /// By place in a block.
     factors: Arc<[Factors]>,
     /// The sums of no token: tokens count from 1, so all powers together.
     sums: Sums,
@@ -63,55 +63,19 @@ pub(crate) struct Keys {
     check: u64,
 }
 
-/// The secret numbers of two places in a block.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Factors {
-    /// Powers of the point of the fingerprints.
-    powers: [u64; 2],
-    /// What is added to the two tokens before they are multiplied.
-    added: [u64; 2],
-}
+/// The secret numbers by which a token is multiplied at its place in a block, for each half: powers of the point of the
+/// fingerprints, and numbers of no order.
+pub(crate) type Factors = [u64; 2];
 
 /// The contents of a block of which not all tokens have been added.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Sums([u128; 2]);
 
 impl Sums {
-    /// Most pairs that are added before `fold`.
-    const MOST: usize = 16;
-
-    pub(crate) fn add_pair(&mut self, tokens: [u32; 2], factors: &Factors) {
-        self.add_values(tokens.map(u64::from), factors);
-    }
-
-    /// A product of the first half has 93 bits at most and a block 2¹² tokens, so that no sum overflows. One of the second
-    /// has 123 bits.
-    fn add_values(&mut self, values: [u64; 2], factors: &Factors) {
-        let [first, second] = &mut self.0;
-        *first += u128::from(values[0]) * u128::from(factors.powers[0]);
-        *first += u128::from(values[1]) * u128::from(factors.powers[1]);
-        let [one, other] = [values[0] + factors.added[0], values[1] + factors.added[1]];
-        *second += u128::from(one) * u128::from(other);
-    }
-
-    /// Makes room for more.
-    pub(crate) fn fold(&mut self) {
-        let second = &mut self.0[1];
-        *second = (*second & u128::from(PRIME)) + (*second >> 61);
-    }
-
-    /// Adds tokens from a place on at which a pair begins, and `factors` with it.
-    pub(crate) fn add(&mut self, tokens: &[u32], factors: &[Factors]) {
-        let (tokens, factors) = (tokens.chunks(2 * Self::MOST), factors.chunks(Self::MOST));
-        for (tokens, factors) in tokens.zip(factors) {
-            let (pairs, last) = tokens.as_chunks::<2>();
-            for (&pair, factors) in pairs.iter().zip(factors) {
-                self.add_pair(pair, factors);
-            }
-            if let (&[last], Some(factors)) = (last, factors.get(pairs.len())) {
-                self.add_values([last.into(), 0], factors);
-            }
-            self.fold();
+    /// A product has 96 bits at most and a block 2¹² tokens, so that no sum overflows.
+    pub(crate) fn add(&mut self, token: u32, factors: Factors) {
+        for (sum, factor) in self.0.iter_mut().zip(factors) {
+            *sum += u128::from(token) * u128::from(factor);
         }
     }
 
@@ -183,15 +147,13 @@ impl Keys {
         let point = secret(point);
         // The last token has a factor too: no token changes the low bits alone.
         let mut leaving = point;
-        let mut factors = vec![Factors::default(); block_size.div_ceil(2)];
-        for place in (0..block_size).rev() {
-            factors[place / 2].powers[place % 2] = leaving;
+        let mut factors = vec![Factors::default(); block_size];
+        for (place, factors) in factors.iter_mut().enumerate().rev() {
+            let [other, _] = derived(b"kvtrie.place", &(place as u64).to_le_bytes());
+            *factors = [leaving, secret(other)];
             leaving = times(leaving, point);
         }
-        for (number, factors) in (0_u64..).zip(&mut factors) {
-            factors.added = derived(b"kvtrie.pair", &number.to_le_bytes()).map(secret);
-        }
-        let powers = factors.iter().flat_map(|factors| factors.powers);
+        let powers = factors.iter().map(|&[power, _]| u128::from(power));
         let chain = |person: &[u8]| Chain::new(words(person).map(secret));
         Ok(Self {
             extra: sip(b"kvtrie.extra"),
@@ -204,7 +166,7 @@ impl Keys {
             engine: sip(b"kvtrie.engine"),
             holding: sip(b"kvtrie.holding"),
             spread: [first, second | 1],
-            sums: Sums([powers.map(u128::from).sum(), 0]),
+            sums: Sums([powers.sum(), 0]),
             factors: factors.into(),
             point,
             leaving,
@@ -221,7 +183,9 @@ impl Keys {
     /// The contents of one block.
     pub(crate) fn contents(&self, tokens: &[u32]) -> Contents {
         let mut sums = self.sums;
-        sums.add(tokens, &self.factors);
+        for (&token, &factors) in tokens.iter().zip(&*self.factors) {
+            sums.add(token, factors);
+        }
         sums.contents()
     }
 
@@ -230,7 +194,7 @@ impl Keys {
         self.sums
     }
 
-    /// The factors of a block's pairs.
+    /// The factors of a block's tokens.
     pub(crate) fn factors(&self) -> &[Factors] {
         &self.factors
     }
@@ -382,7 +346,7 @@ pub(crate) fn packed(halves: [u64; 2]) -> u128 {
 
 /// What tells digests apart in a table, in all 64 bits.
 pub(crate) fn bucket(digest: Digest) -> u64 {
-    digest[0] << 3 ^ digest[1]
+    digest[0] ^ digest[1]
 }
 
 fn halves(hasher: SipHasher24) -> [u64; 2] {
@@ -392,10 +356,10 @@ fn halves(hasher: SipHasher24) -> [u64; 2] {
 
 /// One over a number that is not 0.
 fn inverse(number: u64) -> u64 {
-    // The power p − 2: all bits but the second.
+    // The power p − 2.
     let (mut inverse, mut power) = (1, number);
-    for bit in 0..61 {
-        if bit != 1 {
+    for bit in 0..64 {
+        if (PRIME - 2) >> bit & 1 == 1 {
             inverse = times(inverse, power);
         }
         power = times(power, power);
@@ -403,10 +367,14 @@ fn inverse(number: u64) -> u64 {
     inverse
 }
 
-/// The sum modulo the prime.
+/// The sum of two numbers below the prime modulo the prime.
 pub(crate) fn plus(a: u64, b: u64) -> u64 {
-    let sum = a + b;
-    if sum >= PRIME { sum - PRIME } else { sum }
+    let (sum, is_over) = a.overflowing_add(b);
+    if is_over || sum >= PRIME {
+        sum.wrapping_sub(PRIME)
+    } else {
+        sum
+    }
 }
 
 /// Tokens count from 1, so that leading zeros matter.
@@ -418,10 +386,16 @@ fn times(a: u64, b: u64) -> u64 {
     reduced(u128::from(a) * u128::from(b))
 }
 
-/// A number below 2¹²² modulo the prime.
+/// A number modulo the prime: 2⁶⁴ is `BELOW` there.
 fn reduced(wide: u128) -> u64 {
-    let sum = low(wide & u128::from(PRIME)) + low(wide >> 61);
-    if sum >= PRIME { sum - PRIME } else { sum }
+    let wide = u128::from(low(wide)) + (wide >> 64) * u128::from(BELOW);
+    // What is above 2⁶⁴ now is at most `BELOW`, so a sum that overflows again is small.
+    let (sum, is_over) = low(wide).overflowing_add(low(wide >> 64) * BELOW);
+    if is_over || sum >= PRIME {
+        sum.wrapping_sub(PRIME)
+    } else {
+        sum
+    }
 }
 
 #[expect(clippy::cast_possible_truncation, reason = "the low half is wanted")]
@@ -457,13 +431,10 @@ mod tests {
             let ascending = (0..u32::MAX).step_by(1_000_003).take(size).collect();
             for tokens in [vec![u32::MAX; size], ascending] {
                 let (mut first, mut second) = (0, 0);
-                for (pair, factors) in tokens.chunks(2).zip(keys.factors()) {
-                    for (&token, power) in pair.iter().zip(factors.powers) {
-                        first = (first + u128::from(value(token)) * u128::from(power)) % prime;
-                    }
-                    let token = |at: usize| u128::from(pair.get(at).copied().unwrap_or_default());
-                    let [one, other] = factors.added.map(u128::from);
-                    second = (second + (token(0) + one) * (token(1) + other)) % prime;
+                for (&token, factors) in tokens.iter().zip(keys.factors()) {
+                    let [power, other] = factors.map(u128::from);
+                    first = (first + u128::from(value(token)) * power % prime) % prime;
+                    second = (second + u128::from(token) * other) % prime;
                 }
                 let [mine, other] = keys.contents(&tokens).map(u128::from);
                 assert_eq!((mine, other), (first, second), "{size} tokens");
@@ -473,11 +444,27 @@ mod tests {
 
     #[test]
     fn arithmetic_is_that_of_the_prime() {
-        for (a, b) in [(PRIME - 1, PRIME - 1), (3, PRIME - 1), (0, 5), (1 << 60, 2)] {
+        let most = PRIME - 1;
+        for (a, b) in [
+            (most, most),
+            (3, most),
+            (0, 5),
+            (1 << 63, 2),
+            (1 << 63, 1 << 63),
+        ] {
             let expected = u128::from(a) * u128::from(b) % u128::from(PRIME);
             assert_eq!(u128::from(times(a, b)), expected);
             let expected = (u128::from(a) + u128::from(b)) % u128::from(PRIME);
             assert_eq!(u128::from(plus(a, b)), expected);
+        }
+        let edges = [0, u128::from(PRIME), 1 << 64, u128::MAX - 1, u128::MAX];
+        let near = (1..200).map(|above| (u128::from(PRIME) << 64) + above * u128::from(u64::MAX));
+        for wide in edges.into_iter().chain(near) {
+            assert_eq!(
+                u128::from(reduced(wide)),
+                wide % u128::from(PRIME),
+                "{wide}"
+            );
         }
         for number in [1, 2, 77, PRIME - 1] {
             assert_eq!(times(number, inverse(number)), 1);

@@ -256,7 +256,7 @@ impl<'a> EventCursor<'a> {
         wide: &mut Vec<(usize, u64)>,
     ) -> Read<Sums> {
         let mut sums = keys.sums();
-        let factors = keys.factors().chunks(EIGHT / 2);
+        let factors = keys.factors().chunks(EIGHT);
         for (first, factors) in (0..size).step_by(EIGHT).zip(factors) {
             if let Some(start) = self.at.checked_sub(DIGITS)
                 && let Some(window) = self.raw.get(start..).and_then(<[u8]>::first_chunk)
@@ -268,12 +268,9 @@ impl<'a> EventCursor<'a> {
                 sums = more;
                 continue;
             }
-            let mut ids = [0; EIGHT];
-            let ids = &mut ids[..EIGHT.min(size - first)];
-            for (place, id) in (first..).zip(&mut *ids) {
-                *id = self.token(place, wide)?;
+            for (place, &factors) in (first..).zip(factors) {
+                sums.add(self.token(place, wide)?, factors);
             }
-            sums.add(ids, factors);
         }
         Ok(sums)
     }
@@ -336,7 +333,7 @@ impl<'a> EventCursor<'a> {
     }
 }
 
-/// Number of token ids that are read at once, whole pairs, and of digits of the longest.
+/// Number of token ids that are read at once, two by two, and of digits of the longest.
 const EIGHT: usize = 8;
 const DIGITS: usize = 4;
 
@@ -368,7 +365,7 @@ const OWN_BITS: [u32; 256] = {
 #[inline]
 fn eight_ids(
     window: &[u8; WINDOW],
-    factors: &[Factors; EIGHT / 2],
+    factors: &[Factors; EIGHT],
     mut sums: Sums,
 ) -> Option<(usize, Sums)> {
     const PLACES: usize = 63;
@@ -379,7 +376,7 @@ fn eight_ids(
         (u32::from_be_bytes(digits) & bits, bits)
     };
     let (mut at, mut all_bits) = (DIGITS, u32::MAX);
-    for factors in factors {
+    for factors in factors.as_chunks::<2>().0 {
         let from = at & PLACES;
         let mut bytes = [0; 8];
         bytes.copy_from_slice(&window[from..from + 8]);
@@ -389,10 +386,10 @@ fn eight_ids(
         let end = at + len as usize;
         at = end + len_after as usize;
         let (first, second) = (own(end, marker), own(at, marker_after));
-        sums.add_pair([first.0, second.0], factors);
+        sums.add(first.0, factors[0]);
+        sums.add(second.0, factors[1]);
         all_bits &= first.1 & second.1;
     }
-    sums.fold();
     (all_bits != 0).then(|| (at - DIGITS, sums))
 }
 
