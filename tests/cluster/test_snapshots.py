@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import time
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Self
 
 import pytest
@@ -155,6 +157,23 @@ def test_requests_become_rare() -> None:
         until(lambda: fed.subscription.counts["snapshots_asked"] >= 5, fed.__repr__)
         assert fed.subscription._pause == 0.4
         assert "no snapshot from tcp" in fed.subscription.error
+
+
+def test_snapshots_hold_the_index_for_a_tenth_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    put, begun = subscription.Subscription._put, list[float]()
+
+    def slow(self: subscription.Subscription, frames: list[bytes]) -> None:
+        begun.append(time.monotonic())
+        time.sleep(0.1)
+        put(self, frames)
+
+    monkeypatch.setattr(subscription.Subscription, "_put", slow)
+    with Publisher() as publisher, Sourced(publisher) as fed:
+        for number in range(4):
+            publisher.send(block(number), lost=True)
+            fed.becomes(2 * (number + 1))
+    assert len(begun) > 1
+    assert all(after - before > 1.0 for before, after in pairwise(begun))
 
 
 @pytest.mark.parametrize("quiet", [True, False], ids=["quiet", "busy"])

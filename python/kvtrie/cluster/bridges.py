@@ -78,7 +78,7 @@ def bridge(
     topic: str = "",
     replay_timeout: float = 5.0,
     snapshot_timeout: float = 10.0,
-    check_every: float = 5.0,
+    check_every: float = 1.0,
 ) -> Bridge:
     """Feed an index from one engine, as `subscribe` does, and pass its events on to replicas.
 

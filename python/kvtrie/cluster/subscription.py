@@ -57,9 +57,13 @@ _MOST_REPLAYED_BYTES: Final = 1 << 30
 # The first event, with what MessagePack has before it.
 _CLEARS: Final = b"\x81\xa4type\xb0AllBlocksCleared"
 _BEFORE_EVENTS: Final = 16
-# Seconds between two requests for a snapshot: doubled from one to the other.
-_LEAST_PAUSE: Final = 1.0
+# Seconds from a snapshot to the next request: the least, and how many times what it took to apply.
+_LEAST_PAUSE: Final = 0.5
+_REST: Final = 9.0
+# After a request without a snapshot the pause is doubled up to this.
 _MOST_PAUSE: Final = 60.0
+# A batch that the engine has published arrives within seconds, or counts as lost.
+_UNDER_WAY: Final = 0.2
 
 
 def subscribe(
@@ -73,7 +77,7 @@ def subscribe(
     approximate: bool = False,
     replay_timeout: float = 5.0,
     snapshot_timeout: float = 10.0,
-    check_every: float = 5.0,
+    check_every: float = 1.0,
 ) -> Subscription:
     """Feed an index from one engine, in a thread of its own, until `close`.
 
@@ -265,9 +269,8 @@ class Subscription:
         self._incarnation: str | None = None
         self._had = -1
         self._asks_at = self._heard_by = float("inf")
-        # When a snapshot may be asked for, when it last was, and the least time until the next.
+        # When a snapshot may be asked for, and the pause after a request that brings none.
         self._restores_at = 0.0
-        self._restored_at = float("-inf")
         self._pause = _LEAST_PAUSE
         self._feed = Feed(self._call, index, [worker], approximate=approximate)
         self._context: Any = zmq.Context()
@@ -699,6 +702,8 @@ class Subscription:
             self._note_loss()
         if self._takes_effect:
             self._incarnation, self._had = header
+            if self._applied < self._had:
+                self._asks_at = min(self._asks_at, time.monotonic() + _UNDER_WAY)
 
     def _lacks(self) -> None:
         """A batch is known to be missing or to wait, and a replay may take its time."""
@@ -726,23 +731,30 @@ class Subscription:
 
         Batches that are published meanwhile wait in the socket's queue.
         """
-        before = time.monotonic() - self._restored_at
-        is_first = before > 2 * _MOST_PAUSE
-        self._pause = _LEAST_PAUSE if is_first else min(2 * self._pause, _MOST_PAUSE)
         self.counts["snapshots_asked"] += 1
         frames = self._given()
-        self._restored_at = time.monotonic()
         # Of a new connection nothing is known yet, not even whether it takes effect.
         if self._lost_connection() or not self._takes_effect:
             return
-        self._restores_at = self._restored_at + self._pause
+        begun = time.monotonic()
+        if self._is_put(frames):
+            self._pause = _LEAST_PAUSE
+            wait = max(_LEAST_PAUSE, _REST * (time.monotonic() - begun))
+        else:
+            wait, self._pause = self._pause, min(2 * self._pause, _MOST_PAUSE)
+        self._restores_at = time.monotonic() + wait
+
+    def _is_put(self, frames: list[bytes] | None) -> bool:
+        """Put an answer in the place of all that is known, if it can be used."""
         if frames is None:
             self.error = f"no snapshot from {self._snapshot}"
-            return
+            return False
         try:
             self._put(frames)
         except (ValueError, EventError) as error:
             self._refuse(error)
+            return False
+        return True
 
     def _given(self) -> list[bytes] | None:
         """The answer to a request for a snapshot; None if it does not come."""
