@@ -131,6 +131,25 @@ def ask(server: Server, late: LateIndex, seen: list[list[int]], rng: Random) -> 
     return found
 
 
+def said(server: Server, talks: list[Talk]) -> Counter[str]:
+    """Pages whose conversation is published, and those that it did not have."""
+    held, found = server.cache._snapshots._held, Counter[str]()
+    seen: dict[str, set[tuple[int, ...]]] = {}
+    for talk in talks:
+        custom = talk.custom or {"kvtrie": {"session": "none"}}
+        pages = seen.setdefault(custom["kvtrie"]["session"], set())
+        size = server.cache.page_size
+        pages.update(
+            tuple(ids[at : at + size]) for ids in talk.seen for at in range(0, len(ids), size)
+        )
+    for name, session in held._sessions.items():
+        ids = array("I", held._blocks[name][1])
+        # What an aborted request has generated is nowhere else.
+        found["known"] += any(tuple(ids) in pages for pages in seen.values())
+        found["own"] += tuple(ids) in seen[session]
+    return found
+
+
 def main(job: Job) -> dict[str, Any]:
     server = Server(job)
     rng = Random(job.seed)
@@ -167,6 +186,7 @@ def main(job: Job) -> dict[str, Any]:
         "held": len(source._held.copies),
         "labelled": server.cache._index.stats().approximate,
         "published": len(both) - len(nodes),
+        "said": said(server, talks),
         "blocks": [one.index.worker_stats(one.worker)["blocks"] for one in late],
         "with_keys": sum(talk.extra is not None for talk in talks),
     }

@@ -102,6 +102,14 @@ def test_exact_pages_before_them_are_published_if_they_were_not() -> None:
     assert stored.block_hashes[-1] == heard.events()[0]["parent_block_hash"]
 
 
+def test_conversation_is_that_of_new_pages() -> None:
+    events, _ = made()
+    # Somebody else has the first page, which no event has said.
+    events.stored(path(3, 4, 5), 1, key(range(6)), "talk")
+    said = {tuple(one.token_ids): one.session_id for one in events.take()}
+    assert said == {(0, 1): None, (2, 3, 4, 5): "talk"}
+
+
 def test_a_page_that_was_computed_since_leaves_the_topic() -> None:
     events, heard = made()
     events.stored_approximate(path(3, 4), 1, [1], key(range(4)))

@@ -90,6 +90,9 @@ def test_an_index_that_subscribes_late_has_what_sglang_finds(
     # Those that are approximate have a topic of their own.
     assert found["published"] == found["labelled"]
     assert found["blocks"] == [found["pages"] + found["labelled"]] * 2
+    # Conversations count where KV may move.
+    assert found["said"].get("own", 0) == found["said"].get("known", 0)
+    assert (found["said"].get("own", 0) > 20) == bool(settings)
     assert found["number"] > 20
     for one in found["subscriptions"]:
         assert one["snapshots"] >= 1

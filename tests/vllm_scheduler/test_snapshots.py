@@ -186,6 +186,8 @@ class Model:
     def __init__(self, seed: int) -> None:
         self.random = Traffic(seed=seed).random
         self.held: Counter[int] = Counter()
+        # Which conversation stored a block last, while no copy of it was removed.
+        self.sessions: dict[int, str] = {}
         # By number: parent, salt or image, and adapter.
         self.known: list[tuple[int | None, Any, str | None]] = []
 
@@ -205,7 +207,15 @@ class Model:
             lora_name=adapter,
             extra_keys=None if all(keys is None for keys in extra) else extra,
             group_idx=0,
+            session_id=self.said(numbers),
         )
+
+    def said(self, numbers: Sequence[int]) -> str | None:
+        for number in numbers:
+            self.sessions.pop(number, None)
+        session = self.random.choice([None, "a", "b", "c" * 64])
+        self.sessions |= dict.fromkeys(numbers, session) if session else {}
+        return session
 
     def path(self, number: int | None) -> list[int]:
         found: list[int] = []
@@ -218,10 +228,13 @@ class Model:
         rng = self.random
         if rng.random() < 0.002:
             self.held.clear()
+            self.sessions.clear()
             return AllBlocksCleared()
         if self.held and rng.random() < 0.45:
             gone = rng.sample(sorted(self.held), min(len(self.held), rng.randrange(1, 6)))
             self.held -= Counter(gone)
+            for number in gone:
+                self.sessions.pop(number, None)
             return BlockRemoved(block_hashes=gone, medium="GPU", group_idx=0)
         if self.known and rng.random() < 0.5:
             # Again, or one more copy, of the end of a path.
@@ -263,7 +276,9 @@ def test_a_snapshot_is_what_all_events_leave(seed: int) -> None:
     model, held = Model(seed), StreamBlocks(_snapshots.EVENTS, 100_000)
     one, other = (kvtrie.KvIndexer(BLOCK, b"the key of tests") for _ in range(2))
     ones, others = (index.add_worker("w", SHARED) for index in (one, other))
-    policy, num_found, num_moved = kvtrie.ReusePolicy(), 0, 0
+    policy, num_found, num_moved, promised = kvtrie.ReusePolicy(), 0, 0, Counter[str]()
+    for index, worker in ((one, ones), (other, others)):
+        index.set_policy(worker, kvtrie.ReusePolicy(min_run=8, shared_prefix=100))
     for round_ in range(30):
         for _ in range(60):
             events = [model.event() for _ in range(model.random.randrange(1, 4))]
@@ -276,6 +291,7 @@ def test_a_snapshot_is_what_all_events_leave(seed: int) -> None:
             other.apply(others, bytes(held.encoded(0)))
         assert held.copies == +model.held
         assert held.num_copies == model.held.total()
+        assert held._sessions == model.sessions
         for _ in range(40):
             path = model.path(model.random.randrange(len(model.known)))
             first = model.random.randrange(len(path))
@@ -283,8 +299,10 @@ def test_a_snapshot_is_what_all_events_leave(seed: int) -> None:
                 tokens = [token for number in cut for token in model.tokens(number)]
                 for space in spaces():
                     seq = kvtrie.TokenSequence(tokens, space)
+                    session = model.random.choice(["a", "b", "c" * 64, None])
                     found, same = (
-                        index.find_matches(seq, policy, keep_last=1) for index in (one, other)
+                        index.find_matches(seq, policy, session=session, keep_last=1)
+                        for index in (one, other)
                     )
                     assert found.exact[0] == same.exact[0]
                     # A block that was stored after its parent left is in its place.
@@ -292,12 +310,34 @@ def test_a_snapshot_is_what_all_events_leave(seed: int) -> None:
                     assert found.uncertain[0] == same.uncertain[0] == False  # noqa: E712
                     num_found += int(found.exact[0])
                     num_moved += int(found.possible[0])
+                    # Nothing of another one. Blocks that came before their parents have none.
+                    own = [number for number in cut if model.sessions.get(number, "") == session]
+                    assert same.moved[0] <= BLOCK * len(own)
+                    is_less = same.moved[0] < found.moved[0]
+                    promised["less" if is_less else "as much"] += bool(found.moved[0])
         known = one.worker_stats(ones), other.worker_stats(others)
         counts = [stats["entries"] + stats["parked"] for stats in known]
         assert counts == [len(held.copies)] * 2
         other.check()
     assert num_found > 0
     assert num_moved > 0
+    assert promised["as much"] > 5 * promised["less"]
+
+
+def test_a_session_of_any_length_takes_no_room() -> None:
+    """Clients choose it, and a snapshot has it with each block."""
+    model, sizes = Model(1), []
+    for session in (None, "c" * 64, "c" * 65, "c" * 100_000):
+        held = StreamBlocks(_snapshots.EVENTS, 100)
+        model.known = [(None, None, None)] * 50
+        for number in range(50):
+            event = model.stored([number])
+            event.session_id = session
+            held.apply([event])
+        sizes.append(len(held.encoded(0)))
+    plain, longest, *longer = sizes
+    assert longer == [plain, plain]
+    assert longest < plain + 50 * 80
 
 
 def test_holes_are_bounded_and_what_is_exact_stays_right() -> None:

@@ -43,6 +43,8 @@ _BETWEEN: Final = 0.01
 # Requests that wait for one snapshot, and those that are read at once.
 _MOST_WAITING: Final = 64
 _LONGEST_REQUEST: Final = 64
+# Of a conversation that blocks are kept with: a client chooses it, and it may be with each block.
+_LONGEST_SESSION: Final = 64
 # Answers that one subscriber may leave unread.
 _MOST_UNREAD: Final = 2
 
@@ -89,6 +91,8 @@ class StreamBlocks:
         self._most = most
         # Tuples of what the garbage collector does not follow.
         self._blocks: dict[Any, _Block] = {}
+        # The conversation that stored a block last, if that is known.
+        self._sessions: dict[Any, str] = {}
         self._copies: dict[Any, int] = {}
         self._num_copies = 0
         self._children: dict[Any, int] = {}
@@ -119,6 +123,7 @@ class StreamBlocks:
                     self._remove(one)
             elif isinstance(event, form.cleared):
                 self._blocks.clear()
+                self._sessions.clear()
                 self._copies.clear()
                 self._num_copies = 0
                 self._children.clear()
@@ -129,7 +134,9 @@ class StreamBlocks:
         parent = event.parent_block_hash
         kind = self._form.shared_of(event)
         blocks, copies, children = self._blocks, self._copies, self._children
-        extra = getattr(event, "extra_keys", None)
+        extra, session = getattr(event, "extra_keys", None), event.session_id
+        if session is not None and len(session) > _LONGEST_SESSION:
+            session = None
         try:
             all_tokens = array("I", event.token_ids).tobytes()
         except OverflowError:  # SGLang's ids in the place of images
@@ -142,6 +149,10 @@ class StreamBlocks:
                 if parent is not None:
                     children[parent] = children.get(parent, 0) + 1
             copies[one] = copies.get(one, 0) + 1
+            if session is None:
+                self._sessions.pop(one, None)
+            else:
+                self._sessions[one] = session
             parent = one
         self._num_copies += len(event.block_hashes)
 
@@ -150,6 +161,8 @@ class StreamBlocks:
         if count is None:
             return
         self._num_copies -= 1
+        # Of several copies, it is not known which one is left.
+        self._sessions.pop(one, None)
         if count > 1:
             self._copies[one] = count - 1
             return
@@ -194,20 +207,22 @@ class StreamBlocks:
     def _events(self) -> Iterator[Any]:
         run: list[Any] = []
         of: list[_Block] = []
+        session_of, session = self._sessions.get, None
         for one, block in self._blocks.items():
-            parent, kind = block[0], block[3]
-            if run and (run[-1] != parent or of[-1][3] != kind or len(run) == _AT_ONCE):
-                yield self._stored(run, of)
-                run, of = [], []
+            is_next = run and run[-1] == block[0] and len(run) < _AT_ONCE
+            if not (is_next and of[-1][3] == block[3] and session_of(one) == session):
+                if run:
+                    yield self._stored(run, of, session)
+                run, of, session = [], [], session_of(one)
             run.append(one)
             of.append(block)
         if run:
-            yield self._stored(run, of)
+            yield self._stored(run, of, session)
         left = min(self._most, self._num_copies - len(self._copies))
         for one, count in self._copies.items() if left else ():
             for _ in range(min(count - 1, left)):
                 left -= 1
-                yield self._stored([one], [self._blocks[one]])
+                yield self._stored([one], [self._blocks[one]], session_of(one))
         if len(self._blocks) == len(self._copies):
             return
         form = self._form
@@ -219,9 +234,9 @@ class StreamBlocks:
         for place, hashes in holes.items():
             yield form.removed(block_hashes=hashes, **dict(zip(form.place, place, strict=True)))
 
-    def _stored(self, hashes: list[Any], blocks: list[_Block]) -> Any:  # noqa: ANN401 - an engine's
-        """One event of consecutive blocks."""
-        given = dict(zip(self._form.shared, blocks[0][3], strict=True))
+    def _stored(self, hashes: list[Any], blocks: list[_Block], session: str | None) -> Any:  # noqa: ANN401 - an engine's
+        """One event of consecutive blocks, which one conversation stored."""
+        given = dict(zip(self._form.shared, blocks[0][3], strict=True), session_id=session)
         extra = [block[2] for block in blocks]
         if any(keys is not None for keys in extra):
             given["extra_keys"] = extra

@@ -239,10 +239,13 @@ class PageEvents:
             self._nodes = [None] * num_pages
         self.cleared()  # a router may know pages of a server that was here before
 
-    def stored(self, path: NDArray[np.int32], num_known: int, key: RadixKey) -> None:
+    def stored(
+        self, path: NDArray[np.int32], num_known: int, key: RadixKey, session: str | None = None
+    ) -> None:
         """Pages of a path are cached from now on, all but the first ``num_known``.
 
         Those before are published too if they were not, as each page names the one before it.
+        ``session``: the conversation that the index has the new pages of.
         """
         if not self.recorder.enabled or (self._tells_all and not self._is_told(key)):
             return
@@ -262,7 +265,7 @@ class PageEvents:
                 self._remove(blocks[page])
             tokens = ids[page * size : (page + 1) * size]
             node = PageNode(RadixKey(tokens, key.extra_key, cache_salt=key.cache_salt), parent=node)
-            self.recorder.record_store(node)
+            self.recorder.record_store(node, session_id=session if page >= num_known else None)
             self._nodes[blocks[page]] = node
 
     def stored_approximate(

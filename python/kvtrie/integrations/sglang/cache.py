@@ -401,7 +401,7 @@ class KvtrieCache(BasePrefixCache):
         req.lock, req.last_node = TreeLock(handle, _RECEIPT), handle
         self.unlock(before)
         if self._events.recorder.enabled:
-            self._stored(blocks, known, key)
+            self._stored(blocks, known, key, session)
         if req.finished():
             self._settle(req, seq, blocks, blocks, up_to)
 
@@ -939,7 +939,7 @@ class KvtrieCache(BasePrefixCache):
         # Copies and gaps before the first approximate token are exact.
         exact = all_blocks[: built.exact_until // self.page_size]
         if len(exact) * self.page_size > known:
-            self._stored(exact, known, key)
+            self._stored(exact, known, key, session)
         self._stored_approximate(all_blocks, len(exact), built, key)
         # What is approximate is not stored.
         self._settle(req, seq, all_blocks, exact, len(exact) * self.page_size)
@@ -1054,9 +1054,15 @@ class KvtrieCache(BasePrefixCache):
         self._free_pages(np.array(back, dtype=np.int32))
 
     @guarded(nothing)
-    def _stored(self, blocks: NDArray[np.int32], known: int, key: RadixKey) -> None:
+    def _stored(
+        self,
+        blocks: NDArray[np.int32],
+        known: int,
+        key: RadixKey,
+        session: str | None = None,
+    ) -> None:
         """Publish the exact pages of a key after those that are known."""
-        self._events.stored(blocks, known // self.page_size, key)
+        self._events.stored(blocks, known // self.page_size, key, session)
 
     @guarded(nothing)
     def _stored_approximate(
