@@ -67,13 +67,19 @@ class Router:
 
 
 class Running:
-    def __init__(self, *, tokenizer: Any = None, **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        tokenizer: Any = None,
+        policy: kvtrie.ReusePolicy | None = None,
+        **options: Any,
+    ) -> None:
         self.options = options
         self.router = Router()
         self.index = kvtrie.KvIndexer(2, b"the key of tests")
         for name in ("a", "b"):
             self.index.add_worker(name, NS)
-        self.dispatcher = Dispatcher(self.index)
+        self.dispatcher = Dispatcher(self.index, policy=policy)
         self.served = ServedModel(NS, tokenizer or byte_tokenizer())
         # The second worker has all but the end of the prompt.
         tokens = self.served.prompt(CHAT, {"messages": MESSAGES})[:]
@@ -527,10 +533,42 @@ def test_conversation_of_a_request_is_asked_for() -> None:
         await running.post(chat(), **{"X-Session-Id": "two"})
         # What no worker would take is no reason not to route.
         await running.post(chat(session_id="x" * 257))
-        assert asked == [{"session": "one"}, {"session": "two"}, {"session": None}]
+        assert [one["session"] for one in asked] == ["one", "two", None]
+        assert {one["moved_end"] for one in asked} == {None}
         assert running.proxy.counts["routed"] == 3
 
     run(test)
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+def test_nothing_of_the_last_message_is_promised(path: str) -> None:
+    """As the workers' plans move nothing into it."""
+    template = (
+        "{% for m in messages %}<bos>{{ m.role }}\n{{ m.content }}<eos>{% endfor %}<bos>assistant\n"
+    )
+
+    async def test(running: Running) -> None:
+        asked, choose = [], running.dispatcher.choose
+
+        def notes(seq: kvtrie.TokenSequence, *arguments: Any, **options: Any) -> Sent:
+            asked.append((seq, options["moved_end"]))
+            return choose(seq, *arguments, **options)
+
+        running.dispatcher.choose = notes  # type: ignore[method-assign] # a stub
+        said = "hello " * 4
+        messages = [{"role": role, "content": said} for role in ("user", "assistant", "user")]
+        body: dict[str, Any] = {"messages": messages}
+        if path != CHAT:
+            ids = running.served.prompt(CHAT, body)[:]
+            body = {"prompt": ids.tolist()}
+        await running.post({"model": "tiny", **body}, path)
+        ((seq, moved_end),) = asked
+        ids = seq[:].tolist()
+        last = [at for at, token in enumerate(ids) if token == 1][-2]
+        assert moved_end == last
+        assert running.proxy.counts["routed"] == 1
+
+    run(test, tokenizer=byte_tokenizer(template), policy=kvtrie.ReusePolicy())
 
 
 @pytest.mark.parametrize(

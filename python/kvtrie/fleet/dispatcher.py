@@ -159,6 +159,11 @@ class Dispatcher:
         self._turn = 0
         self._lock = threading.Lock()
 
+    @property
+    def moves(self) -> bool:
+        """Whether moved tokens are asked for."""
+        return self._policy.approximate
+
     def choose(
         self,
         seq: TokenSequence,

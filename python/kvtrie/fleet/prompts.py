@@ -10,6 +10,7 @@ import numpy as np
 
 from kvtrie._core import Namespace, TokenSequence
 from kvtrie.lab import Template, TemplateError
+from kvtrie.tags.openings import LastMessage
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -79,11 +80,14 @@ class ServedModel:
     tokenizer: Any
     arguments: Mapping[str, Any] = field(default_factory=dict)
     _template: Template = field(init=False, repr=False, compare=False)
+    _last_message: LastMessage = field(init=False, repr=False, compare=False)
     # What a client's arguments of the template must not be called.
     _reserved: frozenset[str] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_template", Template(self.tokenizer, self.arguments))
+        last_message = LastMessage(self.tokenizer, **self.arguments)
+        object.__setattr__(self, "_last_message", last_message)
         named = inspect.signature(self.tokenizer.apply_chat_template).parameters
         object.__setattr__(self, "_reserved", frozenset(named) | {"chat_template"})
 
@@ -105,6 +109,17 @@ class ServedModel:
         except (OverflowError, ValueError, TypeError) as error:
             msg = "a token id is out of range"
             raise PromptError(msg) from error
+
+    def moved_end(self, prompt: TokenSequence) -> int | None:
+        """Where the last message of a user or a tool begins, as kvtrie in the workers finds it.
+
+        Args:
+            prompt: The prompt of a request.
+
+        Returns:
+            None if there is none, or if the chat template does not say.
+        """
+        return self._last_message(np.asarray(prompt[:]))
 
     def chat_text(self, body: Mapping[str, Any]) -> str:
         """The text of a chat's prompt, as the template renders it.

@@ -400,7 +400,9 @@ class Proxy:
             except UnsplicedError as error:
                 why_text = str(error)
         prompt = _known(model.prompt, path, document) if chat is None else chat.prompt
-        return self._dispatcher.choose(prompt, targets, session=session), chat, why_text
+        moved_end = model.moved_end(prompt) if self._dispatcher.moves else None
+        sent = self._dispatcher.choose(prompt, targets, session=session, moved_end=moved_end)
+        return sent, chat, why_text
 
     async def _pass_on(
         self, request: web.Request, body: _Body, choice: _Choice
