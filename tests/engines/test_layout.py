@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvtrie._core import LayoutError
 from kvtrie.pool import KVGroup, KVLayout
@@ -209,18 +213,148 @@ def test_groups_are_checked(groups: Any, error: type[Exception], said: str) -> N
         KVLayout(num_layers=3, num_kv_heads=2, head_dim=32, dtype="float32", groups=groups())
 
 
-def test_quantised_layers_have_one_shape() -> None:
-    alike = (_group(0, window=8), _group(1))
-    layout: dict[str, Any] = {
-        "num_layers": 2,
-        "num_kv_heads": 2,
-        "head_dim": 32,
-        "dtype": "uint8",
-        "quant": "int8",
+def _mixed(*groups: KVGroup, **changes: Any) -> KVLayout:
+    known: dict[str, Any] = {
+        "num_layers": sum(len(group.layers) for group in groups),
+        "num_kv_heads": groups[0].num_kv_heads,
+        "head_dim": groups[0].head_dim,
+        "v_head_dim": groups[0].v_head_dim,
+        "dtype": "bfloat16",
+        "groups": groups,
     }
-    assert KVLayout(**layout, groups=alike).windows == (8, None)
-    with pytest.raises(LayoutError, match="layers of int8 have one shape"):
-        KVLayout(**layout, groups=(_group(0), _group(1, head_dim=48)))
+    return KVLayout(**(known | changes))
+
+
+def test_quantised_layers_may_differ_in_shape() -> None:
+    layout = _mixed(_group(0), _group(1, head_dim=48), dtype="uint8", quant="int8_per_token_head")
+    assert [(group.k_row, group.v_row) for group in layout.layers] == [(36, 36), (52, 52)]
+    assert layout.bytes_per_token == 2 * 2 * (36 + 52)
+    assert (layout.is_uniform, layout.kv_dtype) == (False, "int8_per_token_head")
+
+
+def test_groups_may_differ_in_type() -> None:
+    """As vLLM with --kv-cache-dtype fp8 --kv-cache-dtype-skip-layers sliding_window."""
+    layout = _mixed(_group(0, 2, 3, window=8), _group(1, quant="fp8_e4m3"))
+    types = [(group.dtype, group.quant) for group in layout.layers]
+    assert types == [("bfloat16", None), ("uint8", "fp8_e4m3"), *[("bfloat16", None)] * 2]
+    assert layout.bytes_per_token == 2 * 64 * (3 * 2 + 1)
+    assert not layout.is_uniform
+    assert (layout.kv_type, layout.k_row, layout.item_size) == (None, 32, 2)
+
+
+def test_floats_next_to_a_quantised_layout_are_named() -> None:
+    layout = _mixed(
+        _group(0), _group(1, dtype="float32"), _group(2), dtype="float8_e4m3fn", quant="fp8_e4m3"
+    )
+    assert [group.quant for group in layout.layers] == ["fp8_e4m3", None, "fp8_e4m3"]
+    assert [group.dtype for group in layout.layers] == ["float8_e4m3fn", "float32", "float8_e4m3fn"]
+    assert layout.bytes_per_token == 2 * 64 * (1 + 4 + 1)
+
+
+def test_a_group_that_names_the_layouts_type_is_as_one_without() -> None:
+    groups = _group(0, window=8), _group(1, window=4)
+    assert _mixed(*groups) == _mixed(*(replace(one, dtype="bfloat16") for one in groups))
+    assert _mixed(_group(0, 1, dtype="bfloat16")).groups == ()
+    # Types of groups are as given when the layout's is replaced.
+    mixed = _mixed(groups[0], replace(groups[1], quant="int8"))
+    assert replace(mixed, dtype="float16").kv_dtype == "float16+int8[1]"
+
+
+@pytest.mark.parametrize(
+    ("groups", "name"),
+    [
+        (lambda: (_group(0, 3), _group(1, 2, window=8)), "bfloat16"),
+        (lambda: (_group(0, 2), _group(1, 3, quant="int8")), "bfloat16+int8[1,3]"),
+        (lambda: (_group(1, 3), _group(0, 2, quant="int8")), "int8+bfloat16[1,3]"),
+        (lambda: (_group(0), _group(1, 2, 3, dtype="float32")), "bfloat16+float32[1-3]"),
+        (
+            lambda: (_group(0, 5), _group(3, quant="fp8_e5m2"), _group(1, 2, 4, quant="int8")),
+            "bfloat16+int8[1-2,4]+fp8_e5m2[3]",
+        ),
+    ],
+)
+def test_a_name_says_which_layers_have_which_type(groups: Any, name: str) -> None:
+    assert _mixed(*groups()).kv_dtype == name
+
+
+_TYPES = ("bfloat16", "float32", "fp8_e4m3", "int8", "fp8_per_token_head")
+
+
+@given(st.lists(st.sampled_from(_TYPES), min_size=1, max_size=12), st.data())
+def test_a_name_is_of_one_assignment_of_types(types: list[str], data: Any) -> None:
+    """It depends on nothing else, and is read back by the rule that the docstring states."""
+    parts: dict[tuple[str, int], list[int]] = {}
+    for layer, name in enumerate(types):
+        # Groups of one type may be several.
+        parts.setdefault((name, data.draw(st.integers(0, 1))), []).append(layer)
+    groups = [
+        _group(*layers, window=9 if part else None, **{"quant" if "8" in name else "dtype": name})
+        for (name, part), layers in parts.items()
+    ]
+    first = groups[0]
+    layout = _mixed(
+        *data.draw(st.permutations(groups[1:]).map(lambda rest: [first, *rest])),
+        dtype=first.dtype,
+        quant=first.quant,
+    )
+    base, *others = layout.kv_dtype.split("+")
+    read = [base] * len(types)
+    for other in others:
+        name, _, ranges = other.rstrip("]").partition("[")
+        for one in ranges.split(","):
+            start, _, end = one.partition("-")
+            for layer in range(int(start), int(end or start) + 1):
+                read[layer] = name
+    assert read == types
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"quant": "fp8"}, r"KVGroup: layers 1,3-4: KV of 'fp8' is not supported: the name has"),
+        ({"quant": "int4"}, "layers 1,3-4: KV of 'int4' is not supported: .*4-bit"),
+        ({"dtype": "uint8"}, "layers 1,3-4: a pool of 'uint8' is not supported without quant"),
+        ({"dtype": "bfloat16", "quant": "int8"}, "tensors of int8 are int8 or uint8, not 'bfloat1"),
+        ({"quant": "fp8_index"}, "layers 1,3-4: fp8_index is one row per token"),
+        ({"quant": "fp8_ds_mla"}, "layers 1,3-4: fp8_ds_mla has head_dim 576, not 32"),
+    ],
+)
+def test_a_type_that_a_group_cannot_have_is_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(LayoutError, match=said):
+        _group(1, 3, 4, **changes)
+
+
+def test_a_layouts_type_that_does_not_fit_a_group_is_refused() -> None:
+    with pytest.raises(LayoutError, match="KVGroup: layers 1: fp8_index is one row per token"):
+        _mixed(
+            _group(0, num_kv_heads=1, v_head_dim=0),
+            _group(1),
+            dtype="uint8",
+            quant="fp8_index",
+        )
+
+
+def test_the_first_group_has_the_layouts_type() -> None:
+    said = r"\('bfloat16', None\), those of the first group \(layers 0\) \('uint8', 'int8'\)"
+    with pytest.raises(LayoutError, match=said):
+        _mixed(_group(0, quant="int8"), _group(1))
+
+
+def test_unlike_groups_of_an_engine_are_wrapped_one_by_one() -> None:
+    groups = _group(0), _group(1, quant="int8")
+    with pytest.raises(LayoutError, match=r"bfloat16\+int8\[1\]: wrap the groups one by one"):
+        _mixed(*groups, axes="blocks tokens heads (kv dim)")
+
+
+def test_a_group_without_a_type_says_where_it_is() -> None:
+    with pytest.raises(LayoutError, match=r"layers 0,2 have the element type of their layout"):
+        _ = _group(0, 2).bytes_per_token
+
+
+def test_a_layout_with_types_by_group_is_pickled() -> None:
+    layout = _mixed(_group(0), _group(1, quant="int8"))
+    again = pickle.loads(pickle.dumps(layout))  # noqa: S301 - our own bytes
+    assert (again, again.kv_dtype) == (layout, "bfloat16+int8[1]")
 
 
 @pytest.mark.parametrize(

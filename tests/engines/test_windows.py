@@ -294,7 +294,7 @@ def test_a_pool_moves_each_group_with_its_own_shape_and_rotation() -> None:
     assert [tuple(view.shape[2:]) for view in pool.v if view is not None] == [
         *((2, 8), (1, 12), (2, 8))
     ]
-    assert pool.num_bytes == sum(one.nbytes for part in pool._tensors for one in part)
+    assert pool.num_bytes == sum(one.nbytes for part in pool._launches for one in part.tensors)
     for view in (*pool.k, *pool.v):
         if view is not None:
             view.copy_(torch.randn(view.shape))
@@ -320,6 +320,17 @@ def test_a_pool_moves_each_group_with_its_own_shape_and_rotation() -> None:
         pool.gather([0], 0, 1)
     with pytest.raises(LayoutError, match=r"KVPool\.scatter: .*differ in shape"):
         pool.scatter(torch.zeros(3, 1, 2, 8), None, [0], 0)
+
+
+def test_parts_of_a_split_keep_the_types_of_their_groups() -> None:
+    layout, _ = two_shapes()
+    windowed, full = layout.groups
+    for groups, types in (
+        ((windowed, replace(full, quant="int8")), ("int8", "float32")),
+        ((windowed, replace(full, dtype="bfloat16")), ("bfloat16", "float32")),
+    ):
+        split = Split.of(replace(layout, groups=groups), 16)
+        assert (split.full.kv_dtype, split.windowed.kv_dtype) == types
 
 
 def test_a_moved_run_brings_its_windows_into_a_pool_of_their_own() -> None:

@@ -205,36 +205,39 @@ def expected(
     pool: KVPool, moves: NDArray[Any]
 ) -> tuple[list[NDArray[np.uint8]], list[NDArray[np.uint8] | None], int]:
     """The right K and V of every layer, ``[slots, heads, bytes]``, and the saturated elements."""
-    layout = pool.layout
-    quant, dim = str(layout.quant), layout.head_dim
-    of_k, of_v, count = [], [], 0
-    for layer, (k_view, v_view) in enumerate(zip(pool.k, pool.v, strict=True)):
-        k = k_view.flatten(0, 1).cpu().numpy()
-        v = None if v_view is None else v_view.flatten(0, 1).cpu().numpy()
-        new_k, new_v = k.copy(), None if v is None else v.copy()
-        rotary = pool.rope.layers[layer] if pool.rope is not None else None
-        for source, dest, length, delta in moves.tolist():
-            for a, b in zip(
-                range(source, source + length), range(dest, dest + length), strict=True
-            ):
-                new_k[b] = k[a]
-                if v is not None and new_v is not None:
-                    new_v[b] = v[a]
-                if rotary is None or not delta or not rotary.width:
-                    continue
-                for head in range(k.shape[1]):
-                    scale = None
-                    if quant in SCALED:
-                        scale = k[a, head, dim:]
-                    elif v is not None and quant == BLOCKWISE:
-                        scale = v[a, head]
-                    codes, its, more = rotated(k[a, head, :dim], scale, quant, rotary, delta)
-                    count += more
-                    new_k[b, head, :dim] = codes
-                    if its is not None and quant in SCALED:
-                        new_k[b, head, dim:] = its
-                    elif its is not None and new_v is not None:
-                        new_v[b, head] = its
-        of_k.append(new_k)
-        of_v.append(new_v)
-    return of_k, of_v, count
+    found = [expected_of(pool, layer, moves) for layer in range(len(pool.k))]
+    return [one[0] for one in found], [one[1] for one in found], sum(one[2] for one in found)
+
+
+def expected_of(
+    pool: KVPool, layer: int, moves: NDArray[Any]
+) -> tuple[NDArray[np.uint8], NDArray[np.uint8] | None, int]:
+    """The same of one layer, which is coded."""
+    group = pool.layout.layers[layer]
+    quant, dim, count = str(group.quant), group.head_dim, 0
+    k = pool.k[layer].flatten(0, 1).cpu().numpy()
+    v_view = pool.v[layer]
+    v = None if v_view is None else v_view.flatten(0, 1).cpu().numpy()
+    new_k, new_v = k.copy(), None if v is None else v.copy()
+    rotary = pool.rope.layers[layer] if pool.rope is not None else None
+    for source, dest, length, delta in moves.tolist():
+        for a, b in zip(range(source, source + length), range(dest, dest + length), strict=True):
+            new_k[b] = k[a]
+            if v is not None and new_v is not None:
+                new_v[b] = v[a]
+            if rotary is None or not delta or not rotary.width:
+                continue
+            for head in range(k.shape[1]):
+                scale = None
+                if quant in SCALED:
+                    scale = k[a, head, dim:]
+                elif v is not None and quant == BLOCKWISE:
+                    scale = v[a, head]
+                codes, its, more = rotated(k[a, head, :dim], scale, quant, rotary, delta)
+                count += more
+                new_k[b, head, :dim] = codes
+                if its is not None and quant in SCALED:
+                    new_k[b, head, dim:] = its
+                elif its is not None and new_v is not None:
+                    new_v[b, head] = its
+    return new_k, new_v, count

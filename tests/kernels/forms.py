@@ -334,13 +334,18 @@ def clone_of(held: Held, pool: KVPool) -> tuple[list[torch.Tensor], list[torch.T
         by_address[tensor.untyped_storage().data_ptr()].as_strided(
             tensor.shape, tensor.stride(), tensor.storage_offset()
         )
-        for tensor in pool._tensors[0]
+        for tensor in tensors_of(pool)
     ]
     return copies, tensors
 
 
+def tensors_of(pool: KVPool) -> tuple[torch.Tensor, ...]:
+    """What is moved in a pool of alike layers."""
+    return pool._launches[0].tensors
+
+
 def geometry_of(pool: KVPool) -> Geometry:
-    return Geometry.from_ints(pool._geometries[0])
+    return Geometry.from_ints(pool._launches[0].geometry)
 
 
 def same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:

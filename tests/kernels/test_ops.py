@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from tests.kernels.coded import coded, forms_of
-from tests.kernels.forms import FORMS, Form, Held, random_moves, spec
+from tests.kernels.forms import FORMS, Form, Held, random_moves, spec, tensors_of
 
 from kvtrie.kernels import ops
-from kvtrie.pool.kv_pool import KVPool, _tables
+from kvtrie.pool.angles import AngleTables
 from kvtrie.pool.moves import check_moves
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from kvtrie.pool import KVPool
 
 BY_NAME = {form.name: form for form in FORMS}
 
@@ -27,8 +29,14 @@ def arguments(form: Form, held: Held) -> tuple[Any, ...]:
     pool = form.pool(held, form.sizes(), spec("partial"))
     pieces = check_moves(random_moves(11, form.sizes().slots), form.sizes().slots)
     slots, deltas = pieces.expand(form.sizes().slots)
-    cos, sin = _tables(pool._rotaries, deltas, pool.dtype)
-    return list(pool._tensors[0]), torch.from_numpy(slots), cos, sin, list(pool._geometries[0])
+    cos, sin = AngleTables(pool._rotaries, deltas).of(pool.dtype)
+    return (
+        list(tensors_of(pool)),
+        torch.from_numpy(slots),
+        cos,
+        sin,
+        list(pool._launches[0].geometry),
+    )
 
 
 @pytest.mark.parametrize("name", ["nhd", "vllm-bhnc", "sglang", "mla"])
@@ -43,12 +51,12 @@ def test_opcheck_of_codes(quant: str) -> None:
     it = coded(forms_of(quant)[0], quant, spec("partial"))
     pieces = check_moves(random_moves(11, 35), 35)
     slots, deltas = pieces.expand(35)
-    cos, sin = _tables(it.pool._rotaries, deltas, it.pool.dtype)
-    assert it.pool._form is not None
+    cos, sin = AngleTables(it.pool._rotaries, deltas).of(it.pool.dtype)
+    assert it.pool._launches[0].form is not None
     given = (
-        *(list(it.pool._tensors[0]), torch.zeros(1, dtype=torch.int64)),
-        *(torch.from_numpy(slots), cos, sin, list(it.pool._geometries[0])),
-        list(it.pool._form.to_ints()),
+        *(list(tensors_of(it.pool)), torch.zeros(1, dtype=torch.int64)),
+        *(torch.from_numpy(slots), cos, sin, list(it.pool._launches[0].geometry)),
+        list(it.pool._launches[0].form.to_ints()),
     )
     torch.library.opcheck(torch.ops.kvtrie.requantize_rows.default, given)
 

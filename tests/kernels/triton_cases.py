@@ -29,13 +29,15 @@ from tests.kernels.forms import (
     rotary,
     same_bits,
     spec,
+    tensors_of,
 )
 
 from kvtrie.kernels import codes, reference, triton_codes
 from kvtrie.kernels import triton as fused
 from kvtrie.kernels.geometry import Geometry
 from kvtrie.pool import KVLayout
-from kvtrie.pool.kv_pool import KVPool, _tables
+from kvtrie.pool.angles import AngleTables
+from kvtrie.pool.kv_pool import KVPool
 from kvtrie.pool.moves import check_moves
 from kvtrie.rope import RopeSpec, Rotary
 
@@ -49,7 +51,7 @@ def arguments(
     pool: KVPool, moves: NDArray[Any], num_slots: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     slots, deltas = check_moves(moves, num_slots).expand(num_slots)
-    cos, sin = _tables(pool._rotaries, deltas, pool.dtype)
+    cos, sin = AngleTables(pool._rotaries, deltas).of(pool.dtype)
     return torch.from_numpy(slots), cos, sin
 
 
@@ -60,7 +62,7 @@ def check_form(form: Form, dtype: str, rope: RopeSpec, seed: int, **changes: int
     given = arguments(pool, random_moves(seed, sizes.slots), sizes.slots)
     copies, tensors = clone_of(held, pool)
     reference.move_rows(tensors, *given, geometry_of(pool))
-    fused.move_rows(pool._tensors[0], *given, geometry_of(pool))
+    fused.move_rows(tensors_of(pool), *given, geometry_of(pool))
     for storage, copy in zip(held.storages, copies, strict=True):
         assert same_bits(storage, copy)
 
@@ -123,7 +125,7 @@ def test_every_bit_pattern(dtype: str, rope: str) -> None:
     smallest = [0, 1, limit // 2 + 1, limit // 2 + 2]
     special = np.array([*smallest, infinity, infinity + 1, limit // 2, limit], dtype=f"u{width}")
     rng = np.random.default_rng(1)
-    for tensor, other in zip(pools[0]._tensors[0], pools[1]._tensors[0], strict=True):
+    for tensor, other in zip(tensors_of(pools[0]), tensors_of(pools[1]), strict=True):
         values = np.frombuffer(rng.bytes(tensor.nbytes), dtype=f"i{width}").copy()
         spots = rng.random(len(values)) < 0.2
         values[spots] = rng.choice(special, int(spots.sum())).view(f"i{width}")
@@ -131,14 +133,14 @@ def test_every_bit_pattern(dtype: str, rope: str) -> None:
             each.view(kind).copy_(torch.from_numpy(values).view(each.shape))
     moves = np.array([(0, 80, 70, 3), (70, 150, 10, 0)], dtype=MOVES)
     given = arguments(pools[0], moves, 160)
-    reference.move_rows(pools[0]._tensors[0], *given, geometry_of(pools[0]))
-    fused.move_rows(pools[1]._tensors[0], *given, geometry_of(pools[1]))
-    for mine, other in zip(pools[1]._tensors[0], pools[0]._tensors[0], strict=True):
+    reference.move_rows(tensors_of(pools[0]), *given, geometry_of(pools[0]))
+    fused.move_rows(tensors_of(pools[1]), *given, geometry_of(pools[1]))
+    for mine, other in zip(tensors_of(pools[1]), tensors_of(pools[0]), strict=True):
         # A NaN that comes out of arithmetic is a NaN; its payload is the machine's.
         both_nan = mine.isnan() & other.isnan()
         assert bool(((mine.view(kind) == other.view(kind)) | both_nan).all())
     if rope == "none":
-        for mine, other in zip(pools[1]._tensors[0], pools[0]._tensors[0], strict=True):
+        for mine, other in zip(tensors_of(pools[1]), tensors_of(pools[0]), strict=True):
             assert same_bits(mine, other)
 
 
@@ -148,7 +150,7 @@ def test_nothing_to_move() -> None:
     bits = held.bits()
     pool = form.pool(held, form.sizes(), spec("neox"))
     given = arguments(pool, np.array([], dtype=MOVES), form.sizes().slots)
-    fused.move_rows(pool._tensors[0], *given, geometry_of(pool))
+    fused.move_rows(tensors_of(pool), *given, geometry_of(pool))
     assert all(torch.equal(now, then) for now, then in zip(held.bits(), bits, strict=True))
 
 
@@ -164,7 +166,7 @@ def test_slots_of_64_bits() -> None:
     assert slots.dtype == torch.int32
     assert wide.dtype == np.int64
     reference.move_rows(tensors, slots, cos, sin, geometry_of(pool))
-    fused.move_rows(pool._tensors[0], torch.from_numpy(wide), cos, sin, geometry_of(pool))
+    fused.move_rows(tensors_of(pool), torch.from_numpy(wide), cos, sin, geometry_of(pool))
     assert all(same_bits(one, two) for one, two in zip(held.storages, copies, strict=True))
 
 
@@ -200,7 +202,7 @@ def test_addresses_beyond_two_to_the_31_elements(
     pool = KVPool.wrap(([k], [v]), layout, rope)
     before = k.clone(), v.clone()
     moves = np.array([(source, dest, 1, 40)], dtype=MOVES)
-    fused.move_rows(pool._tensors[0], *arguments(pool, moves, slots), geometry_of(pool))
+    fused.move_rows(tensors_of(pool), *arguments(pool, moves, slots), geometry_of(pool))
     rotated = reference.rotate(before[0].view(-1, 12)[source].unsqueeze(0), rope, 40)
     for rows, old, row in zip(
         (k, v), before, (rotated[0], before[1].view(-1, 12)[source]), strict=True
@@ -225,7 +227,7 @@ def test_bases_that_are_not_aligned() -> None:
     other = whole.clone()
     given = arguments(pool, random_moves(3, 24), 24)
     reference.move_rows([other[1:].view(2, 6, 4, 3, 16)], *given, geometry_of(pool))
-    fused.move_rows(pool._tensors[0], *given, geometry_of(pool))
+    fused.move_rows(tensors_of(pool), *given, geometry_of(pool))
     assert same_bits(whole, other)
 
 
@@ -275,13 +277,13 @@ def check_codes(
             view.fill_(fill)
     num_slots = it.pool.num_blocks * it.layout.block_size
     given = arguments(it.pool, random_moves(seed, num_slots) if moves is None else moves, num_slots)
-    of_k = it.pool._form
+    of_k = it.pool._launches[0].form
     assert of_k is not None
     copies, tensors = clone_of(it.held, it.pool)
     counts = [torch.zeros(1, dtype=torch.int64, device=DEVICE) for _ in range(2)]
     geometry = geometry_of(it.pool)
     reference.requantize_rows(tensors, counts[0], *given, geometry, of_k)
-    triton_codes.requantize_rows(it.pool._tensors[0], counts[1], *given, geometry, of_k)
+    triton_codes.requantize_rows(tensors_of(it.pool), counts[1], *given, geometry, of_k)
     for storage, copy in zip(it.held.storages, copies, strict=True):
         assert torch.equal(storage, copy)
     assert torch.equal(*counts)
@@ -344,8 +346,8 @@ def test_every_code_is_read_and_rounded_as_in_the_reference(name: str) -> None:
         moves = np.array([(0, 16, 1, 1)], dtype=MOVES)
         given = arguments(pool, moves, 32)
         count = torch.zeros(1, dtype=torch.int64, device=DEVICE)
-        assert pool._form is not None
-        run(pool._tensors[0], count, *given, geometry_of(pool), pool._form)
+        assert pool._launches[0].form is not None
+        run(tensors_of(pool), count, *given, geometry_of(pool), pool._launches[0].form)
         both.append((pool.k[0].clone(), int(count)))
     assert torch.equal(both[0][0], both[1][0])
     assert both[0][1] == both[1][1]
@@ -363,5 +365,5 @@ def test_bytes_without_a_delta_are_copied_by_the_first_kernel() -> None:
     moves = np.array([(3, 20, 9, 0)], dtype=MOVES)
     given = arguments(it.pool, moves, 35)
     reference.move_rows(tensors, *given, geometry_of(it.pool))
-    fused.move_rows(it.pool._tensors[0], *given, geometry_of(it.pool))
+    fused.move_rows(tensors_of(it.pool), *given, geometry_of(it.pool))
     assert all(map(torch.equal, it.held.storages, copies))

@@ -102,17 +102,22 @@ class Split:
 def _of_layers(layout: KVLayout, layers: list[int]) -> KVLayout:
     number = {layer: at for at, layer in enumerate(layers)}
     groups = tuple(
-        replace(group, layers=tuple(number[layer] for layer in group.layers))
+        replace(
+            layout.layers[group.layers[0]],
+            layers=tuple(number[layer] for layer in group.layers),
+        )
         for group in layout.groups
         if group.layers[0] in number
     )
-    heads, head_dim, v_head_dim = groups[0].shape
+    first = groups[0]
     return replace(
         layout,
         num_layers=len(layers),
-        num_kv_heads=heads,
-        head_dim=head_dim,
-        v_head_dim=v_head_dim,
+        num_kv_heads=first.num_kv_heads,
+        head_dim=first.head_dim,
+        v_head_dim=first.v_head_dim,
+        dtype=first.dtype or layout.dtype,
+        quant=first.quant,
         groups=groups,
     )
 

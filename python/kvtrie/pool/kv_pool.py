@@ -16,9 +16,9 @@ except ImportError as error:
 from kvtrie._core import KvTrieError, LayoutError
 from kvtrie.kernels import ops, reference
 from kvtrie.kernels.codes import IN_LAYER, CodeForm
-from kvtrie.kernels.geometry import Geometry, Placement, Rows, Window
-from kvtrie.models.kv_types import DS_MLA_LATENT, DS_MLA_TAIL
+from kvtrie.kernels.geometry import Geometry, Placement, Rows
 from kvtrie.pool import stored
+from kvtrie.pool.angles import AngleTables, windows_of
 from kvtrie.pool.moves import check_moves
 from kvtrie.pool.placement import MAX_BLOCKS
 
@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvtrie._core import Item
+    from kvtrie.pool.groups import KVGroup
     from kvtrie.pool.layout import KVLayout
-    from kvtrie.rope import RopeSpec, Rotary
+    from kvtrie.rope import RopeSpec
 
     BlockIds = NDArray[np.integer] | Sequence[int] | torch.Tensor
 
@@ -137,7 +138,7 @@ class KVPool:
     """K and V of all layers, in its own tensors or an engine's (``KVPool.wrap``).
 
     A pool of its own holds K in one tensor ``[layers, blocks, block_size, heads, head_dim]`` and V,
-    if there is one, in another; layers of another shape are in tensors of their own.
+    if there is one, in another; layers of another shape or type are in tensors of their own.
     ``docs/pool.md`` has examples.
 
     Every method checks its slots, block ids and positions first: a call that raises has changed
@@ -189,14 +190,12 @@ class KVPool:
             raise LayoutError(msg)
         _check_device(torch.device(device))
         _check_rope(layout, rope)
-        dtype: torch.dtype = getattr(torch, layout.dtype)
         parts: list[_Part] = []
-        for shape, layers in _shapes(layout).items():
-            heads, head_dim, v_head_dim = shape
-            if layout.quant is not None:
-                head_dim, v_head_dim = layout.k_row, layout.v_row
-            sides = [head_dim, v_head_dim] if v_head_dim else [head_dim]
-            lead = (len(layers), num_blocks, layout.block_size, heads)
+        for layers in _alike(layout):
+            group = layout.layers[layers[0]]
+            dtype: torch.dtype = getattr(torch, str(group.dtype))
+            sides = [group.k_row, group.v_row] if group.v_row else [group.k_row]
+            lead = (len(layers), num_blocks, layout.block_size, group.num_kv_heads)
             try:
                 tensors = tuple(
                     torch.zeros((*lead, dim), dtype=dtype, device=device) for dim in sides
@@ -214,11 +213,11 @@ class KVPool:
             placement = Placement(
                 num_blocks,
                 layout.block_size,
-                heads,
+                group.num_kv_heads,
                 rows[0],
-                rows[1] if v_head_dim else None,
+                rows[1] if group.v_row else None,
             )
-            parts.append(_Part(layers, tensors, placement))
+            parts.append(_Part(group, layers, tensors, placement))
         self._set(layout, rope, parts)
 
     @classmethod
@@ -257,23 +256,22 @@ class KVPool:
         _check_device(found.tensors[0].device)
         _check_rope(layout, rope)
         pool = cls.__new__(cls)
-        layers = tuple(range(layout.num_layers))
-        pool._set(layout, rope, [_Part(layers, found.tensors, found.placement)])  # noqa: SLF001 - of its own class
+        # Layers of one axes are alike.
+        part = _Part(
+            layout.layers[0], tuple(range(layout.num_layers)), found.tensors, found.placement
+        )
+        pool._set(layout, rope, [part])  # noqa: SLF001 - of its own class
         return pool
 
     def _set(self, layout: KVLayout, rope: RopeSpec | None, parts: Sequence[_Part]) -> None:
-        windows, self._rotaries = _windows(layout, rope)
-        kind = layout.kv_type
-        self._form = None if kind is None else CodeForm.of(kind)
+        windows, self._rotaries = windows_of(layout, rope)
         self._layout = layout
         self._rope = rope
-        # Of each shape: what is moved, and where rows are in it.
-        self._tensors: list[tuple[torch.Tensor, ...]] = []
-        self._geometries: list[tuple[int, ...]] = []
+        self._launches: list[_Launch] = []
         k: dict[int, torch.Tensor] = {}
         v: dict[int, torch.Tensor] = {}
         for part in parts:
-            tensors, at = part.tensors, part.placement
+            kind, tensors, at = part.group.kv_type, part.tensors, part.placement
             # Indexing of float8 tensors is not implemented everywhere; bytes are moved.
             if kind is not None:
                 tensors = tuple(tensor.view(torch.uint8) for tensor in tensors)
@@ -281,16 +279,20 @@ class KVPool:
             k |= zip(part.layers, reference.views(tensors, at.k, shape), strict=True)
             if at.v is not None:
                 v |= zip(part.layers, reference.views(tensors, at.v, shape), strict=True)
-            if kind is not None and self._form is None:
+            form = None if kind is None else CodeForm.of(kind)
+            if kind is not None and form is None:
                 tensors, at = _as_bfloat16(tensors, at)
             own = tuple(windows[layer] for layer in part.layers)
-            self._tensors.append(tensors)
-            self._geometries.append(Geometry(at, own).to_ints())
+            # A form is needed where codes rotate.
+            form = form if any(window is not None for window in own) else None
+            self._launches.append(
+                _Launch(part.group, part.layers, tensors, Geometry(at, own).to_ints(), form)
+            )
         layers = range(layout.num_layers)
         self._k = tuple(k[layer] for layer in layers)
         self._v: tuple[torch.Tensor | None, ...] = tuple(v.get(layer) for layer in layers)
         self._num_blocks = parts[0].placement.num_blocks
-        self._dtype = self._k[0].dtype
+        self._dtype = self._k[parts[0].layers[0]].dtype
         self._device = self._k[0].device
 
     @property
@@ -315,7 +317,10 @@ class KVPool:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Element type of rows: uint8 where the pool is quantised."""
+        """Element type of rows: uint8 where the pool is quantised.
+
+        Where layers differ in type, that of the first group; ``k`` has those of all.
+        """
         return self._dtype
 
     @property
@@ -327,7 +332,8 @@ class KVPool:
     def k(self) -> tuple[torch.Tensor, ...]:
         """K, one view per layer: ``[num_blocks, block_size, kv_heads, head_dim]``.
 
-        Of a quantised pool, bytes: rows of ``layout.k_row`` with the scale that is stored in them.
+        Of a quantised layer, bytes: rows of its ``k_row`` in ``layout.layers``, with the scale that
+        is stored in them.
         """
         return self._k
 
@@ -335,7 +341,7 @@ class KVPool:
     def v(self) -> tuple[torch.Tensor | None, ...]:
         """V per layer: ``[num_blocks, block_size, kv_heads, v_head_dim]``; or ``None``.
 
-        Of a quantised pool, bytes, as ``k``. For ``fp8_index``, the scales of K.
+        Of a quantised layer, bytes, as ``k``. For ``fp8_index``, the scales of K.
         """
         return self._v
 
@@ -350,7 +356,7 @@ class KVPool:
         """Carry out the copies of a plan in all layers: K is rotated by its delta, V is copied.
 
         The call needs no index: a worker process applies what ``plan.moves(table)`` returned to a
-        scheduler. In a quantised pool, a rotated row of K is rounded to codes again.
+        scheduler. In a quantised layer, a rotated row of K is rounded to codes again.
 
         Args:
             moves: A structured array with ``source_slot``, ``dest_slot``, ``num_tokens`` and
@@ -387,26 +393,30 @@ class KVPool:
             )
             raise LayoutError(msg)
         self._check_items(items, has_moves=len(pieces.count) > 0)
-        is_coded = self._form is not None and bool(self._rotaries) and bool(pieces.delta.any())
-        if is_coded:
+        rotates = bool(pieces.delta.any())
+        if rotates:
             self._check_hops(hops)
         if not len(pieces.count):
             return CopyEvent(self._device)
         slots, deltas = pieces.expand(self._num_blocks * self._layout.block_size)
         if check_finite:
             self._check_finite(slots[0])
-        cos, sin = _tables(self._rotaries, deltas, self._dtype)
         places = torch.from_numpy(slots)
-        if self._form is None or not is_coded:
-            for tensors, geometry in zip(self._tensors, self._geometries, strict=True):
-                ops.move_rows(tensors, places, cos, sin, geometry)
-            return CopyEvent(self._device)
-        saturated = torch.zeros(1, dtype=torch.int64, device=self._device)
-        form = self._form.to_ints()
-        for tensors, geometry in zip(self._tensors, self._geometries, strict=True):
-            ops.requantize_rows(tensors, saturated, places, cos, sin, geometry, form)
-        num_rows = int(pieces.count[pieces.delta != 0].sum()) * self._layout.num_kv_heads
-        return CopyEvent(self._device, saturated, num_rows * self._coded_channels())
+        tables = AngleTables(self._rotaries, deltas)
+        saturated: torch.Tensor | None = None
+        num_elements = 0
+        for one in self._launches:
+            cos, sin = tables.of(one.tensors[0].dtype)
+            if one.form is None or not rotates:
+                ops.move_rows(one.tensors, places, cos, sin, one.geometry)
+                continue
+            if saturated is None:
+                saturated = torch.zeros(1, dtype=torch.int64, device=self._device)
+            form = one.form.to_ints()
+            ops.requantize_rows(one.tensors, saturated, places, cos, sin, one.geometry, form)
+            num_elements += one.group.num_kv_heads * self._coded_channels(one)
+        num_tokens = int(pieces.count[pieces.delta != 0].sum())
+        return CopyEvent(self._device, saturated, num_tokens * num_elements)
 
     def _check_items(self, items: Iterable[Item] | None, *, has_moves: bool) -> None:
         """Refuse deltas that are not differences of positions."""
@@ -422,8 +432,11 @@ class KVPool:
             raise ValueError(msg)
 
     def _check_hops(self, hops: int | None) -> None:
-        """Refuse what would round codes a second time."""
-        name = self._layout.quant
+        """Refuse what would round codes a second time, in any layer."""
+        coded = [str(one.group.quant) for one in self._launches if one.form is not None]
+        if not coded:
+            return
+        name = " and ".join(dict.fromkeys(coded))
         if isinstance(hops, bool) or not isinstance(hops, int | np.integer | None):
             msg = f"KVPool.apply: hops must be an int, not {hops!r}"
             raise TypeError(msg)
@@ -443,12 +456,14 @@ class KVPool:
             )
             raise ChainedRotationError(msg, int(hops))
 
-    def _coded_channels(self) -> int:
-        """Channels of K that get new codes where a token rotates, in all layers together."""
+    def _coded_channels(self, one: _Launch) -> int:
+        """Channels of a head of K that get new codes where a token rotates, in all its layers."""
         layers = self._rope.layers if self._rope is not None else ()
-        rotaries = [rotary for rotary in layers if rotary is not None]
-        if self._form is not None and self._form.scales != IN_LAYER:
-            return self._layout.head_dim * len(rotaries)
+        rotaries = [
+            rotary for layer in one.layers if (rotary := layers[layer]) is not None and rotary.width
+        ]
+        if one.form is not None and one.form.scales != IN_LAYER:
+            return one.group.head_dim * len(rotaries)
         return sum(2 * sum(value != 0 for value in rotary.inv_freq) for rotary in rotaries)
 
     def gather(
@@ -468,7 +483,7 @@ class KVPool:
         Raises:
             TypeError: ``blocks`` does not hold integers.
             ValueError: A position is outside the table or a block is outside the pool.
-            LayoutError: The rows of layers differ in shape.
+            LayoutError: The rows of layers differ in shape or element type.
         """
         self._check_uniform("gather")
         slots = self.slots(blocks, start, end)
@@ -494,7 +509,7 @@ class KVPool:
             TypeError: As for ``gather``.
             ValueError: A shape, dtype or device does not match, a position is outside the table,
                 a block is outside the pool, or a written block occurs twice.
-            LayoutError: The rows of layers differ in shape.
+            LayoutError: The rows of layers differ in shape or element type.
         """
         self._check_uniform("scatter")
         layout = self._layout
@@ -556,8 +571,9 @@ class KVPool:
     def _check_uniform(self, call: str) -> None:
         if not self._layout.is_uniform:
             msg = (
-                f"KVPool.{call}: the rows of this pool's layers differ in shape, so one tensor "
-                "cannot hold them; read or write k and v of each layer at slots"
+                f"KVPool.{call}: the rows of this pool's layers differ in shape or element type "
+                f"({self._layout.kv_dtype}), so one tensor cannot hold them; read or write k and v "
+                "of each layer at slots"
             )
             raise LayoutError(msg)
 
@@ -566,11 +582,11 @@ class KVPool:
         sources = np.unique(sources)
         slots = torch.from_numpy(sources.astype(np.int64)).to(self._device)
         bad = torch.zeros(len(slots), dtype=torch.bool, device=self._device)
-        kind = self._layout.kv_type
         for views, is_v in ((self._k, False), (self._v, True)):
-            for view in views:
+            for view, group in zip(views, self._layout.layers, strict=True):
                 if view is None:
                     continue
+                kind = group.kv_type
                 for start in range(0, len(slots), _CHECKED_ROWS):
                     some = slice(start, start + _CHECKED_ROWS)
                     rows = reference.gather_rows(view, slots[some])
@@ -662,10 +678,10 @@ def _check_rope(layout: KVLayout, rope: RopeSpec | None) -> None:
             where = "" if layout.is_uniform and not rope.head_dims else f" in layer {number}"
             msg = f"KVPool: rope has head_dim {dim}{where}, the layout has {group.head_dim}"
             raise LayoutError(msg)
-        if rotary is not None and rotary.start < layout.first_rotated:
+        if rotary is not None and rotary.start < group.first_rotated:
             msg = (
                 f"KVPool: layer {number} rotates channels from {rotary.start} on, and those of "
-                f"{layout.quant} before {layout.first_rotated} are not rotated"
+                f"{group.quant} before {group.first_rotated} are not rotated"
             )
             raise LayoutError(msg)
 
@@ -704,19 +720,32 @@ def _span(tensor: torch.Tensor) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The layers of one shape: their tensors, and where rows are in them."""
+    """Layers of one shape and type: their tensors, and where rows are in them."""
 
+    group: KVGroup
     layers: tuple[int, ...]
     tensors: tuple[torch.Tensor, ...]
     placement: Placement
 
 
-def _shapes(layout: KVLayout) -> dict[tuple[int, int, int], tuple[int, ...]]:
-    """The layers of each shape: KV heads, channels of K, channels of V."""
-    found: dict[tuple[int, int, int], tuple[int, ...]] = {}
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """What moves rows of such layers: with ``form``, those that rotate are rounded again."""
+
+    group: KVGroup
+    layers: tuple[int, ...]
+    tensors: tuple[torch.Tensor, ...]
+    geometry: tuple[int, ...]
+    form: CodeForm | None
+
+
+def _alike(layout: KVLayout) -> list[tuple[int, ...]]:
+    """The layers of each shape and type."""
+    found: dict[object, tuple[int, ...]] = {}
     for layer, group in enumerate(layout.layers):
-        found[group.shape] = (*found.get(group.shape, ()), layer)
-    return found
+        key = (group.shape, group.dtype, group.quant)
+        found[key] = (*found.get(key, ()), layer)
+    return list(found.values())
 
 
 def _stacked(tensor: torch.Tensor, number: int) -> Rows:
@@ -729,46 +758,3 @@ def _stacked(tensor: torch.Tensor, number: int) -> Rows:
         (number,) * len(layers),
         tuple(layer * step for step in layers),
     )
-
-
-def _windows(
-    layout: KVLayout, rope: RopeSpec | None
-) -> tuple[tuple[Window | None, ...], tuple[Rotary, ...]]:
-    """The window of each layer, and the Rotary of each table; equal layers share a table."""
-    layers: tuple[Rotary | None, ...] = (None,) * layout.num_layers if rope is None else rope.layers
-    has_tail = layout.kv_type is not None and not layout.kv_type.requantizes
-    tables: dict[Rotary, int] = {}
-    windows: list[Window | None] = []
-    for rotary in layers:
-        if rotary is None or rotary.width == 0:
-            windows.append(None)
-            continue
-        table = tables.setdefault(rotary, len(tables))
-        start = rotary.start
-        if has_tail:
-            # The row in bfloat16: codes and scales, which stay, take two bytes each.
-            start += DS_MLA_TAIL // 2 - DS_MLA_LATENT
-        windows.append(Window(table, start, len(rotary.inv_freq), rotary.interleaved))
-    return tuple(windows), tuple(tables)
-
-
-def _tables(
-    rotaries: Sequence[Rotary], deltas: NDArray[np.int64], dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines ``[tables, deltas, pairs]``, with the pairs of the widest, padded to four.
-
-    Rows of a table then start at multiples of 16 bytes. Values are computed in float64, and rounded
-    to float32 for pools with at most two bytes per element: others would have more error than one
-    rounding.
-    """
-    precise = np.float32 if dtype.itemsize <= 2 else np.float64
-    widest = max((len(rotary.inv_freq) for rotary in rotaries), default=0)
-    pairs = -(-widest // 4) * 4
-    tables = np.zeros((2, len(rotaries), len(deltas), pairs), dtype=precise)
-    if len(deltas):
-        for number, rotary in enumerate(rotaries):
-            angles = rotary.angles(deltas)
-            tables[0, number, :, : angles.shape[1]] = np.cos(angles)
-            tables[1, number, :, : angles.shape[1]] = np.sin(angles)
-    cos, sin = torch.from_numpy(tables).unbind()
-    return cos, sin

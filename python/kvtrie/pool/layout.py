@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, Literal
 
 from kvtrie._core import LayoutError
 from kvtrie.models.kv_shape import read_kv_shape
-from kvtrie.models.kv_types import DS_MLA_LATENT, KV_TYPES, KVType, refusal
 from kvtrie.pool import placement
-from kvtrie.pool.groups import KVGroup, by_layer, check_groups
+from kvtrie.pool.groups import KVGroup, by_layer, check_element, checked_groups, types_text
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from kvtrie.models.kv_types import KVType
 
 MAX_BLOCK_SIZE: Final = 4096
-
-_ITEM_SIZES: Final[Mapping[str, int]] = {
-    "float64": 8,
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVLayout:
-    """The shape of one KV pool: layers, heads, row widths, element type and block size.
+    """The shape of one KV pool: layers, heads, row widths, element types and block size.
 
     Args:
         num_layers: Attention layers, each with its own K and V.
@@ -42,14 +34,15 @@ class KVLayout:
         quant: How quantised rows are stored: ``fp8_e4m3``, ``fp8_e5m2``, ``int8``,
             ``fp8_per_token_head``, ``int8_per_token_head``, ``fp8_ds_mla`` or ``fp8_index``;
             ``docs/pool.md`` has their bytes. ``None``: rows are floats.
-        groups: Layers that differ in shape or attend over a window; see ``kvtrie.pool.KVGroup``.
-            They hold every layer once, and the first has the sizes above. Empty: all layers are
-            alike and attend to all tokens before.
+        groups: Layers that differ in shape or element type, or attend over a window; see
+            ``kvtrie.pool.KVGroup``. They hold every layer once, and the first has the sizes and the
+            type above. One that names this type itself is as one that names none. Empty: all
+            layers are alike and attend to all tokens before.
 
     Raises:
         LayoutError: ``dtype`` or ``quant`` cannot be held, they do not fit each other or the
-            sizes, ``axes`` are malformed, ``groups`` do not hold each layer once, or differ in
-            shape under ``quant``.
+            sizes, ``axes`` are malformed, ``groups`` do not hold each layer once, the first has
+            another shape or type, or they differ in shape or type next to ``axes``.
         ValueError: A size is out of range.
         TypeError: A size is not an integer.
 
@@ -71,6 +64,7 @@ class KVLayout:
     axes: str | None = None
     quant: str | None = None
     groups: tuple[KVGroup, ...] = ()
+    _layers: tuple[KVGroup, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         v_head_dim: int | None = self.v_head_dim
@@ -88,116 +82,92 @@ class KVLayout:
         if self.block_size > MAX_BLOCK_SIZE:
             msg = f"KVLayout: block_size must be at most {MAX_BLOCK_SIZE}, not {self.block_size}"
             raise ValueError(msg)
-        if self.quant is not None:
-            self._check_quant()
-        elif self.dtype not in _ITEM_SIZES:
-            known = ", ".join(_ITEM_SIZES)
-            msg = (
-                f"KVLayout: a pool of {self.dtype!r} is not supported without quant "
-                f"(floats are {known})"
-            )
-            raise LayoutError(msg)
+        shape = (self.num_kv_heads, self.head_dim, self.v_head_dim)
+        check_element("KVLayout: ", self.dtype, self.quant, shape)
         if self.axes is not None:
             placement.parse_axes(self.axes, "KVLayout")
-        self._check_groups()
+        self._set_groups()
 
     @property
     def layers(self) -> tuple[KVGroup, ...]:
-        """The group of each layer."""
-        if self.groups:
-            return by_layer(self.groups)
+        """The group of each layer, with its element type."""
+        return self._layers
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether the rows of all layers have one shape and one element type."""
+        return len({(group.shape, group.dtype, group.quant) for group in self._layers}) == 1
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Tokens that a token attends to, per layer; ``None``: all before it."""
+        return tuple(group.window for group in self._layers)
+
+    def _set_groups(self) -> None:
         whole = KVGroup(
             layers=tuple(range(self.num_layers)),
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             v_head_dim=self.v_head_dim,
+            dtype=self.dtype,
+            quant=self.quant,
         )
-        return (whole,) * self.num_layers
-
-    @property
-    def is_uniform(self) -> bool:
-        """Whether the rows of all layers have one shape."""
-        return len({group.shape for group in self.groups}) <= 1
-
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        """Tokens that a token attends to, per layer; ``None``: all before it."""
-        return tuple(group.window for group in self.layers)
-
-    def _check_groups(self) -> None:
-        shape = (self.num_kv_heads, self.head_dim, self.v_head_dim)
-        check_groups(self.groups, self.num_layers, shape)
+        found = checked_groups(self.groups, whole)
+        object.__setattr__(self, "_layers", by_layer(found))
         if self.axes is not None and not self.is_uniform:
-            msg = "KVLayout: tensors of one axes have one shape; wrap the groups one by one"
-            raise LayoutError(msg)
-        if self.quant is not None and not self.is_uniform:
-            msg = f"KVLayout: layers of {self.quant} have one shape; give each a layout"
-            raise LayoutError(msg)
-        if len(self.groups) == 1 and self.groups[0].window is None:
-            object.__setattr__(self, "groups", ())
-
-    def _check_quant(self) -> None:
-        why = refusal(self.quant)
-        if why is not None:
-            msg = f"KVLayout: KV of {self.quant!r} is not supported: {why}"
-            raise LayoutError(msg)
-        kind = KV_TYPES[str(self.quant)]
-        if self.dtype not in kind.dtypes:
-            known = " or ".join(kind.dtypes)
-            msg = f"KVLayout: tensors of {kind.name} are {known}, not {self.dtype!r}"
-            raise LayoutError(msg)
-        if kind.head_dim not in (None, self.head_dim):
-            msg = f"KVLayout: {kind.name} has head_dim {kind.head_dim}, not {self.head_dim}"
-            raise LayoutError(msg)
-        if kind.is_single and (self.num_kv_heads, self.v_head_dim) != (1, 0):
             msg = (
-                f"KVLayout: {kind.name} is one row per token, so num_kv_heads is 1 and v_head_dim "
-                f"0, not {self.num_kv_heads} and {self.v_head_dim}"
+                "KVLayout: tensors of one axes have one shape and one element type; these layers "
+                f"have {types_text(self._layers)}: wrap the groups one by one"
             )
             raise LayoutError(msg)
-
-    @property
-    def kv_type(self) -> KVType | None:
-        """How quantised rows are stored; None for floats."""
-        return None if self.quant is None else KV_TYPES[self.quant]
+        # Equal layouts compare equal: a group has no type where it has the layout's.
+        kept = tuple(
+            replace(one, dtype=None, quant=None)
+            if (one.dtype, one.quant) == (self.dtype, self.quant)
+            else one
+            for one in found
+        )
+        if len(kept) == 1 and kept[0].window is None:
+            kept = ()
+        object.__setattr__(self, "groups", kept)
 
     @property
     def kv_dtype(self) -> str:
-        """What a gate or a namespace calls this KV: ``quant``, or the type of floats."""
-        return self.quant or self.dtype
+        """What a gate or a namespace calls this KV: ``quant``, or the type of floats.
+
+        Where layers differ in type, that of layer 0, and each other one with its layers:
+        ``bfloat16+fp8_e4m3[5,11]``.
+        """
+        return types_text(self._layers)
+
+    @property
+    def kv_type(self) -> KVType | None:
+        """How quantised rows are stored; None for floats. Of the first group, as what follows."""
+        return self._first.kv_type
 
     @property
     def k_row(self) -> int:
-        """Elements of a head's stored row of K: channels; of a quantised pool, bytes."""
-        kind = self.kv_type
-        return self.head_dim if kind is None else kind.k_row(self.head_dim)
+        """Elements of a head's stored row of K: channels; of quantised rows, bytes."""
+        return self._first.k_row
 
     @property
     def v_row(self) -> int:
         """Elements of a head's stored row of V; 0 for none. For ``fp8_index``, of the scale."""
-        kind = self.kv_type
-        return self.v_head_dim if kind is None else kind.v_row(self.v_head_dim)
-
-    @property
-    def first_rotated(self) -> int:
-        """The first channel of K that may rotate."""
-        kind = self.kv_type
-        return 0 if kind is None or kind.requantizes else DS_MLA_LATENT
+        return self._first.v_row
 
     @property
     def item_size(self) -> int:
         """Bytes of one element."""
-        return 1 if self.quant is not None else _ITEM_SIZES[self.dtype]
+        return self._first.item_size
+
+    @property
+    def _first(self) -> KVGroup:
+        return self._layers[self.groups[0].layers[0] if self.groups else 0]
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes per token: K and V of all layers, with the scales that are stored with them."""
-        if self.quant is not None:
-            row = self.k_row + self.v_row
-            return self.num_layers * self.num_kv_heads * row * self.item_size
-        return self.item_size * sum(
-            group.num_kv_heads * (group.head_dim + group.v_head_dim) for group in self.layers
-        )
+        return sum(group.bytes_per_token for group in self._layers)
 
     @property
     def bytes_per_block(self) -> int:

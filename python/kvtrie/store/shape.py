@@ -92,10 +92,13 @@ class SpanShape:
         """The geometry of a pool. Its block size does not matter.
 
         Raises:
-            LayoutError: The rows of layers differ in shape.
+            LayoutError: The rows of layers differ in shape or element type.
         """
         if not layout.is_uniform:
-            msg = "SpanShape: the rows of this pool's layers differ in shape; a store needs one"
+            msg = (
+                "SpanShape: the rows of this pool's layers differ in shape or element type "
+                f"({layout.kv_dtype}); a store needs one"
+            )
             raise LayoutError(msg)
         heads = layout.num_kv_heads * layout.item_size
         return cls(
