@@ -26,8 +26,8 @@ class Pool:
         self.copied: list[int] = []
         self.layout = SimpleNamespace(block_size=BLOCK)
 
-    def apply(self, moves: Any, *, items: Any = ()) -> None:
-        del items
+    def apply(self, moves: Any, *, hops: int | None = None, items: Any = ()) -> None:
+        del hops, items
         self.copied.append(int(moves["num_tokens"].sum()))
 
 

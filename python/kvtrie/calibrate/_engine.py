@@ -18,7 +18,8 @@ from kvtrie._core import (
     SequenceLedger,
     TokenSequence,
 )
-from kvtrie.engines._lease import Lease
+from kvtrie.engines._coding import KVCoding, coded
+from kvtrie.engines._lease import Lease, most_hops
 from kvtrie.engines._paged_cache import PagedCache
 from kvtrie.engines._probe import check_model, checked_rope, context_of, forward_inputs
 from kvtrie.engines._repair import Repair
@@ -59,11 +60,17 @@ class TokenSources:
 class Model:
     """A loaded model, with the layout and rotation of its KV.
 
+    With ``kv_dtype``, K and V are codes of this type in every pass, those of the reference
+    included: it is what the same engine computes without reuse.
+
     Attributes:
+        coding: How K and V become codes; None for floats.
         most_tokens: Of a prompt with its reply, as the generator takes them; None: no limit.
     """
 
-    def __init__(self, model: PreTrainedModel, block_size: int) -> None:
+    def __init__(
+        self, model: PreTrainedModel, block_size: int, kv_dtype: str | None = None
+    ) -> None:
         self.model = model
         # As the generator: under LongRoPE and dynamic NTK, prompts of the short regime alone.
         self.layout = KVLayout.from_config(
@@ -73,12 +80,21 @@ class Model:
         self.most_tokens = context_of(model)
         self.inputs = forward_inputs(model)
         self.rope = checked_rope(model, self.layout)
+        self.coding: KVCoding | None = None
+        if kv_dtype is not None:
+            self.layout, self.coding = coded(model, self.layout, kv_dtype, "calibrate")
 
     @cached_property
     def probe(self) -> LayerProbe:
         """The probe that an engine with records has; LayoutError if the model has none."""
         if self.layout.v_head_dim == 0:
             msg = "records are of heads with K and V; this model caches latent rows"
+            raise LayoutError(msg)
+        if self.coding is not None:
+            msg = (
+                f"a policy that chooses by records needs KV in floats, not {self.layout.kv_dtype}: "
+                "measure fronts"
+            )
             raise LayoutError(msg)
         if not self.is_sparse:
             msg = "this model computes gap by gap, so no engine chooses by records: measure fronts"
@@ -88,7 +104,8 @@ class Model:
     @cached_property
     def is_sparse(self) -> bool:
         """Whether one pass may compute several ranges."""
-        return Runner(self.model, self.pool(self.layout.block_size)).is_sparse
+        pool = self.pool(self.layout.block_size)
+        return Runner(self.model, pool, coding=self.coding).is_sparse
 
     def pool(self, num_tokens: int) -> KVPool:
         num_blocks = -(-num_tokens // self.layout.block_size)
@@ -106,10 +123,14 @@ class Model:
         )
 
     def whole(self, prompt: list[int], reply: list[int]) -> torch.Tensor:
-        """Logits that predict each token of a reply, by one pass without a cache.
+        """Logits that predict each token of a reply, by one pass without reuse.
 
         ``[len(reply), vocabulary]``, in the model's dtype, on its device.
         """
+        if self.coding is not None:
+            whole = np.array(prompt + reply[:-1], dtype=np.int64)
+            pool = self.pool(len(whole))
+            return self.paged(pool, whole, _table(pool), 0, len(whole), len(reply))
         ids = torch.tensor([prompt + reply[:-1]], device=self.model.device)
         with torch.inference_mode():
             out = self.model(input_ids=ids, use_cache=False, **self._keep(len(reply)))
@@ -119,7 +140,7 @@ class Model:
     def paged(
         self,
         pool: KVPool,
-        seq: TokenSequence,
+        seq: TokenSequence | NDArray[np.int64],
         table: NDArray[np.int32],
         start: int,
         end: int,
@@ -127,7 +148,7 @@ class Model:
     ) -> torch.Tensor:
         """Compute ``[start, end)`` into a table; returns the last ``num_logits`` rows of logits."""
         device = self.model.device
-        cache = PagedCache(pool, table, [(start, end)])
+        cache = PagedCache(pool, table, [(start, end)], coding=self.coding)
         ids = torch.from_numpy(seq[start:end].astype(np.int64)).to(device).unsqueeze(0)
         options = self._keep(num_logits)
         if "position_ids" in self.inputs:
@@ -145,6 +166,8 @@ class Model:
 
     def greedy(self, prompt: list[int], most: int, eos: frozenset[int]) -> Reference:
         """The model's own reply under full recomputation, of at most ``most`` tokens."""
+        if self.coding is not None:
+            return self._greedy_of_codes(prompt, most, eos)
         device = self.model.device
         ids = torch.tensor([prompt], device=device)
         cache: Any = None
@@ -160,6 +183,23 @@ class Model:
                 reply.append(int(rows[-1].argmax()))
                 ids = torch.tensor([[reply[-1]]], device=device)
         return Reference(reply, torch.stack(rows))
+
+    def _greedy_of_codes(self, prompt: list[int], most: int, eos: frozenset[int]) -> Reference:
+        ids = np.array(prompt, dtype=np.int64)
+        pool = self.pool(len(ids) + most)
+        rows: list[torch.Tensor] = []
+        reply: list[int] = []
+        start = 0
+        while len(reply) < most and not (reply and reply[-1] in eos):
+            rows.append(self.paged(pool, ids, _table(pool), start, len(ids))[-1])
+            reply.append(int(rows[-1].argmax()))
+            start, ids = len(ids), np.append(ids, reply[-1])
+        return Reference(reply, torch.stack(rows))
+
+
+def _table(pool: KVPool) -> NDArray[np.int32]:
+    """All blocks of a pool, in order."""
+    return np.arange(pool.num_blocks, dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,11 +229,11 @@ class _Copier:
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - everything else is the pool's
         return getattr(self.pool, name)
 
-    def apply(self, moves: NDArray[Any], *, items: Iterable[Item]) -> None:
+    def apply(self, moves: NDArray[Any], *, hops: int, items: Iterable[Item]) -> None:
         if not self.rotates:
             moves = moves.copy()
             moves["delta"] = 0
-        self.pool.apply(moves, items=items)
+        self.pool.apply(moves, hops=hops, items=items)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +260,7 @@ class Workspace:
         self._copier = _Copier(pool)
         # The seed makes two runs of one calibration equal.
         index = RadixIndex(num_blocks, model.layout.block_size, min_run=min_run, seed=0)
-        self._runner = Runner(model.model, pool, is_sparse=model.is_sparse)
+        self._runner = Runner(model.model, pool, coding=model.coding, is_sparse=model.is_sparse)
         self._records = model.records(pool) if has_records else None
         probe = model.probe if has_records else None
         self._repair = Repair(index, pool, self._runner, probe, self._records)
@@ -268,7 +308,7 @@ class Workspace:
                 table = np.concatenate([plan.blocks, fresh])
                 prompt = table[: len(plan.blocks) + plan.num_new_blocks]
                 moves = plan.moves(prompt)
-                store.pool.apply(moves, items=plan.items)
+                store.pool.apply(moves, hops=most_hops(plan), items=plan.items)
                 asked = TokenSequence(seq[: len(step.prompt)], self._space)
                 self._repair.apply(plan, policy.reuse, asked, prompt, moves)
                 usage = TokenSources(plan.num_exact, plan.num_approximate, plan.num_compute)

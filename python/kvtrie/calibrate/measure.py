@@ -187,6 +187,7 @@ def calibrate(
     min_run: int = 16,
     device: str = "cpu",
     dtype: str = "auto",
+    kv_dtype: str | None = None,
     data: str = "",
     progress: Callable[[Progress], None] | None = None,
     status: Callable[[str], None] | None = None,
@@ -213,6 +214,8 @@ def calibrate(
         min_run: Shortest moved run in tokens, unless a policy's name sets it.
         device: Device of the model.
         dtype: Element type, a torch name; ``"auto"``: the config's.
+        kv_dtype: Keep K and V as codes of this type in every pass, the reference included, as
+            ``kvtrie.engines.transformers.Generator`` does. None: in the model's type.
         data: A description of the conversations.
         progress: Called when the conversations begin, and after each.
         status: Called with a description of each stage before it.
@@ -228,7 +231,7 @@ def calibrate(
         ValueError: A policy or edit is unknown, or an argument is out of range.
         CalibrationError: No conversation has anything to measure, or one cannot be replayed.
         NothingMovesError: Of conversations that were given, all replayed, no prompt moves KV.
-        LayoutError: The model's KV cannot be held.
+        LayoutError: The model's KV cannot be held, or not in ``kv_dtype``.
         UnsupportedRopeError: The model's KV cannot be moved.
         PartialError: The partial file belongs to another run, or is damaged.
         PartialWriteError: The partial file cannot be written.
@@ -246,7 +249,7 @@ def calibrate(
     speed_up(loaded)
     eos = _eos_ids(loaded, tokenizer)
     copies = [loaded, *(twin(loaded) for _ in range(1, jobs))]
-    models = [Model(one, block_size) for one in copies]
+    models = [Model(one, block_size, kv_dtype) for one in copies]
     model, benches = models[0], [_Bench(one, chosen, eos) for one in models]
     say("rendering conversations by the chat template")
     if conversations is not None:

@@ -115,6 +115,14 @@ def calibrate(
     ] = None,
     device: Annotated[str, typer.Option(help="Torch device of the model.")] = "cpu",
     dtype: Annotated[str, typer.Option(help="Element type (default: MODEL's own).")] = "auto",
+    kv_dtype: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TYPE",
+            help="Keep K and V as codes: fp8_e4m3, fp8_e5m2, int8, fp8_per_token_head or "
+            "int8_per_token_head (default: floats of --dtype).",
+        ),
+    ] = None,
     chat_template: Annotated[
         str | None,
         typer.Option(
@@ -185,6 +193,7 @@ def calibrate(
                     min_run=min_run,
                     device=device,
                     dtype=dtype,
+                    kv_dtype=kv_dtype,
                     data=str(conversations or ""),
                     progress=shown,
                     status=shown.stage,

@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     from kvtrie.gates import Decision
 
 
+def most_hops(plan: ReusePlan) -> int:
+    """Most hops of the KV of a plan, as ``KVPool.apply`` wants them; 0 where all is exact."""
+    return int(plan.segments["hops"].max(initial=0))
+
+
 class Lease:
     """A plan, and its request in the store's ledger, which has the table, ids and computed range.
 
@@ -82,7 +87,7 @@ class Lease:
             table = np.concatenate([self.plan.blocks, fresh])
             moves = self.plan.moves(table)
             with watch.phase("copy", int(moves["num_tokens"].sum())):
-                store.pool.apply(moves, items=self.plan.items)
+                store.pool.apply(moves, hops=most_hops(self.plan), items=self.plan.items)
                 if repair is not None:
                     # The tokens that it chooses are computed over their copies.
                     repair.apply(self.plan, policy, seq, table, moves)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from kvtrie.engines._coding import KVCoding
     from kvtrie.engines._windows import WindowTable
     from kvtrie.pool.groups import KVGroup
     from kvtrie.pool.kv_pool import KVPool
@@ -32,6 +33,7 @@ def pool_rows(group: KVGroup, keys: torch.Tensor, values: torch.Tensor) -> list[
 def check_rows(
     group: KVGroup, rows: list[torch.Tensor], num_tokens: int, dtype: torch.dtype, layer: int
 ) -> None:
+    """Refuse rows of a model that are not what its layout says."""
     for name, states, dim in zip("KV", rows, (group.head_dim, group.v_head_dim), strict=False):
         want = (1, group.num_kv_heads, num_tokens, dim)
         if tuple(states.shape) != want or states.dtype != dtype:
@@ -74,25 +76,33 @@ class _WindowSlots:
 class _PagedLayer(CacheLayerMixin):
     """One layer: writes new rows to their slots, returns the rows of the whole table.
 
-    A layer with a window returns these as well: the model's mask hides what is before it.
+    A layer with a window returns these as well: the model's mask hides what is before it. With
+    ``coding``, rows are stored as codes, and all that are returned are numbers of codes.
 
     Args:
         slots: Where rows are.
         layer: The layer's number in the model.
         own: Its number in the pool.
         group: The shape of its rows.
+        coding: How they are coded; None for floats.
     """
 
     is_sliding = False
 
     def __init__(
-        self, slots: _PassSlots | _WindowSlots, layer: int, own: int, group: KVGroup
+        self,
+        slots: _PassSlots | _WindowSlots,
+        layer: int,
+        own: int,
+        group: KVGroup,
+        coding: KVCoding | None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # transformers has no types here
         self._slots = slots
         self._layer = layer
         self._own = own
         self._group = group
+        self._coding = coding
         self.was_written = False
         self.is_initialized = True
 
@@ -109,25 +119,34 @@ class _PagedLayer(CacheLayerMixin):
         """Store ``[1, heads, tokens, dim]`` and return the same for every token so far."""
         slots, pool = self._slots, self._slots.pool
         rows = pool_rows(self._group, key_states, value_states)
-        check_rows(self._group, rows, slots.num_tokens, pool.dtype, self._layer)
+        dtype = pool.dtype if self._coding is None else key_states.dtype
+        check_rows(self._group, rows, slots.num_tokens, dtype, self._layer)
         self.was_written = True
-        k = self._store(pool.k[self._own], rows[0])
+        k = self._store(0, pool.k[self._own], rows[0])
         v = pool.v[self._own]
         if v is None:
             keys, values = k.split([key_states.shape[-1], value_states.shape[-1]], dim=-1)
             return keys, values
-        return k, self._store(v, rows[1])
+        return k, self._store(1, v, rows[1])
 
-    def _store(self, blocks: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        slots = self._slots
+    def _store(self, side: int, blocks: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        slots, coding = self._slots, self._coding
         if isinstance(slots, _WindowSlots):
             return self._store_window(slots, blocks, states)
         # A view: the pool is the engine's own, in slot order.
         rows = blocks.view(-1, *blocks.shape[2:])
-        rows.index_copy_(0, slots.write_slots, states[0].transpose(0, 1))
-        if slots.num_tokens == slots.end:
+        new = states[0].transpose(0, 1)
+        if coding is not None:
+            new = coding.encode(new, self._own, side)
+        rows.index_copy_(0, slots.write_slots, new)
+        is_whole = slots.num_tokens == slots.end
+        if is_whole and coding is None:
             return states
-        rows = reference.gather_blocks(blocks, slots.read_blocks)[: slots.end]
+        rows = new
+        if not is_whole:
+            rows = reference.gather_blocks(blocks, slots.read_blocks)[: slots.end]
+        if coding is not None:
+            rows = coding.decode(rows, self._own, side, states.dtype)
         return rows.transpose(0, 1).unsqueeze(0)
 
     def _store_window(
@@ -171,6 +190,9 @@ class PagedCache(Cache):
 
     With ``windows``, there is one range, and ``pool`` is of layers with full attention. The others
     are in the windows' pool, and their rows before the window are 0.
+
+    With ``coding``, which is that of a quantised pool without ``windows``, rows are written as
+    codes, and ``update`` returns their numbers, those of the new rows included.
     """
 
     def __init__(
@@ -179,6 +201,7 @@ class PagedCache(Cache):
         table: NDArray[np.int32],
         ranges: Sequence[tuple[int, int]],
         windows: WindowTable | None = None,
+        coding: KVCoding | None = None,
     ) -> None:
         parts: list[_PassSlots | _WindowSlots] = [_PassSlots(pool, table, ranges)]
         layers = [(False, number) for number in range(pool.layout.num_layers)]
@@ -187,7 +210,7 @@ class PagedCache(Cache):
             parts.append(_WindowSlots(windows, start, end))
             layers = list(windows.windows.layers)
         self._paged = [
-            _PagedLayer(slots, layer, own, slots.pool.layout.layers[own])
+            _PagedLayer(slots, layer, own, slots.pool.layout.layers[own], coding)
             for layer, (has_window, own) in enumerate(layers)
             for slots in [parts[has_window]]
         ]

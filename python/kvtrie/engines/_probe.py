@@ -176,6 +176,17 @@ def _sizes(keys: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
 def _cached(
     model: PreTrainedModel, layout: KVLayout, num_tokens: int, first: int = 0
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return cached(model, layout, torch.arange(num_tokens).unsqueeze(0), first)
+
+
+def cached(
+    model: PreTrainedModel, layout: KVLayout, ids: torch.Tensor, first: int = 0
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What transformers caches of a prompt ``[1, tokens]`` from a position on, in each layer.
+
+    Raises:
+        LayoutError: The model caches in another way.
+    """
     cache = DynamicCache(config=model.config)
     for number, window in enumerate(layout.windows):
         if window is not None and number < len(cache.layers):
@@ -184,10 +195,11 @@ def _cached(
                 raise LayoutError(msg)
             # The other kind drops what is before the window.
             cache.layers[number] = DynamicLayer()
-    ids = torch.arange(num_tokens, device=model.device).unsqueeze(0)
+    ids = ids.to(model.device)
     options: dict[str, Any] = {}
     if "position_ids" in forward_inputs(model):
-        options["position_ids"] = ids + first
+        positions = torch.arange(first, first + ids.shape[1], device=model.device)
+        options["position_ids"] = positions.unsqueeze(0)
     with torch.inference_mode():
         model(input_ids=ids, past_key_values=cache, use_cache=True, **options)
     found: list[tuple[torch.Tensor, torch.Tensor]] = []

@@ -11,20 +11,22 @@ import torch
 
 from kvtrie._core import LayoutError
 from kvtrie.kernels import reference
+from kvtrie.models.vision import TEXT_OF_VISION
 from kvtrie.repair.choice import Adaptive, Moved, Probed, as_ranges
 from kvtrie.repair.ngrams import Ngrams
+from kvtrie.repair.probe import LayerProbe
+from kvtrie.repair.records import Records
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from numpy.typing import NDArray
+    from transformers import PreTrainedModel
 
     from kvtrie._core import RadixIndex, ReusePlan, ReusePolicy, TokenSequence
     from kvtrie.engines._runner import Runner
     from kvtrie.pool.kv_pool import KVPool
     from kvtrie.repair.choice import Chooser
-    from kvtrie.repair.probe import LayerProbe
-    from kvtrie.repair.records import Records
 
 # The last tokens to compute are those of a question, at most these.
 _QUESTION: Final = 64
@@ -236,3 +238,34 @@ def _ranks(scores: torch.Tensor) -> torch.Tensor:
 def _slots(pool: KVPool, table: NDArray[np.int32], positions: NDArray[np.int64]) -> torch.Tensor:
     slots = pool.slots(table, 0, int(positions[-1]) + 1)
     return slots[torch.from_numpy(positions).to(slots.device)]
+
+
+def records_of(
+    model: PreTrainedModel, pool: KVPool, kind: str | None
+) -> tuple[LayerProbe | None, Records | None]:
+    """The probe and the records of a `Generator`; see its argument ``records``."""
+    if kind is None:
+        return None, None
+    if model.config.model_type in TEXT_OF_VISION:
+        msg = "Generator: records: a layer of a vision model is not probed"
+        raise LayoutError(msg)
+    if kind not in ("model", "fp8"):
+        msg = f"Generator: records must be 'model', 'fp8' or None, not {kind!r}"
+        raise ValueError(msg)
+    if pool.layout.v_head_dim == 0:
+        msg = "Generator: records are of heads with K and V; this model caches latent rows"
+        raise LayoutError(msg)
+    try:
+        probe = LayerProbe(model)
+    except LayoutError as error:
+        msg = f"Generator: records: {error}"
+        raise LayoutError(msg) from error
+    return probe, Records(
+        pool.num_blocks,
+        pool.layout.block_size,
+        probe.hidden,
+        layer=probe.layer,
+        dtype=pool.dtype,
+        fp8=kind == "fp8",
+        device=pool.device,
+    )

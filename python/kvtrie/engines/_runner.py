@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from kvtrie._core import TokenSequence
+    from kvtrie.engines._coding import KVCoding
     from kvtrie.engines._images import PlacedImages
     from kvtrie.engines._repair import Repair
     from kvtrie.engines._windows import WindowTable
@@ -74,13 +76,22 @@ class _UpToLast(TorchFunctionMode):
 
 
 class Runner:
-    """A model and the pool of its KV. ``is_sparse`` is what another runner of it has found."""
+    """A model and the pool of its KV, with ``coding`` if that is quantised.
+
+    ``is_sparse`` is what another runner of the model has found.
+    """
 
     def __init__(
-        self, model: PreTrainedModel, pool: KVPool, *, is_sparse: bool | None = None
+        self,
+        model: PreTrainedModel,
+        pool: KVPool,
+        *,
+        coding: KVCoding | None = None,
+        is_sparse: bool | None = None,
     ) -> None:
         self._model = model
         self._pool = pool
+        self._coding = coding
         self._config: Any = language_config(model)
         self._inputs = forward_inputs(model)
         self._is_sparse = is_sparse
@@ -134,7 +145,8 @@ class Runner:
         windows: WindowTable | None = None,
     ) -> torch.Tensor:
         device = pool.device
-        cache = PagedCache(pool, table, ranges, windows)
+        coding = self._coding if pool is self._pool else None
+        cache = PagedCache(pool, table, ranges, windows, coding)
         parts = [torch.arange(start, end, device=device) for start, end in ranges]
         positions = torch.cat(parts)
         options: dict[str, Any] = {}
@@ -176,7 +188,7 @@ class Runner:
         if window:
             seen &= at > positions.unsqueeze(1) - window
         if self._config._attn_implementation == "eager":  # noqa: SLF001 - as transformers does
-            dtype = self._pool.dtype
+            dtype = self._model.dtype
             low = torch.tensor(torch.finfo(dtype).min, dtype=dtype, device=positions.device)
             return torch.where(seen, torch.zeros_like(low), low)[None, None]
         return seen[None, None]
@@ -203,7 +215,9 @@ class Runner:
             config.sliding_window = window_of_model
 
     def _is_same_with_gaps(self) -> bool:
-        layout = self._pool.layout
+        # In floats: codes may round apart what differs by rounding.
+        name = str(self._model.dtype).removeprefix("torch.")
+        layout = replace(self._pool.layout, dtype=name, quant=None)
         table = np.arange(-(-_CHECKED // layout.block_size), dtype=np.int32)
         pool = KVPool(layout, num_blocks=len(table), device=self._pool.device)
         every = [rows for rows in (*pool.k, *pool.v) if rows is not None]

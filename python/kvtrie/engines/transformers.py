@@ -45,10 +45,11 @@ except ImportError as error:
     raise ImportError(_MISSING) from error
 
 from kvtrie._nearest import nearest
+from kvtrie.engines._coding import KVCoding, coded
 from kvtrie.engines._images import Image, vision_of
 from kvtrie.engines._probe import check_model, checked_rope, context_of, language_config
 from kvtrie.engines._products import speed_up
-from kvtrie.engines._repair import BY_RECORDS, Repair, RepairCounts
+from kvtrie.engines._repair import BY_RECORDS, Repair, RepairCounts, records_of
 from kvtrie.engines._request import Completion, Event, Options, Request, Usage
 from kvtrie.engines._runner import Runner
 from kvtrie.engines._sampling import Sampling
@@ -64,8 +65,6 @@ from kvtrie.models.rope import short_regime
 from kvtrie.models.vision import TEXT_OF_VISION
 from kvtrie.pool.kv_pool import KVPool
 from kvtrie.pool.layout import KVLayout
-from kvtrie.repair.probe import LayerProbe
-from kvtrie.repair.records import Records
 from kvtrie.tags.openings import LastMessage
 
 if TYPE_CHECKING:
@@ -143,16 +142,22 @@ class Generator:
             ended. Where a request names its ``session``, the windows of earlier turns that it
             passes are given up; without, the least recently used ones. None: one pool keeps the KV
             of all tokens.
+        kv_dtype: Keep K and V as codes: ``fp8_e4m3``, ``fp8_e5m2``, ``int8``,
+            ``fp8_per_token_head`` or ``int8_per_token_head``
+            ([docs/models.md](models.md#quantised-kv) says with which scales). A gate must have been
+            measured with this type. None: in the model's element type.
 
     Raises:
         LayoutError: The model's KV cannot be held, or differs from its config; what it does with
             images is not known; ``records`` are asked for and that layer cannot be probed; or
             ``num_window_blocks`` are given and the model has no window, no layer of full attention,
-            windows of several widths, or takes images.
+            windows of several widths, or takes images; or its KV cannot be kept in ``kv_dtype``,
+            or not next to ``records`` or ``num_window_blocks``.
         UnsupportedRopeError: The policy is approximate and the model's KV cannot be moved.
         GateMismatchError: The gate is for another model, and the policy is approximate or None.
         ValueError: The model is in training mode, an argument is out of range, or the policy is
-            approximate and ``num_window_blocks`` are given.
+            approximate and ``num_window_blocks`` are given, or allows more than one hop next to
+            ``kv_dtype``.
         MemoryError: The pool does not fit.
     """
 
@@ -172,6 +177,7 @@ class Generator:
         prefill_chunk: int = 2048,
         records: Literal["model", "fp8"] | None = None,
         num_window_blocks: int | None = None,
+        kv_dtype: str | None = None,
     ) -> None:
         if model.training:
             msg = "Generator: the model is in training mode; call model.eval() first"
@@ -191,6 +197,9 @@ class Generator:
             rope = checked_rope(model, layout)
         except UnsupportedRopeError as error:
             self._cannot_move = str(error)
+        coding: KVCoding | None = None
+        if kv_dtype is not None:
+            layout, coding = _coded(model, layout, kv_dtype, records, num_window_blocks)
         split = None
         if num_window_blocks is not None:
             split = _split(model, layout, num_window_blocks, records)
@@ -217,7 +226,7 @@ class Generator:
         self._gate = gate
         # The pool first, because it may not fit.
         pool = KVPool(layout, rope, num_blocks=num_blocks, device=model.device)
-        runner = Runner(model, pool, is_sparse=None if split is None else False)
+        runner = Runner(model, pool, coding=coding, is_sparse=None if split is None else False)
         index = RadixIndex(
             num_blocks,
             block_size,
@@ -226,7 +235,7 @@ class Generator:
             groups=[] if split is None else [split.group],
             item_positions=rope is not None and rope.item_positions,
         )
-        probe, self._records = _records(model, pool, records)
+        probe, self._records = records_of(model, pool, records)
         self._repair = Repair(index, pool, runner, probe, self._records)
         runner.repair = self._repair
         self._store = Store(
@@ -260,6 +269,7 @@ class Generator:
         prefill_chunk: int = 2048,
         records: Literal["model", "fp8"] | None = None,
         num_window_blocks: int | None = None,
+        kv_dtype: str | None = None,
     ) -> Generator:
         """Load a model directory; nothing is downloaded and no code of the directory runs.
 
@@ -281,6 +291,7 @@ class Generator:
             prefill_chunk: As for the class.
             records: As for the class.
             num_window_blocks: As for the class.
+            kv_dtype: As for the class.
 
         Raises:
             FileNotFoundError: There is no such directory, or no ``config.json`` in it.
@@ -307,6 +318,7 @@ class Generator:
             prefill_chunk=prefill_chunk,
             records=records,
             num_window_blocks=num_window_blocks,
+            kv_dtype=kv_dtype,
         )
 
     @property
@@ -710,6 +722,13 @@ class Generator:
             msg = f"Generator: the policy is approximate, and {self._cannot_move}"
             # Two arguments that exclude each other; the model's keys may well be rotated.
             raise (ValueError if self._cannot_move is _NO_WINDOW else UnsupportedRopeError)(msg)
+        quant = self.pool.layout.quant
+        if quant is not None and policy.max_hops > 1:
+            msg = (
+                f"Generator: the policy has max_hops={policy.max_hops}, and K of {quant} may be "
+                "rounded to codes again only once"
+            )
+            raise ValueError(msg)
         if gate is None:
             reason = "there is no gate: `kvtrie calibrate` measures what the policy costs"
             return Decision(EXACT_ONLY, is_cleared=False, reason=reason)
@@ -753,34 +772,19 @@ def _split(
     return Split.of(layout, num_window_blocks)
 
 
-def _records(
-    model: PreTrainedModel, pool: KVPool, kind: str | None
-) -> tuple[LayerProbe | None, Records | None]:
-    if kind is None:
-        return None, None
-    if model.config.model_type in TEXT_OF_VISION:
-        msg = "Generator: records: a layer of a vision model is not probed"
-        raise LayoutError(msg)
-    if kind not in ("model", "fp8"):
-        msg = f"Generator: records must be 'model', 'fp8' or None, not {kind!r}"
-        raise ValueError(msg)
-    if pool.layout.v_head_dim == 0:
-        msg = "Generator: records are of heads with K and V; this model caches latent rows"
-        raise LayoutError(msg)
-    try:
-        probe = LayerProbe(model)
-    except LayoutError as error:
-        msg = f"Generator: records: {error}"
-        raise LayoutError(msg) from error
-    return probe, Records(
-        pool.num_blocks,
-        pool.layout.block_size,
-        probe.hidden,
-        layer=probe.layer,
-        dtype=pool.dtype,
-        fp8=kind == "fp8",
-        device=pool.device,
-    )
+def _coded(
+    model: PreTrainedModel,
+    layout: KVLayout,
+    kv_dtype: str,
+    records: str | None,
+    num_window_blocks: int | None,
+) -> tuple[KVLayout, KVCoding]:
+    """The layout of codes, and how they are coded; what only floats have is refused."""
+    for name, value in (("records", records), ("num_window_blocks", num_window_blocks)):
+        if value is not None:
+            msg = f"Generator: {name}={value!r} needs KV in floats, and kv_dtype is {kv_dtype!r}"
+            raise LayoutError(msg)
+    return coded(model, layout, kv_dtype, "Generator")
 
 
 def _check_names(where: str, options: Mapping[str, Any]) -> None:

@@ -164,7 +164,7 @@ def weights_digest(directory: str | PathLike[str]) -> str:
     total = hashlib.blake2b(digest_size=16, person=b"kvtrie.whole.1")
     total.update(checkpoint_digest(root).encode())
     try:
-        for file in (*_files(root), *sorted(root.glob("*.py"))):
+        for file in (*weight_files(root), *sorted(root.glob("*.py"))):
             with file.open("rb") as stream:
                 total.update(hashlib.file_digest(stream, "blake2b").digest())
     except OSError as error:
@@ -181,7 +181,7 @@ def settings_digest(config: PretrainedConfig) -> str:
 
 def _tensors(root: Path) -> dict[str, _Tensor]:
     found: dict[str, _Tensor] = {}
-    for file in _files(root):
+    for file in weight_files(root):
         for name, tensor in _header(file):
             if name in found:
                 _refuse(file, f"tensor {name!r} is in {found[name].file.name} as well")
@@ -191,7 +191,12 @@ def _tensors(root: Path) -> dict[str, _Tensor]:
     return found
 
 
-def _files(root: Path) -> list[Path]:
+def weight_files(root: Path) -> list[Path]:
+    """The safetensors files of a model directory that hold its weights.
+
+    Raises:
+        CheckpointError: There are none, or their index is broken.
+    """
     # Some directories have a second copy of the weights, under other names.
     if (root / _INDEX).is_file():
         index = _json(root / _INDEX)
