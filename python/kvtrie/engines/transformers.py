@@ -143,9 +143,9 @@ class Generator:
             passes are given up; without, the least recently used ones. None: one pool keeps the KV
             of all tokens.
         kv_dtype: Keep K and V as codes: ``fp8_e4m3``, ``fp8_e5m2``, ``int8``,
-            ``fp8_per_token_head`` or ``int8_per_token_head``
-            ([docs/models.md](models.md#quantised-kv) says with which scales). A gate must have been
-            measured with this type. None: in the model's element type.
+            ``fp8_per_token_head`` or ``int8_per_token_head``; ``docs/models.md`` says with which
+            scales. A gate must have been measured with this type. None: in the model's element
+            type.
 
     Raises:
         LayoutError: The model's KV cannot be held, or differs from its config; what it does with

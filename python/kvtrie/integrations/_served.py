@@ -18,6 +18,7 @@ from kvtrie.models.fingerprint import (
     directory_template_id,
     template_id,
 )
+from kvtrie.models.kv_types import KV_TYPES
 from kvtrie.rope import RopeSpec
 
 if TYPE_CHECKING:
@@ -122,10 +123,14 @@ def decide(path: str | None, wanted: ReusePolicy | None, served: EngineModel) ->
         raise gates.GateMismatchError(msg) from error
     # A separate message, because measuring the same directory again would not help.
     if gate.kv_dtype != served.kv_dtype:
+        fix = f"run `kvtrie calibrate --dtype {served.kv_dtype}`"
+        if gate.kv_dtype in KV_TYPES:
+            fix += " without --kv-dtype"
+        else:
+            fix += f", or serve with --dtype {gate.kv_dtype}"
         msg = (
             f"{served.where}: gate {path} was measured with KV in {gate.kv_dtype}, but "
-            f"{served.engine} keeps it in {served.kv_dtype}: run `kvtrie calibrate --dtype "
-            f"{served.kv_dtype}`, or serve with --dtype {gate.kv_dtype}"
+            f"{served.engine} keeps it in {served.kv_dtype}: {fix}"
         )
         raise gates.GateMismatchError(msg)
     if not decision.is_cleared or wanted is None:
