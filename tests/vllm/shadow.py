@@ -29,10 +29,25 @@ class Content:
     exact: bool | None
 
     @property
-    def token(self) -> int:
+    def token(self) -> object:
         """The token, which is known by the time it is read."""
-        token: int = self.request._all_token_ids[self.at]
-        return token
+        return tokens_of(self.request)[self.at]
+
+
+def tokens_of(request: Request) -> list[object]:
+    """The tokens of a request; in the place of those of an image, what they are of it."""
+    tokens: list[object] = request._all_token_ids
+    if not request.mm_features:
+        return tokens
+    known: list[object] = vars(request).setdefault("tokens_of_shadow", [])
+    if not known:
+        known += tokens
+        for one in request.mm_features:
+            first = one.mm_position.offset
+            for at in range(first, first + one.mm_position.length):
+                known[at] = (tokens[at], one.identifier, at - first)
+    known += tokens[len(known) :]
+    return known
 
 
 def _space(request: Request) -> tuple[str | None, ...]:
@@ -198,15 +213,13 @@ class Shadow:
             if mine and content.at == position:
                 exact = exact and content.exact
                 continue
-            assert content.token == request._all_token_ids[position], (name, position)
+            assert content.token == tokens_of(request)[position], (name, position)
             assert _space(content.request) == space, f"{name} reads another tenant's KV"
             if content.exact and exact:
                 key = id(content.request)
                 if key not in same or position % self._size == 0:
-                    same[key] = (
-                        content.request._all_token_ids[: position + 1]
-                        == request._all_token_ids[: position + 1]
-                    )
+                    theirs, own = tokens_of(content.request), tokens_of(request)
+                    same[key] = theirs[: position + 1] == own[: position + 1]
                 exact = same[key]
             else:
                 exact = False
@@ -232,7 +245,7 @@ class Shadow:
             if block.block_hash != block_hash or block_hash is None:
                 continue
             end = (number + 1) * self._size
-            tokens = request._all_token_ids[:end]
+            tokens = tokens_of(request)[:end]
             if get_block_hash(block_hash) != self.plain_hashes(request)[number]:
                 continue
             for slot, content in enumerate(self._slots[block.block_id]):
@@ -242,9 +255,7 @@ class Shadow:
                 position = number * self._size + slot
                 assert content.position == position, where
                 assert _space(content.request) == _space(request), where
-                assert content.request._all_token_ids[: position + 1] == tokens[: position + 1], (
-                    where
-                )
+                assert tokens_of(content.request)[: position + 1] == tokens[: position + 1], where
         self._cached.clear()
 
     def plain_hashes(self, request: Request) -> list[bytes]:

@@ -42,6 +42,7 @@ class Half:
             num_preemptions=0,
             cache_salt=tenant,
             lora_request=None,
+            mm_features=[],
             num_prompt_tokens=TOKENS,
             status=RequestStatus.WAITING,
         )
@@ -199,6 +200,7 @@ def turn_of(
         request_id="r",
         cache_salt=None,
         lora_request=None,
+        mm_features=[],
         num_computed_tokens=num_tokens,
         num_in_flight_tokens=0,
         status=RequestStatus.FINISHED_STOPPED,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -12,6 +13,7 @@ class Ask:
     max_tokens: int
     mode: str | None
     salt: str | None
+    images: tuple[Any, ...] = ()
 
     @property
     def may_be_approximate(self) -> bool:

@@ -19,6 +19,12 @@ from tests.vllm_scheduler.worker import BLOCK, Worker, lora_of
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.multimodal.inputs import (
+    MultiModalFeatureSpec,
+    MultiModalKwargsItem,
+    PlaceholderRange,
+)
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.engine import FinishReason
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.metrics.stats import PrefixCacheStats
@@ -28,9 +34,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
+    from tests.vllm_scheduler.worker import Image
     from vllm.lora.request import LoRARequest
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.metrics.stats import PrefillStats
+
+
+# Tokens of images whose encoder's output is kept, and that a step may encode.
+ENCODED = 120
 
 
 @dataclass
@@ -39,6 +50,18 @@ class Answer:
     finished: bool = False
     has_failed: bool = False
     prefill: PrefillStats | None = None
+
+
+def features_of(images: Iterable[Image]) -> list[MultiModalFeatureSpec]:
+    return [
+        MultiModalFeatureSpec(
+            data=MultiModalKwargsItem(),
+            modality=image.modality,
+            identifier=image.identifier,
+            mm_position=PlaceholderRange(image.start, image.end - image.start),
+        )
+        for image in images
+    ]
 
 
 class _SecondRunner(VllmConfig):  # type: ignore[misc] # untyped here
@@ -92,6 +115,9 @@ class Core(Inside):
         self.worker: Worker = self.core.model_executor
         self.answers: dict[str, Answer] = {}
         self.num_preempted = 0
+        # The model has no encoder, so vLLM makes room for none of its outputs.
+        self.scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=ENCODED)
+        self.scheduler.max_num_encoder_input_tokens = ENCODED
         self.hits = PrefixCacheStats()
         self._number = 0
         self._watch()
@@ -124,6 +150,7 @@ class Core(Inside):
         salt: str | None = None,
         adapter: str | LoRARequest | None = None,
         priority: int = 0,
+        images: Sequence[Image] = (),
         **given: Any,
     ) -> str:
         self._number += 1
@@ -142,6 +169,7 @@ class Core(Inside):
             cache_salt=salt,
             lora_request=lora_of(adapter),
             priority=priority,
+            mm_features=features_of(images),
         )
         self.answers[name] = Answer()
         self.core.add_request(request)
@@ -196,6 +224,11 @@ class Core(Inside):
         self.ask(prompt, max_tokens=1, **options)
         return self.worker.num_computed - before
 
+    def forget_encoded(self) -> None:
+        """Drop what the encoder has made of images."""
+        self.scheduler.reset_encoder_cache()
+        self.worker.encoded.clear()
+
     def reset_cache(self, *, forces: bool = True, connector: bool = True) -> bool:
         done: bool = self.core.reset_prefix_cache(
             forces, connector and self.scheduler.connector is not None
@@ -204,6 +237,7 @@ class Core(Inside):
 
     def reset(self) -> None:
         assert self.reset_cache()
+        self.forget_encoded()
         self.counts.clear()
         self.hits = PrefixCacheStats()
         self.worker.fails = self.worker.drafts = None

@@ -22,7 +22,7 @@ from tests.vllm_scheduler.test_exact import (
     words,
 )
 from tests.vllm_scheduler.test_groups import WINDOW, options, traffic
-from tests.vllm_scheduler.worker import BLOCK, WindowWorker, continuation, kv_of_groups
+from tests.vllm_scheduler.worker import BLOCK, Image, WindowWorker, continuation, kv_of_groups
 from vllm.v1.core.kv_cache_utils import get_group_id
 
 from kvtrie.integrations.vllm._version import UnsupportedError
@@ -183,22 +183,13 @@ def test_all_that_is_read_is_of_the_requests_tokens(
     vllm.check_idle()
 
 
-def test_images_are_served_as_without_us(moving: Core, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_are_served_as_without_us(moving: Core) -> None:
     """Their placeholders are equal for different images, so no copy may come from them."""
     old, new = edited(ANSWER)
     end(moving, old)
-    take = moving.connector.planner.half.requests.take
-
-    def with_image(request: Any) -> bool:
-        request.mm_features = [object()]
-        try:
-            taken: bool = take(request)
-        finally:
-            request.mm_features = []
-        return taken
-
-    monkeypatch.setattr(moving.connector.planner.half.requests, "take", with_image)
-    assert moving.ask(new, max_tokens=4) == continuation(new, 4, windows=[WINDOW])
+    images = [Image(len(BEGIN) + 2, len(BEGIN) + 20, "cat")]
+    said = moving.ask(new, max_tokens=4, images=images)
+    assert said == continuation(new, 4, windows=[WINDOW], images=images)
     assert moving.counts["requests_unsupported"] == 1
     assert moving.counts["tokens_moved"] == moving.counts["errors"] == 0
     moving.check_idle()

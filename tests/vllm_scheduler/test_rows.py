@@ -418,7 +418,7 @@ def test_a_request_with_an_adapter_has_no_rows(core: Callable[..., Core]) -> Non
 
 def test_a_request_that_wants_probabilities_of_its_prompt_has_no_rows() -> None:
     request: Any = SimpleNamespace(
-        sampling_params=SimpleNamespace(prompt_logprobs=None), lora_request=None
+        sampling_params=SimpleNamespace(prompt_logprobs=None), lora_request=None, mm_features=[]
     )
     assert _rows._may_have_rows(request)
     request.sampling_params.prompt_logprobs = 1
@@ -461,7 +461,7 @@ def test_fit_takes_as_many_gaps_as_the_limits_allow() -> None:
         rows.begin()
         rows.schedule(rng.randrange(15))
         request: Any = SimpleNamespace(
-            sampling_params=SimpleNamespace(prompt_logprobs=None), lora_request=None
+            sampling_params=SimpleNamespace(prompt_logprobs=None), lora_request=None, mm_features=[]
         )
         position, at, ranges = (first := rng.randrange(50)), 0, []
         at = position

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.vllm_scheduler.touched import Reader, Touch
+from tests.vllm_scheduler.touched import Many, Reader, Touch
 from vllm.config import VllmConfig
 from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 from vllm.v1.kv_hints import KvHintsEnvelope
@@ -17,12 +18,13 @@ import kvtrie.integrations.vllm
 from kvtrie.integrations.vllm import _vllm
 
 # Set by methods of vLLM, without a type.
-KNOWN: dict[str, type] = {
+KNOWN: dict[str, Any] = {
     "AsyncScheduler.vllm_config": VllmConfig,
     "KVCacheManager.block_pool": BlockPool,
     "KVCacheManager.coordinator": KVCacheCoordinator,
     "Request.kv_hints": KvHintsEnvelope,
     "Request.lora_request": LoRARequest,
+    "Request.mm_features": Many(MultiModalFeatureSpec),
 }
 # Compared, and touched where types are not followed.
 UNTYPED = {

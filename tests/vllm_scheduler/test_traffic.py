@@ -34,9 +34,15 @@ in_flight = pytest.mark.parametrize("in_flight", [False, True], ids=["sync", "as
 
 
 class Run:
-    def __init__(self, core: Core, seed: int, adapters: tuple[str | None, ...] = (None,)) -> None:
+    def __init__(
+        self,
+        core: Core,
+        seed: int,
+        adapters: tuple[str | None, ...] = (None,),
+        traffic: Traffic | None = None,
+    ) -> None:
         self.core = core
-        self.traffic = Traffic(seed)
+        self.traffic = traffic or Traffic(seed)
         self.rng = self.traffic.random
         self.adapters = adapters
         self.asked: dict[str, tuple[Ask, str | None]] = {}
@@ -69,6 +75,7 @@ class Run:
             salt=ask.salt,
             adapter=adapter,
             priority=self.rng.randrange(3),
+            images=ask.images,
         )
         self.asked[name] = (ask, adapter)
         self.open.append(name)
@@ -99,7 +106,8 @@ class Run:
         if ask.may_be_approximate and has_connector and self.core.connector._cleared.approximate:
             return
         self.num_checked += 1
-        assert said == continuation(ask.prompt, ask.max_tokens, adapter=adapter), name
+        known = continuation(ask.prompt, ask.max_tokens, adapter=adapter, images=ask.images)
+        assert said == known, name
 
 
 def report(run: Run) -> None:

@@ -219,6 +219,7 @@ def test_a_turn_of_an_untagged_request_is_not_stored_and_its_prompt_looked_up_un
         request_id="a",
         cache_salt=None,
         lora_request=None,
+        mm_features=[],
         status=RequestStatus.FINISHED_STOPPED,
         num_computed_tokens=len(tokens) - 1,
         num_in_flight_tokens=0,

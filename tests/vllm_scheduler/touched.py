@@ -79,7 +79,7 @@ class Touch:
 class Reader:
     """Reads modules; ``made``: objects of vLLM by class, ``known``: types that nothing declares."""
 
-    def __init__(self, made: Mapping[type, object], known: Mapping[str, type]) -> None:
+    def __init__(self, made: Mapping[type, object], known: Mapping[str, Any]) -> None:
         self._made, self._known = made, known
         self.own: dict[str, _Own] = {}
         self.touched: dict[Touch, set[str]] = {}

@@ -3,6 +3,7 @@
 The number of a token is a hash of the token and of all numbers before it, each with the position of
 its slot; a sampled token is a hash of all that it reads. So one wrong slot in a request's context
 changes its answer, and the answer of an exact request is known without any cache (`continuation`).
+In an image, the number is one of the image and of the place in it as well.
 A group with a sliding window has numbers of its own, of which only those in the window are read.
 """
 
@@ -70,6 +71,25 @@ def _start(adapter: LoRARequest | None) -> int:
     return start
 
 
+@dataclass(frozen=True)
+class Image:
+    """An image in a prompt, whose placeholders say nothing of what it shows."""
+
+    start: int
+    end: int
+    identifier: str
+    modality: str = "image"
+
+
+def _codes(images: Iterable[Image]) -> dict[int, int]:
+    """What takes the place of the tokens of images, by position."""
+    return {
+        at: _mix(int.from_bytes(one.identifier.encode()) + at - one.start) & _MASK
+        for one in images
+        for at in range(one.start, one.end)
+    }
+
+
 def _named(token: int, window: int | None) -> int:
     """A token and the group of its KV."""
     return token if window is None else token + window * VOCAB
@@ -86,13 +106,15 @@ def continuation(
     adapter: str | LoRARequest | None = None,
     windows: Sequence[int] = (),
     known: Mapping[int | None, Sequence[int]] | None = None,
+    images: Iterable[Image] = (),
 ) -> list[int]:
     """What follows a prompt.
 
     ``windows``: those of further groups. ``known``: the KV of the first tokens, by window.
     """
     tokens = list(prompt)
-    _write_all(tokens, count, _start(lora_of(adapter)), (None, *windows), known or {})
+    start, codes = _start(lora_of(adapter)), _codes(images)
+    _write_all(tokens, count, start, (None, *windows), known or {}, codes)
     return tokens[len(prompt) :]
 
 
@@ -112,6 +134,7 @@ def _write_all(
     start: int,
     windows: Sequence[int | None],
     known: Mapping[int | None, Sequence[int]],
+    codes: Mapping[int, int] | None = None,
 ) -> dict[int | None, list[int]]:
     """The KV of tokens and of so many that follow, which are added to them."""
     kv: dict[int | None, list[int]] = {window: [] for window in windows}
@@ -124,7 +147,8 @@ def _write_all(
         for window in windows:
             before = known.get(window, ())
             is_known = position < len(before)
-            now = before[position] if is_known else _write(seen, tokens[position], window)
+            token = (codes or {}).get(position, tokens[position])
+            now = before[position] if is_known else _write(seen, token, window)
             kv[window].append(now)
             read[window].append(_read(now, position))
             sums[window] += read[window][-1]
@@ -140,6 +164,8 @@ class _Row:
     blocks: list[list[int]]
     computed: int
     adapter: LoRARequest | None
+    features: list[Any]
+    codes: dict[int, int]
 
 
 class Worker(Executor):  # type: ignore[misc] # untyped here
@@ -157,6 +183,9 @@ class Worker(Executor):  # type: ignore[misc] # untyped here
         # Tokens copied in groups other than that of full attention.
         self.num_carried = 0
         self._rows: dict[str, _Row] = {}
+        # Images whose encoder's output is there, and how many were encoded.
+        self.encoded: set[str] = set()
+        self.num_encoded = 0
         self._waiting: ModelRunnerOutput | None = None
         self._proposed: DraftTokenIds | None = None
         self._kv = np.zeros(0, np.uint64)
@@ -237,6 +266,7 @@ class Worker(Executor):  # type: ignore[misc] # untyped here
 
     def _run(self, output: Any) -> ModelRunnerOutput:
         self._follow(output)
+        self._encode(output)
         failed = self._load(output)
         names = list(output.num_scheduled_tokens)
         # Layer by layer, a model writes all KV of a step before it reads any: a piece that follows
@@ -277,6 +307,12 @@ class Worker(Executor):  # type: ignore[misc] # untyped here
                 blocks=[list(ids) for ids in new.block_ids],
                 computed=new.num_computed_tokens,
                 adapter=new.lora_request,
+                features=new.mm_features,
+                codes=_codes(
+                    Image(at.offset, at.offset + at.length, one.identifier)
+                    for one in new.mm_features
+                    for at in [one.mm_position]
+                ),
             )
         cached = output.scheduled_cached_reqs
         for at, name in enumerate(cached.req_ids):
@@ -295,6 +331,15 @@ class Worker(Executor):  # type: ignore[misc] # untyped here
                 row.tokens = list(cached.all_token_ids[name])
             # Tokens sampled from KV that was not copied are removed.
             del row.tokens[row.num_prompt + cached.num_output_tokens[at] :]
+
+    def _encode(self, output: Any) -> None:
+        self.encoded.difference_update(output.free_encoder_mm_hashes)
+        for name, numbers in output.scheduled_encoder_inputs.items():
+            for number in numbers:
+                feature = self._rows[name].features[number]
+                assert feature.data is not None, "the worker has no pixels of an image"
+                self.encoded.add(feature.identifier)
+                self.num_encoded += 1
 
     def _load(self, output: Any) -> set[int]:
         failed: set[int] = set()
@@ -331,6 +376,10 @@ class Worker(Executor):  # type: ignore[misc] # untyped here
         known = len(row.tokens)
         tokens = [*row.tokens, *drafted][start:end]
         assert len(tokens) == count, "the scheduler counts on tokens that were never said"
+        for feature in row.features:
+            first, last = feature.mm_position.offset, feature.mm_position.length
+            if start < first + last and first < end:
+                assert feature.identifier in self.encoded, "an image is computed, and not encoded"
         slots = {at: self._slots(row.blocks[at], end) for at in self._windows}
         seen = _start(row.adapter)
         for at, window in self._windows.items():
@@ -343,7 +392,7 @@ class Worker(Executor):  # type: ignore[misc] # untyped here
             before = seen
             for at, window in self._windows.items():
                 slot = slots[at][position]
-                kv = _write(before & _MASK, token, window)
+                kv = _write(before & _MASK, row.codes.get(position, token), window)
                 self._kv[slot], self._position[slot] = kv, position
                 self._token[slot] = _named(token, window)
                 seen += _read(kv, position)

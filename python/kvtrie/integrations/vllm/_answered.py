@@ -75,4 +75,6 @@ def _key(seq: TokenSequence, question: Section, answer: Section, salt: str | Non
     if end - start < _LEAST:
         return None
     said = seq[start : min(end, start + _COMPARED)].tobytes()
-    return hash((seq[question.body[0] : question.body[1]].tobytes(), said, salt))
+    first, last = question.body
+    images = [(one.start - first, one.digest) for one in seq.items if first <= one.start < last]
+    return hash((seq[first:last].tobytes(), said, salt, *images))

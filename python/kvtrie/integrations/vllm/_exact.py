@@ -107,13 +107,14 @@ class ExactPlanner:
         """Register a request before vLLM looks it up."""
         half = self.half
         half.dead.settle()
-        if not self._requests.take(request):
+        items = self._requests.take(request)
+        if items is None:
             return
         request_policy(request.kv_transfer_params, EXACT_ONLY, "exact")
         session = session_of(request)
         is_last(request)
         space = half.space_of(request.cache_salt, adapter_of(request))
-        seq = TokenSequence(request.prompt_token_ids, space)
+        seq = TokenSequence(request.prompt_token_ids, space, items)
         self._requests.live[request.request_id] = LiveRequest(
             seq, EXACT_ONLY, new_reading=half.new_reading, session=session
         )
@@ -211,6 +212,8 @@ class ExactPlanner:
                 self._requests.drop(request_id, live)
             self._requests.pending.pop(request_id, None)
         half.moved.tell(output)
+        if self._settings.images:
+            half.moved.send_images(output, self._requests.known)
         if not self.copies:
             self._follow_hits(output)
         half.offers.step(output, self._requests.live)

@@ -104,7 +104,9 @@ class Half:
         self.new_reading = None if tagger is None else partial(Reading, tagger, counts)
         self.sources = Sources(pool, block_size, decision.policy, seed=settings.seed)
         self.held = Held(pool)
-        self.requests = LiveRequests(pool, block_size, counts, self.held)
+        self.requests = LiveRequests(
+            pool, block_size, counts, self.held, with_images=settings.images
+        )
         self.dead = DeadReasoning(pool, self.sources, block_size, counts, and_after=and_after)
         self.reasons: Reasons | None = None
         if is_only_group:

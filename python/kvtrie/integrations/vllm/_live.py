@@ -6,11 +6,15 @@ import logging
 from typing import TYPE_CHECKING, Final
 
 from kvtrie.integrations._asked import named
+from kvtrie.integrations.vllm._items import items_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.request import Request
 
+    from kvtrie._core import Item
     from kvtrie.integrations.vllm._held import Held
     from kvtrie.integrations.vllm._requests import LiveRequest, Pending
     from kvtrie.integrations.vllm._stats import Counts
@@ -29,6 +33,7 @@ class LiveRequests:
         block_size: Tokens of a block.
         counts: Where requests are counted.
         held: What releases the sources of plans.
+        with_images: Whether requests with images are followed.
 
     Attributes:
         known: All of vLLM's, also those without kvtrie: they may read what it copied.
@@ -36,29 +41,41 @@ class LiveRequests:
         pending: Those with a plan in the current step, so that a decode step skips the others.
     """
 
-    def __init__(self, pool: BlockPool, block_size: int, counts: Counts, held: Held) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        block_size: int,
+        counts: Counts,
+        held: Held,
+        *,
+        with_images: bool = False,
+    ) -> None:
         self._pool = pool
         self._block_size = block_size
         self._counts = counts
         self._held = held
+        self._with_images = with_images
         self.known: dict[str, Request] = {}
         self.live: dict[str, LiveRequest] = {}
         self.pending: dict[str, Request] = {}
 
-    def take(self, request: Request) -> bool:
-        """Know a request; whether it is of token ids alone, and can be followed."""
+    def take(self, request: Request) -> Sequence[Item] | None:
+        """Know a request; its images, or None if it cannot be followed."""
         self.known[request.request_id] = request
+        items: Sequence[Item] | None = ()
+        if request.mm_features:
+            items = items_of(request) if self._with_images else None
         # vLLM truncates and extends a resumable request's tokens without notice.
         if (
-            request.mm_features
+            items is None
             or request.prompt_token_ids is None
             or request.prompt_is_token_ids
             or request.resumable
         ):
             self._counts.add("requests_unsupported")
             _LOG.debug("kvtrie: request %s: not only token ids", named(request.request_id))
-            return False
-        return True
+            return None
+        return items
 
     def looked_up(self, request: Request, num_local: int) -> LiveRequest | None:
         """The request, with vLLM's own hit noted; None if nothing may be copied for it."""

@@ -128,7 +128,8 @@ class Planner:
         """Register a request before vLLM looks it up."""
         half = self.half
         half.dead.settle()
-        if not self._requests.take(request):
+        items = self._requests.take(request)
+        if items is None:
             return
         granted = self._decision.policy
         policy = request_policy(request.kv_transfer_params, granted, self._settings.default)
@@ -141,7 +142,7 @@ class Planner:
         if self._settings.shadow:
             policy = EXACT_ONLY
         space = half.space_of(request.cache_salt, adapter)
-        seq = TokenSequence(request.prompt_token_ids, space)
+        seq = TokenSequence(request.prompt_token_ids, space, items)
         live = LiveRequest(
             seq,
             policy,
@@ -343,6 +344,8 @@ class Planner:
                     raise
                 half.continues_alone(request_id)
         half.moved.tell(output)
+        if self._settings.images:
+            half.moved.send_images(output, self._requests.known)
         half.offers.step(output, self._requests.live)
         if half.carrier is not None:
             half.guard.call(half.carrier.step, output, self._requests.known, self._requests.live)

@@ -290,7 +290,9 @@ class Reasons:
 
     def _first_block(self, live: LiveRequest) -> int:
         if live.first_block is None:
-            live.first_block = hash(live.seq[: self._block_size].tobytes())
+            size = self._block_size
+            images = [(one.start, one.digest) for one in live.seq.items if one.start < size]
+            live.first_block = hash((live.seq[:size].tobytes(), *images))
         return live.first_block
 
     # --- the counts --------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Finished requests for the log of ``kvtrie.record``: setting ``record``.
 
-A request is handed over when it ends, if its prompt was computed and its tokens are token ids. The
+A request is handed over when it ends, if its prompt was computed and is of token ids alone. The
 scheduler copies its tokens; digests and the disk are the business of a thread. In a decode step it
 costs a look at the requests whose prompts are being computed.
 """
@@ -77,7 +77,8 @@ class Recording:
         if first is None and request.num_output_tokens:
             first = now
         is_wanted = self._recorder.wants(request.request_id, live.session)
-        if not live.is_counted or not is_wanted:
+        # A log has tokens alone, and those of different images are equal.
+        if not live.is_counted or not is_wanted or request.mm_features:
             return
         began = request.arrival_time
         self._recorder.put(

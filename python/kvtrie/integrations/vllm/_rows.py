@@ -186,8 +186,14 @@ class GapRows:
 
 
 def _may_have_rows(request: Request) -> bool:
-    """Whether nothing is asked of the pieces but their KV; adapters are untested."""
+    """Whether nothing is asked of the pieces but their KV; adapters are untested.
+
+    vLLM runs the encoder for the images of a request's own next tokens, not for those of rows.
+    """
     sampling = request.sampling_params
     return (
-        sampling is not None and sampling.prompt_logprobs is None and request.lora_request is None
+        sampling is not None
+        and sampling.prompt_logprobs is None
+        and request.lora_request is None
+        and not request.mm_features
     )

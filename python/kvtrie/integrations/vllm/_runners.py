@@ -87,6 +87,18 @@ class MovedRequests:
     def forget(self, request_id: str) -> None:
         self._requests.pop(request_id, None)
 
+    def send_images(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> None:
+        """Send images of new requests that vLLM leaves out, because their tokens have KV.
+
+        Runner V1 gets them once, and computes such tokens after a preemption or a copy that failed.
+        V2 gets the request again.
+        """
+        if self._counts_itself:
+            return
+        for new in output.scheduled_new_reqs:
+            if new.mm_features and new.req_id in requests:
+                new.mm_features = requests[new.req_id].mm_features
+
     def tell(self, output: SchedulerOutput) -> None:
         """Send requests that continue at another position in full, once they continue."""
         if not self._requests:

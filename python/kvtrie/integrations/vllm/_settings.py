@@ -56,6 +56,7 @@ class Settings:
     events: Mapping[str, Any] | None = None
     snapshot: Mapping[str, Any] | None = None
     store: Mapping[str, Any] | None = None
+    images: bool = False
     # A secret.
     seed: int | None = field(default=None, repr=False)
 
@@ -139,8 +140,15 @@ class Settings:
             _refuse("template_arguments", arguments, "a mapping of names to values")
         if not isinstance(given["dead_thinking"], bool):
             _refuse("dead_thinking", given["dead_thinking"], "true or false")
-        if not isinstance(given["shadow"], bool):
-            _refuse("shadow", given["shadow"], "true or false")
+        for name in ("shadow", "images"):
+            if not isinstance(given[name], bool):
+                _refuse(name, given[name], "true or false")
+        if given["images"] and gate not in (None, "unchecked"):
+            msg = (
+                f'{WHERE}: "images": true next to a gate file, which is measured on text alone: '
+                'remove "images", or set "gate": "unchecked" and be responsible for the quality'
+            )
+            raise SettingsError(msg)
         self.recorded()
         check_events(given["events"], WHERE)
         check_snapshot(given["snapshot"], WHERE)

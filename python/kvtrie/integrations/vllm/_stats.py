@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 NAMES: Final = {
     "tokens_exact": "Prompt tokens copied that are exact KV.",
     "tokens_moved": "Prompt tokens copied that are approximate KV: another context or position.",
-    "requests_unsupported": "Requests with inputs that are not token ids; vLLM served them alone.",
+    "requests_unsupported": "Requests with inputs that are not followed; vLLM served them alone.",
     "requests_refused": "Requests whose kv_transfer_params were refused; vLLM served them alone.",
     "requests_uncalibrated": "Requests with a LoRA adapter, which the gate does not cover.",
     "requests_without_room": "Requests admitted without reuse: no room next to pinned sources.",

@@ -141,7 +141,7 @@ class StoreRequests:
         request_id = request.request_id
         if request_id in self._tickets or request.num_preemptions:
             return False
-        if adapter_of(request) is not None:
+        if not _may_be_stored(request):
             return False
         policy = live.granted or live.policy
         gaps = missing(plan, policy, num_local, request.num_prompt_tokens - 1)
@@ -220,7 +220,7 @@ class StoreRequests:
 
     def ended(self, request: Request, live: LiveRequest, block_ids: Sequence[int]) -> None:
         """Have a turn written, whose last tokens the tags of the request have read."""
-        if not self._settings.turns or adapter_of(request) is not None:
+        if not self._settings.turns or not _may_be_stored(request):
             return
         if live.is_before_reset:
             # It may have KV of other weights.
@@ -378,6 +378,11 @@ class StoreRequests:
             spans = tuple((one.start, one.end, one.kind) for one in reading.spans())
         salt = request.cache_salt or None
         return StorePrompt(live.seq[:num], salt, borders, spans, live.session)
+
+
+def _may_be_stored(request: Request) -> bool:
+    """Whether its runs are of one adapter's model, and of token ids alone."""
+    return adapter_of(request) is None and not request.mm_features
 
 
 class MostHops:

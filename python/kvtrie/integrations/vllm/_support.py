@@ -227,6 +227,35 @@ def check_store(
         refuse('weights that change while vLLM runs have other KV: remove "store"')
 
 
+def check_images(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, is_exact: bool
+) -> None:
+    """Refuse to follow requests with images where a part of an image is not enough.
+
+    ``is_exact``: whether the mode is exact.
+
+    Raises:
+        UnsupportedError: It may not be, or it was not run.
+    """
+    if vllm_config.model_config.is_mm_prefix_lm:
+        refuse(
+            "tokens of an image attend to later ones of it, and KV that is copied may be of a "
+            'part: remove "images"'
+        )
+    if is_exact:
+        return
+    if len(kv_cache_config.kv_cache_groups) > 1:
+        refuse(
+            "prompts with images were not run with several groups of KV blocks: remove "
+            '"images", or set "mode": "exact"'
+        )
+    if vllm_config.scheduler_config.disable_chunked_mm_input:
+        refuse(
+            "a moved run may begin inside an image, where with --disable-chunked-mm-input vLLM "
+            'ends no step: remove one of it and "images"'
+        )
+
+
 def check_pool(pool: BlockPool, block_size: int) -> None:
     if pool.hash_block_size != block_size:
         refuse(

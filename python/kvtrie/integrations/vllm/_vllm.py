@@ -58,6 +58,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.platforms import current_platform
 from vllm.reasoning import ReasoningParser, ReasoningParserManager
 from vllm.tokenizers.registry import cached_tokenizer_from_config
@@ -162,8 +163,10 @@ FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "NewRequestData": (
         *("req_id", "prompt_token_ids", "prefill_token_ids", "sampling_params"),
-        *("num_computed_tokens", "block_ids"),
+        *("num_computed_tokens", "block_ids", "mm_features"),
     ),
+    "MultiModalFeatureSpec": ("modality", "identifier", "mm_position"),
+    "PlaceholderRange": ("offset", "length", "is_embed"),
     "SamplingParams": ("prompt_logprobs", "max_tokens", "temperature"),
     "KVCacheManager": ("block_pool", "coordinator"),
     "KVCacheBlocks": ("blocks",),
@@ -207,7 +210,7 @@ FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
     "ModelConfig": (
         *("model", "revision", "dtype", "quantization", "hf_overrides", "hf_text_config"),
         *("use_mla", "uses_mrope", "logits_processors", "runner_type", "enable_sleep_mode"),
-        "max_model_len",
+        *("max_model_len", "is_mm_prefix_lm"),
     ),
     "CacheConfig": ("enable_prefix_caching", "cache_dtype", "kv_sharing_fast_prefill"),
     "ParallelConfig": (
@@ -217,7 +220,7 @@ FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "SchedulerConfig": (
         *("async_scheduling", "scheduler_cls", "max_num_batched_tokens", "max_num_seqs"),
-        *("long_prefill_token_threshold", "policy"),
+        *("long_prefill_token_threshold", "policy", "disable_chunked_mm_input"),
     ),
     "SpeculativeConfig": ("method",),
     "StructuredOutputsConfig": ("reasoning_parser",),
@@ -302,6 +305,10 @@ OVERRIDDEN: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "AsyncScheduler": {
         "schedule": (),
         "_preempt_request": ("request", "timestamp"),
+        "_try_schedule_encoder_inputs": (
+            *("request", "num_computed_tokens", "num_new_tokens"),
+            "encoder_compute_budget",
+        ),
         "_reserve_prefill_lookahead": ("request", "num_computed_tokens", "num_new_tokens"),
     },
 }
@@ -353,6 +360,7 @@ _DECLARED: Final = (
     *(AttentionLayerBase, AttentionBackend, ReasoningParser, ReasoningParserManager),
     *(KVCacheConfig, KVCacheGroupSpec, KVCacheCoordinator),
     *(FullAttentionSpec, SlidingWindowSpec),
+    *(MultiModalFeatureSpec, PlaceholderRange),
     *(VllmConfig, ModelConfig, CacheConfig, ParallelConfig, SchedulerConfig, SpeculativeConfig),
     *(StructuredOutputsConfig, LoadConfig, KVTransferConfig, KVEventsConfig, AuxOutputConfig),
 )

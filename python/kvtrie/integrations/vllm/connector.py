@@ -138,6 +138,8 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
             _support.check_store(
                 vllm_config, kv_cache_config, is_among_others=self._is_among_others
             )
+        if self._settings.images:
+            _support.check_images(vllm_config, kv_cache_config, is_exact=is_exact)
         self._planner: Planner | ExactPlanner | None = None
         self._snapshots: Snapshots | None = None
         self._kv_caches: dict[str, torch.Tensor] = {}

@@ -20,9 +20,10 @@ _LOG = logging.getLogger("vllm.kvtrie")
 
 
 class KvtrieScheduler(AsyncScheduler):
-    """vLLM's own scheduler with six changes.
+    """vLLM's own scheduler with seven changes.
 
     * A chunk of a prompt ends where copyable KV begins.
+    * No encoder is run for images after the chunk, which may be copied.
     * There the request's computed tokens skip the copied range. The copies are part of the step
       that computes the tokens after it.
     * Gaps that fit into a step are computed in it as rows of the batch, and skipped with the ranges
@@ -94,6 +95,23 @@ class KvtrieScheduler(AsyncScheduler):
         self._guarded(self._planner.forget_unwritten, request)
         super()._preempt_request(request, *args, **kwargs)
         self._guarded(self._planner.half.requests.preempted, request.request_id)
+
+    def _try_schedule_encoder_inputs(
+        self,
+        request: Request,
+        num_computed_tokens: int,
+        num_new_tokens: int,
+        *args: Any,  # noqa: ANN401 - vLLM's own
+        **kwargs: Any,  # noqa: ANN401 - likewise
+    ) -> Any:  # noqa: ANN401 - likewise
+        """Schedule the images of a chunk, which ends as below."""
+        if not self._gaps.is_idle:
+            end = self._guarded(self._gaps.end, request, num_computed_tokens)
+            if end is not None:
+                num_new_tokens = min(num_new_tokens, end - num_computed_tokens)
+        return super()._try_schedule_encoder_inputs(
+            request, num_computed_tokens, num_new_tokens, *args, **kwargs
+        )
 
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
