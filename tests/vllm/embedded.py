@@ -155,6 +155,9 @@ class Watched:
         # A prompt of which nothing is cached has no plan, and uses none of an older one.
         self._planned: NDArray[Any] = np.empty(0, [("class", np.uint8)])
         self._used: list[tuple[int, int]] = []
+        # Of the latest request: its blocks, and the tokens of its prompt.
+        self.table: list[int] = []
+        self._end = 0
         self._kv: tuple[torch.Tensor, torch.Tensor]
         planner = engine.connector.planner
         plan, finish = planner.half.sources.plan, planner.finish
@@ -169,6 +172,7 @@ class Watched:
             live = planner.half.requests.live[request.request_id]
             self._used = [(one.start, one.end) for one in live.account.reused]
             self._kv = self.pool.gather(tables[planner._first], 0, request.num_tokens - 1)
+            self.table, self._end = list(tables[planner._first]), request.num_prompt_tokens
             finish(request, tables)
 
         monkeypatch.setattr(planner.half.sources, "plan", planning)
@@ -179,12 +183,12 @@ class Watched:
         copies: Any = self._engine.worker._copies
         return copies.pool
 
-    def ask(self, prompt: Sequence[int], *, max_tokens: int) -> Served:
-        answer = self._engine.ask(prompt, max_tokens=max_tokens, logprobs=-1)
+    def ask(self, prompt: Sequence[int], *, max_tokens: int, **given: Any) -> Served:
+        answer = self._engine.ask(prompt, max_tokens=max_tokens, logprobs=-1, **given)
         rows = [[row[token] for token in range(len(row))] for row in answer.logprobs]
         return Served(
             answer.tokens,
-            segments_of(self._planned, self._used, len(prompt)),
+            segments_of(self._planned, self._used, self._end),
             torch.tensor(rows),
             *self._kv,
         )

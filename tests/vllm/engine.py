@@ -131,9 +131,13 @@ class Engine(Inside):
         max_tokens: int = 8,
         mode: str | None = None,
         salt: str | None = None,
+        images: Sequence[Any] = (),
         **sampling: Any,
     ) -> str:
-        """Queue a request and return its id. ``mode``: what it says in ``kv_transfer_params``."""
+        """Queue a request and return its id.
+
+        ``mode``: what it says in ``kv_transfer_params``. ``images``: in the places of their tokens.
+        """
         self._number += 1
         name = f"request-{self._number}"
         if mode is not None:
@@ -150,6 +154,8 @@ class Engine(Inside):
         given: dict[str, Any] = {"prompt_token_ids": list(prompt)}
         if salt is not None:
             given["cache_salt"] = salt
+        if images:
+            given["multi_modal_data"] = {"image": list(images)}
         self.answers[name] = Answer()
         self.llm.llm_engine.add_request(name, given, params)
         return name

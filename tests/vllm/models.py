@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import tokenizers
 import torch
 import transformers
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -127,6 +129,58 @@ def qwen_next(folder: Path, seed: int = 0) -> Path:
         shared_expert_intermediate_size=64,
     )
     return _save(transformers.Qwen3NextForCausalLM, config, folder, seed)
+
+
+# Of `idefics`: the token in the place of an image in a prompt, those before and after the tokens of
+# the image, which are so many, and the sides of what it sees, in pixels.
+IMAGE, BORDER, BEGIN, IMAGE_TOKENS, PIXELS = 500, 501, 502, 36, 96
+
+
+def idefics(folder: Path, seed: int = 0) -> Path:
+    """Images before a Llama, whose tokens attend to earlier ones alone, with plain positions."""
+    config = transformers.Idefics3Config(
+        image_token_id=IMAGE,
+        scale_factor=2,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        text_config=transformers.LlamaConfig(
+            **_COMMON, num_attention_heads=4, num_key_value_heads=2, head_dim=32, pad_token_id=0
+        ),
+        vision_config={
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": PIXELS,
+            "patch_size": 8,
+            # Wide enough that different images have different features.
+            "initializer_range": 0.15,
+        },
+    )
+    names = {
+        IMAGE: "<image>",
+        BORDER: "<fake_token_around_image>",
+        BEGIN: "<global-img>",
+        BEGIN + 1: "<end_of_utterance>",
+    }
+    vocabulary = {names.get(at, f"w{at}"): at for at in range(VOCAB)}
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="w0"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words,
+        unk_token="w0",
+        bos_token="w1",
+        eos_token="w2",
+        pad_token="w0",
+        additional_special_tokens=list(names.values()),
+    )
+    side = {"longest_edge": PIXELS}
+    # Without torchvision.
+    pictures = Idefics3ImageProcessorPil(size=side, max_image_size=side, do_image_splitting=False)
+    transformers.Idefics3Processor(pictures, tokenizer, image_seq_len=IMAGE_TOKENS).save_pretrained(
+        folder
+    )
+    return _save(transformers.Idefics3ForConditionalGeneration, config, folder, seed)
 
 
 # Ways to scale the frequencies by which keys are rotated.
