@@ -423,6 +423,8 @@ class Twin:
                 namespace = self.rng.choice(NAMESPACES)
         ids = ids[: self.max_tokens]
         items = [item for item in items if item.end <= len(ids)]
+        if lacks_tokens(items) and items[-1].end < len(ids):
+            items.pop()
         items += self.items(min(at, len(ids)), len(ids))
         self.log.append(f"sequence {ids} {namespace.salt} {items}")
         form, shared = self.rng.choice([list, tuple, np.array]), self.chance(0.3)
