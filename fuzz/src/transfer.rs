@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use kvtrie_core::{BlockId, Class, Namespace, ReusePolicy, Salt, TokenSequence};
 use kvtrie_transfer::{
-    LabelRun, LocalGroup, SentGroup, TransferError, TransferKey, TransferLimits, TransferManifest,
+    LabelRun, LocalGroup, SentGroup, Table, TransferError, TransferKey, TransferLimits, TransferManifest,
     TransferOptions, TransferPlan,
 };
 
@@ -51,7 +51,7 @@ pub fn run(data: &[u8]) -> Outcome {
     let local = [LocalGroup {
         group: 0,
         block_size: Some(3),
-        blocks: Some(&table),
+        table: Some(Table::Full(&table)),
     }];
     let policy = policy();
     let options = TransferOptions {
@@ -102,7 +102,7 @@ fn true_manifest(tokens: &[u32], table: &[BlockId], key: &TransferKey) -> Transf
     let group = SentGroup {
         group: 0,
         block_size: BLOCK_SIZE,
-        blocks: table,
+        table: Table::Full(table),
     };
     let label = |start, end, class, hops| LabelRun {
         start,

@@ -25,18 +25,37 @@ class Case:
     theirs: naive.Prompt
     labels: list[tuple[int, int] | None]
     num_lookahead: int
-    their_tables: dict[int, tuple[int, list[int]]]
+    their_tables: naive.Tables
     mine: naive.Prompt
-    my_tables: dict[int, tuple[int | None, list[int]]]
+    my_tables: dict[int, tuple[int | None, list[Any]]]
     cached: tuple[int, int] = (0, 0)
     keep_last: int = 0
     policy: naive.Policy = field(default_factory=naive.Policy)
     built: naive.Policy | None = None
     """The policy that approximate KV was built under, if the sender knows it."""
+    windows: dict[int, int] = field(default_factory=dict)
+    """By group, 0 for states: such groups have tables of pairs (position, id)."""
 
     def sent(self) -> naive.Manifest:
         tables, ahead = self.their_tables, self.num_lookahead
-        return naive.manifest_of(self.theirs, tables, self.labels, ahead, KEY, self.built)
+        return naive.manifest_of(
+            self.theirs, tables, self.labels, ahead, KEY, self.built, self.windows
+        )
+
+    def continues_at(self, plan: naive.Plan) -> int:
+        return plan.compute[0][0] if plan.compute else len(self.mine.ids)
+
+    def groups(self, sizes: dict[int, int]) -> dict[int, kvtrie.Group]:
+        """The groups with windows or states; `sizes`: tokens per block."""
+        return {
+            group: kvtrie.Group.window(
+                "w", window=window, num_blocks=1 << 31, block_size=sizes[group]
+            )
+            if window
+            else kvtrie.Group.state("s", num_slots=8)
+            for group, window in self.windows.items()
+            if group in sizes
+        }
 
     def planned(self, manifest: naive.Manifest, key: bytes = KEY) -> naive.Plan:
         return naive.plan(
@@ -47,6 +66,7 @@ class Case:
             cached=self.cached,
             keep_last=self.keep_last,
             policy=self.policy,
+            windows=self.windows,
         )
 
     def asked(self, manifest: kvtrie.TransferManifest, key: bytes = KEY) -> kvtrie.TransferPlan:
@@ -63,6 +83,7 @@ class Case:
             policy=policy(self.policy),
             block_size=sizes,
             keep_last=self.keep_last,
+            groups=self.groups(sizes),
         )
 
 
@@ -118,6 +139,9 @@ def check_loads(case: Case, plan: naive.Plan) -> None:
     """Check that every loaded slot has what its label says, by the sender's own tokens."""
     theirs, mine = values(case.theirs), values(case.mine)
     loaded: dict[int, set[int]] = {}
+    if case.windows:
+        check_continued(case, plan)
+        return
     for group, remote, local, start, end, delta, class_, hops in plan.pairs:
         size, table = case.their_tables[group]
         my_size, my_table = case.my_tables[group]
@@ -154,6 +178,38 @@ def check_loads(case: Case, plan: naive.Plan) -> None:
     cached = {at for at in range(*case.cached) if at < until}
     assert computed | common | cached == everything
     assert len(computed) + len(common) + len(cached) == len(everything)
+
+
+def check_continued(case: Case, plan: naive.Plan) -> None:
+    """Check a plan next to windows and states: what it loads is exact, and all groups continue."""
+    theirs, mine = values(case.theirs), values(case.mine)
+    end = plan.compute[0][0] if plan.compute else len(mine)
+    cached = case.cached[1]
+    assert plan.num_approximate == 0
+    for group, (size, table) in case.their_tables.items():
+        my_size = case.my_tables[group][0] or size
+        window, pairs = case.windows.get(group), [pair for pair in plan.pairs if pair[0] == group]
+        loaded: dict[int, int] = {}
+        for _, remote, _, start, stop, delta, class_, hops in pairs:
+            assert (delta, class_, hops) == (0, naive.EXACT, 0)
+            loaded.update(dict.fromkeys(range(start, stop), remote))
+        assert theirs[: max(loaded, default=-1) + 1] == mine[: max(loaded, default=-1) + 1]
+        assert all(label and label[0] == naive.EXACT for label in map(case.labels.__getitem__, loaded))
+        if window == naive.STATE:
+            if end not in (0, cached):
+                assert [(pair[1], pair[3]) for pair in pairs] == [(dict(table)[end], end)]
+                assert theirs[:end] == mine[:end]
+                assert all(label and label[0] == naive.EXACT for label in case.labels[:end])
+                assert end % my_size == 0
+            else:
+                assert not pairs
+            continue
+        ids = dict(table) if window else dict(zip(range(0, 1000, size), table, strict=False))
+        assert all(ids[at - at % size] == remote for at, remote in loaded.items())
+        first = max(0, end - window + 1) if window else 0
+        here = max(0, cached - window + 1) if window else 0
+        there = set(range(here - here % my_size, cached)) | set(loaded)
+        assert set(range(first - first % my_size, end)) <= there
 
 
 def values(prompt: naive.Prompt) -> list[tuple[int, bytes, int]]:
@@ -235,10 +291,18 @@ def cases(draw: st.DrawFn) -> Case:
     my_sizes = [draw(st.sampled_from([None, 1, 2, 3, 4, 5, 16])) for _ in numbers]
     labels = draw(labelled(len(theirs.ids)))
     num_lookahead = draw(st.sampled_from([0, 0, 1, 7]))
-    their_tables = draw(tables(sizes, len(labels) + num_lookahead))
+    their_tables: list[list[Any]] = draw(tables(sizes, len(labels) + num_lookahead))
     concrete = [mine_ or size for mine_, size in zip(my_sizes, sizes, strict=True)]
-    my_tables = draw(tables(concrete, len(mine.ids)))
+    my_tables: list[list[Any]] = draw(tables(concrete, len(mine.ids)))
     start = draw(st.integers(0, len(mine.ids)))
+    windows = draw(st.just({}) | kinds(numbers))
+    for place, number in enumerate(numbers):
+        if number in windows:
+            is_state = windows[number] == naive.STATE
+            their_tables[place] = draw(at_positions(their_tables[place], sizes[place], is_state))
+            my_tables[place] = draw(at_positions(my_tables[place], concrete[place], is_state))
+    if windows:
+        start = 0
     return Case(
         theirs,
         labels,
@@ -250,7 +314,23 @@ def cases(draw: st.DrawFn) -> Case:
         draw(st.sampled_from([0, 0, 1, 5, 1000])),
         policy := draw(policies()),
         draw(st.sampled_from(built_under(policy))),
+        windows,
     )
+
+
+def kinds(numbers: list[int]) -> st.SearchStrategy[dict[int, int]]:
+    windows = st.sampled_from([naive.STATE, 2, 3, 5, 9, 40])
+    return st.dictionaries(st.sampled_from(numbers[-2:]), windows)
+
+
+@st.composite
+def at_positions(
+    draw: st.DrawFn, ids: list[int], size: int, is_state: bool
+) -> list[tuple[int, int]]:
+    """Some of a table's ids, with their positions."""
+    keeps = draw(st.sampled_from([1, 1, 2, 5]))
+    pairs = [((at + is_state) * size, id_) for at, id_ in enumerate(ids)]
+    return [pair for pair in pairs if keeps == 1 or draw(st.integers(0, keeps)) > 0]
 
 
 def without_limits(policy: naive.Policy) -> naive.Policy:
@@ -351,4 +431,55 @@ def edited(rng: Random) -> Case:
         rng.choice([0, 0, 1, 4]),
         policy,
         rng.choice(built_under(policy)),
+    )
+
+
+def kinded(rng: Random) -> Case:
+    """A case next to windows and states, whose prompts begin alike."""
+    length = rng.randrange(1, 80)
+    ids = tuple(rng.randrange(3) for _ in range(length))
+    own = tuple(rng.randrange(3) for _ in range(rng.randrange(12)))
+    mine = ids[: rng.choice([length, rng.randrange(length + 1)])] + own
+    labels: list[tuple[int, int] | None] = [(0, 0)] * rng.choice([length, rng.randrange(length)])
+    if rng.random() < 0.1:
+        labels += [(1, 1)] * rng.randrange(length - len(labels) + 1)
+    sizes = dict.fromkeys(range(4), rng.choice([1, 2, 4, 8]))
+    my_sizes = dict(sizes)
+    if rng.random() < 0.3:
+        my_sizes = dict.fromkeys(range(4), rng.choice([1, 2, 3, 4]))
+        sizes[rng.randrange(4)] = 3
+    numbers = sorted(rng.sample(range(1, 4), rng.randint(1, 3)))
+    windows = {number: rng.choice([naive.STATE, 2, 5, 5, 9, 30]) for number in numbers}
+    theirs: naive.Tables = {0: (sizes[0], rng.sample(range(200), length + 1))}
+    my_tables: dict[int, tuple[int | None, list[Any]]] = {
+        0: (my_sizes[0], rng.sample(range(200), len(mine) + 1))
+    }
+    for number, window in windows.items():
+        size = sizes[number]
+        first = 0 if window else size
+        places = range(first, length + 1, size)
+        kind = rng.random()
+        if kind < 0.6 and window:
+            # What a live request has: the blocks of the last windows.
+            back = window + rng.randrange(40)
+            places = range(max(0, length - back) // size * size, length + 1, size)
+        chosen = [at for at in places if rng.random() < (0.9 if window else 0.4)]
+        theirs[number] = (size, list(zip(chosen, rng.sample(range(200), len(chosen)), strict=True)))
+        size = my_sizes[number]
+        places = range(size, len(mine) + 1, size)
+        chosen = [at for at in places if rng.random() < 0.5]
+        ids_ = rng.sample(range(200), len(chosen))
+        my_tables[number] = (size, list(zip(chosen, ids_, strict=True)))
+    cached = rng.choice([0, 0, rng.randrange(len(mine) + 1)])
+    return Case(
+        naive.Prompt(ids),
+        labels,
+        rng.choice([0, 0, 3]),
+        theirs,
+        naive.Prompt(mine),
+        my_tables,
+        (0, cached),
+        rng.choice([0, 1, 1, 9]),
+        naive.Policy(approximate=rng.random() < 0.3),
+        windows=windows,
     )

@@ -16,6 +16,8 @@ from typing import Any, Literal
 import msgpack
 
 EXACT, APPROXIMATE, LOOKAHEAD = 0, 1, 2
+STATE = 0
+"""Stands for a window where a group has states."""
 MAX_CANDIDATES = 64
 MAX_HOPS = 255
 
@@ -59,6 +61,12 @@ class Group:
     group: int
     block_size: int
     runs: tuple[Run, ...]
+    window: int | None = None
+    """None: its layers attend to all tokens."""
+
+    @property
+    def head(self) -> list[int | None]:
+        return [self.group, self.block_size, self.window]
 
 
 @dataclass(frozen=True)
@@ -97,6 +105,12 @@ class Policy:
     recompute_share: float = 0.0
     repair: Literal["fronts", "ngrams", "probe", "question", "adaptive"] = "fronts"
 
+
+Head = tuple[tuple[Any, ...], tuple[Any, ...] | None, list[list[int | None]]]
+"""The namespace and the policy, as packed, and number, block size and window of each group."""
+
+Tables = dict[int, tuple[int, list[Any]]]
+"""Tokens per block and ids by group: of groups with windows or states, pairs (position, id)."""
 
 Pair = tuple[int, int, int, int, int, int, int, int]
 """group, remote, local, start, end, delta, class, hops."""
@@ -190,17 +204,9 @@ def fields_of(run: Run) -> list[Any]:
     return [run.start, run.num_tokens, run.flags, run.hops, ids, run.prefix, digests]
 
 
-def run_digest(
-    key: bytes,
-    head: tuple[tuple[Any, ...], tuple[Any, ...] | None],
-    group: int,
-    size: int,
-    run: Run,
-    context: bytes = b"",
-) -> bytes:
-    """`head` is the namespace and the policy, as packed."""
-    start = [*([context] if context else []), 2]
-    values = [*start, *head, group, size, *fields_of(run)]
+def run_digest(key: bytes, head: Head, group: int, run: Run, context: bytes = b"") -> bytes:
+    start = [*([context] if context else []), 3]
+    values = [*start, *head, group, *fields_of(run)]
     return keyed(key, b"kvtrie.run", b"".join(msgpack.packb(value) for value in values))
 
 
@@ -209,52 +215,108 @@ def run_digest(
 
 def manifest_of(
     prompt: Prompt,
-    tables: dict[int, tuple[int, list[int]]],
+    tables: Tables,
     labels: list[tuple[int, int] | None],
     num_lookahead: int,
     key: bytes,
     built: Policy | None = None,
+    windows: dict[int, int] | None = None,
 ) -> Manifest:
-    """`built` is the policy that approximate KV was built under."""
-    end = len(labels)
+    """`built` is the policy that approximate KV was built under; `windows` by group, 0 for states."""
+    windows = windows or {}
     namespace = packed_space(key, prompt.space)
-    head = namespace, packed_policy(built) if is_approximate(labels, tables) else None
+    full = {group: table for group, table in tables.items() if group not in windows}
+    built_under = packed_policy(built) if is_approximate(labels, full) else None
+    heads = [[group, tables[group][0], windows.get(group)] for group in sorted(tables)]
+    head = namespace, built_under, heads
     groups = []
     for group in sorted(tables):
         size, table = tables[group]
-        runs: list[tuple[int, int, int, int, list[int]]] = []
-        for block, first in enumerate(range(0, end, size)):
-            inside = labels[first : first + size]
-            known = [label for label in inside if label is not None]
-            if len(known) < len(inside):
-                continue
-            flags = max(label[0] for label in known)
-            hops = max((label[1] for label in known if label[0] == APPROXIMATE), default=0)
-            if runs and runs[-1][:2] == (flags, hops) and runs[-1][3] == first:
-                _, _, start, _, ids = runs.pop()
+        window = windows.get(group)
+        if window is None:
+            made = runs_from_0(prompt, size, table, labels, num_lookahead, key)
+        else:
+            made = runs_at(prompt, size, table, labels, key, is_state=window == STATE)
+        signed = [replace(run, digest=run_digest(key, head, group, run)) for run in made]
+        groups.append(Group(group, size, tuple(signed), window))
+    return Manifest(namespace, tuple(groups), built_under)
+
+
+def runs_from_0(
+    prompt: Prompt,
+    size: int,
+    table: list[int],
+    labels: list[tuple[int, int] | None],
+    num_lookahead: int,
+    key: bytes,
+) -> list[Run]:
+    end = len(labels)
+    runs: list[tuple[int, int, int, int, list[int]]] = []
+    for block, first in enumerate(range(0, end, size)):
+        inside = labels[first : first + size]
+        known = [label for label in inside if label is not None]
+        if len(known) < len(inside):
+            continue
+        flags = max(label[0] for label in known)
+        hops = max((label[1] for label in known if label[0] == APPROXIMATE), default=0)
+        if runs and runs[-1][:2] == (flags, hops) and runs[-1][3] == first:
+            _, _, start, _, ids = runs.pop()
+        else:
+            start, ids = first, []
+        runs.append((flags, hops, start, first + len(inside), [*ids, table[block]]))
+    made = [run_of(prompt, size, key, *run) for run in runs]
+    held, issued = -(-end // size), -(-(end + num_lookahead) // size)
+    if held < issued:
+        ids = table[held:issued]
+        made.append(Run(held * size, len(ids) * size, LOOKAHEAD, 0, tuple(ids), b"", ()))
+    return made
+
+
+def runs_at(
+    prompt: Prompt,
+    size: int,
+    table: list[tuple[int, int]],
+    labels: list[tuple[int, int] | None],
+    key: bytes,
+    *,
+    is_state: bool,
+) -> list[Run]:
+    """The runs of a group with a window or states: those of exact KV."""
+    exact = [label is not None and label[0] == EXACT for label in labels]
+    runs: list[tuple[int, int, list[int]]] = []
+    for first, id_ in table:
+        if is_state:
+            if first <= len(exact) and all(exact[:first]):
+                runs.append((first, first, [id_]))
+        elif exact[first : first + size] and all(exact[first : first + size]):
+            stop = min(first + size, len(exact))
+            if runs and runs[-1][1] == first:
+                start, _, ids = runs.pop()
+                runs.append((start, stop, [*ids, id_]))
             else:
-                start, ids = first, []
-            runs.append((flags, hops, start, first + len(inside), [*ids, table[block]]))
-        made = []
-        for flags, hops, first, stop, ids in runs:
-            digests = [
-                block_digest(key, prompt, at, min(at + size, stop))
-                for at in range(first, stop, size)
-            ]
-            prefix = prefix_digest(key, prompt, first)
-            run = Run(first, stop - first, flags, hops, tuple(ids), prefix, tuple(digests))
-            made.append(signed(key, head, group, size, run))
-        held, issued = -(-end // size), -(-(end + num_lookahead) // size)
-        if held < issued:
-            ids = table[held:issued]
-            run = Run(held * size, len(ids) * size, LOOKAHEAD, 0, tuple(ids), b"", ())
-            made.append(signed(key, head, group, size, run))
-        groups.append(Group(group, size, tuple(made)))
-    return Manifest(namespace, tuple(groups), head[1])
+                runs.append((first, stop, [id_]))
+    return [run_of(prompt, size, key, EXACT, 0, *run) for run in runs]
+
+
+def run_of(
+    prompt: Prompt,
+    size: int,
+    key: bytes,
+    flags: int,
+    hops: int,
+    first: int,
+    stop: int,
+    ids: list[int],
+) -> Run:
+    digests = [
+        block_digest(key, prompt, at, min(at + size, stop)) for at in range(first, stop, size)
+    ]
+    prefix = prefix_digest(key, prompt, first)
+    return Run(first, stop - first, flags, hops, tuple(ids), prefix, tuple(digests))
 
 
 def is_approximate(
-    labels: list[tuple[int, int] | None], tables: dict[int, tuple[int, list[int]]]
+    labels: list[tuple[int, int] | None], tables: Tables
 ) -> bool:
     """Whether a whole block with an approximate token is sent."""
     return any(
@@ -264,22 +326,12 @@ def is_approximate(
     )
 
 
-def signed(
-    key: bytes,
-    head: tuple[tuple[Any, ...], tuple[Any, ...] | None],
-    group: int,
-    size: int,
-    run: Run,
-) -> Run:
-    return replace(run, digest=run_digest(key, head, group, size, run))
-
-
 def as_value(manifest: Manifest) -> list[Any]:
     groups = [
-        [group.group, group.block_size, [[*fields_of(run), run.digest] for run in group.runs]]
+        [*group.head, [[*fields_of(run), run.digest] for run in group.runs]]
         for group in manifest.groups
     ]
-    return ["kvtrie.manifest", 2, list(manifest.namespace), manifest.policy, groups]
+    return ["kvtrie.manifest", 3, list(manifest.namespace), manifest.policy, groups]
 
 
 def to_bytes(manifest: Manifest) -> bytes:
@@ -305,7 +357,7 @@ def from_bytes(raw: bytes, limits: Limits | None = None) -> Manifest:  # noqa: P
         raise Refused("malformed", "no manifest")
     if not is_count(value[1]):
         raise Refused("malformed", "version")
-    if value[1] != 2:
+    if value[1] != 3:
         raise Refused("version")
     if len(value) != 5:
         raise Refused("malformed", "entries")
@@ -313,22 +365,24 @@ def from_bytes(raw: bytes, limits: Limits | None = None) -> Manifest:  # noqa: P
     policy = checked_policy(value[3])
     found: list[Group] = []
     for item in listed(value[4], None, "groups", limits.max_groups):
-        group, size, runs = listed(item, 3, "a group")
+        group, size, window, runs = listed(item, 4, "a group")
         if not is_count(group) or group >= 2**31 or (found and group <= found[-1].group):
             raise Refused("malformed", "group")
         if not is_count(size) or size == 0:
             raise Refused("malformed", "block size")
         if size > limits.max_block_size:
             raise Refused("limits", "block size")
+        if window is not None and (not is_count(window) or window == 1 or window >= 2**32):
+            raise Refused("malformed", "window")
         left = limits.max_runs - sum(len(group.runs) for group in found)
         blocks = limits.max_blocks - sum(len(r.blocks) for group in found for r in group.runs)
         made: list[Run] = []
         for run in listed(runs, None, "runs", left):
-            made.append(checked_run(run, size, made, blocks, limits))
+            made.append(checked_run(run, size, window, made, blocks, limits))
         ids = [block for run in made for block in run.blocks]
         if len(set(ids)) < len(ids):
             raise Refused("malformed", "a block twice")
-        found.append(Group(group, size, tuple(made)))
+        found.append(Group(group, size, tuple(made), window))
     return Manifest(namespace, tuple(found), policy)
 
 
@@ -372,7 +426,9 @@ def checked_policy(value: Any) -> tuple[Any, ...] | None:
     return tuple(fields)
 
 
-def checked_run(value: Any, size: int, made: list[Run], blocks_left: int, limits: Limits) -> Run:
+def checked_run(
+    value: Any, size: int, window: int | None, made: list[Run], blocks_left: int, limits: Limits
+) -> Run:
     start, tokens, flags, hops, ids, prefix, digests, digest = listed(value, 8, "a run")
     if not all(is_count(number) for number in (start, tokens, flags, hops)):
         raise Refused("malformed", "numbers")
@@ -381,7 +437,12 @@ def checked_run(value: Any, size: int, made: list[Run], blocks_left: int, limits
     if flags > LOOKAHEAD or hops > (MAX_HOPS if flags == APPROXIMATE else 0):
         raise Refused("malformed", "label")
     ahead = flags == LOOKAHEAD
-    if tokens == 0 or start % size or (ahead and tokens % size):
+    if window is not None and flags != EXACT:
+        raise Refused("malformed", "label")
+    is_state = window == STATE
+    if start % size or (ahead and tokens % size):
+        raise Refused("malformed", "geometry")
+    if (tokens > 0 or start == 0) if is_state else tokens == 0:
         raise Refused("malformed", "geometry")
     if made:
         last = made[-1]
@@ -390,10 +451,13 @@ def checked_run(value: Any, size: int, made: list[Run], blocks_left: int, limits
             raise Refused("malformed", "order")
         if is_partial and not ahead:
             raise Refused("malformed", "order")
-    blocks = -(-tokens // size)
+        if is_state and start == last.start:
+            raise Refused("malformed", "order")
+    blocks = 1 if is_state else -(-tokens // size)
     if sum(len(run.blocks) for run in made) + blocks > blocks_left:
         raise Refused("limits", "blocks")
-    lengths = [4 * blocks, 0 if ahead else 16, 0 if ahead else 16 * blocks, 16]
+    hashed = 0 if ahead or is_state else blocks
+    lengths = [4 * blocks, 0 if ahead else 16, 16 * hashed, 16]
     for data, length in zip((ids, prefix, digests, digest), lengths, strict=True):
         if not isinstance(data, bytes) or len(data) != length:
             raise Refused("malformed", "bytes")
@@ -413,24 +477,30 @@ Load = tuple[int, int, int, int]
 def plan(  # noqa: PLR0912 - one step after the other
     manifest: Manifest,
     prompt: Prompt,
-    tables: dict[int, tuple[int | None, list[int]]],
+    tables: dict[int, tuple[int | None, list[Any]]],
     key: bytes,
     *,
     cached: tuple[int, int] = (0, 0),
     keep_last: int = 0,
     policy: Policy | None = None,
+    windows: dict[int, int] | None = None,
 ) -> Plan:
     policy = policy or Policy()
+    windows = windows or {}
+    head = manifest.namespace, manifest.policy, [group.head for group in manifest.groups]
     for group in manifest.groups:
         for run in group.runs:
-            head = manifest.namespace, manifest.policy
-            wanted = run_digest(key, head, group.group, group.block_size, run)
+            wanted = run_digest(key, head, group.group, run)
             if not hmac.compare_digest(wanted, run.digest):
                 raise Refused("digest")
     if manifest.namespace != packed_space(key, prompt.space):
         raise Refused("namespace")
-    if [group.group for group in manifest.groups] != sorted(tables):
+    if [(group.group, group.window) for group in manifest.groups] != [
+        (group, windows.get(group)) for group in sorted(tables)
+    ]:
         raise Refused("groups")
+    if windows:
+        return continued(manifest, prompt, tables, key, cached[1], keep_last)
     length = len(prompt.ids)
     until = max(0, length - keep_last)
     open_ = [at < until and not cached[0] <= at < cached[1] for at in range(length)]
@@ -469,6 +539,86 @@ def plan(  # noqa: PLR0912 - one step after the other
         len(approximate),
         said(manifest, loads, policy) if approximate else None,
     )
+
+
+def continued(
+    manifest: Manifest,
+    prompt: Prompt,
+    tables: dict[int, tuple[int | None, list[Any]]],
+    key: bytes,
+    cached: int,
+    keep_last: int,
+) -> Plan:
+    """The plan next to windows and states: every position is tried, from the end on."""
+    length = len(prompt.ids)
+    everywhere = [True] * length
+    sizes = {group.group: tables[group.group][0] or group.block_size for group in manifest.groups}
+    sent = {
+        group.group: group_loads(
+            group, prompt, key, everywhere, Policy(), False, set(), is_alone=False
+        )
+        for group in manifest.groups
+        if group.window != STATE
+    }
+    states = {
+        group.group: {
+            run.start: run.blocks[0]
+            for run in group.runs
+            if run.start <= length
+            and run.prefix == prefix_digest(key, prompt, run.start)
+            and run.start % sizes[group.group] == 0
+        }
+        for group in manifest.groups
+        if group.window == STATE
+    }
+
+    def needs(group: Group, end: int) -> set[int]:
+        """The tokens of a window's group without which nothing continues at a position."""
+        assert group.window
+        first = max(0, end - group.window + 1)
+        return set(range(first - first % sizes[group.group], end))
+
+    def continues(end: int) -> bool:
+        for group in manifest.groups:
+            if group.window is None:
+                fits = set(range(cached, end)) <= set(sent[group.group])
+            elif group.window == STATE:
+                fits = end in (0, cached) or end in states[group.group]
+            else:
+                fits = needs(group, end) <= set(sent[group.group]) | needs(group, cached)
+            if not fits:
+                return False
+        # Without a group whose layers attend to all tokens, there is what is cached alone.
+        return end <= cached or any(group.window is None for group in manifest.groups)
+
+    end = max(at for at in range(max(0, length - keep_last) + 1) if continues(at))
+    pairs: list[Pair] = []
+    for group in manifest.groups:
+        number, size = group.group, sizes[group.group]
+        table = tables[number][1]
+        if group.window is None:
+            local, tokens = dict(zip(range(0, length, size), table, strict=False)), {*range(end)}
+            tokens -= {*range(cached)}
+        elif group.window == STATE:
+            if end not in (0, cached):
+                slot = states[number][end]
+                pairs.append((number, slot, dict(table).get(end, -1), end, end, 0, EXACT, 0))
+            continue
+        else:
+            local, tokens = dict(table), needs(group, end) - needs(group, cached)
+        for at in sorted(tokens):
+            block = sent[number][at][3]
+            pair = (number, block, local.get(at - at % size, -1), at, at + 1, 0, EXACT, 0)
+            before = pairs[-1] if pairs else None
+            is_same = before and before[4] == at and before[:2] == pair[:2]
+            if before and is_same and before[3] // size == at // size:
+                pairs[-1] = (*before[:4], at + 1, *before[5:])
+            else:
+                pairs.append(pair)
+    loaded = max(0, end - cached)
+    compute = [(end, length)] if end < length else []
+    is_full = any(group.window is None for group in manifest.groups)
+    return Plan(pairs, compute, length, 0, loaded if is_full else 0, 0, None)
 
 
 def said(manifest: Manifest, loads: dict[int, list[Load]], policy: Policy) -> Policy:

@@ -4,7 +4,7 @@ use criterion::{Criterion, Throughput};
 use kvtrie_benches::{BLOCK_SIZE, Ids, tokens};
 use kvtrie_core::{Class, ReusePolicy, TokenSequence};
 use kvtrie_transfer::{
-    LabelRun, LocalGroup, SentGroup, TransferKey, TransferLimits, TransferManifest,
+    LabelRun, LocalGroup, SentGroup, Table, TransferKey, TransferLimits, TransferManifest,
     TransferOptions, TransferPlan,
 };
 
@@ -39,7 +39,7 @@ impl Pair {
         let group = SentGroup {
             group: 0,
             block_size: BLOCK_SIZE,
-            blocks: &Ids::default().take(len.div_ceil(BLOCK_SIZE)),
+            table: Table::Full(&Ids::default().take(len.div_ceil(BLOCK_SIZE))),
         };
         let label = LabelRun {
             start: 0,
@@ -54,7 +54,9 @@ impl Pair {
         let local = LocalGroup {
             group: 0,
             block_size: None,
-            blocks: Some(&Ids::default().take(mine.len().div_ceil(BLOCK_SIZE))),
+            table: Some(Table::Full(
+                &Ids::default().take(mine.len().div_ceil(BLOCK_SIZE)),
+            )),
         };
         let options = TransferOptions {
             policy,

@@ -42,6 +42,15 @@ impl PyGroup {
         }
     }
 
+    pub(crate) fn core_kind(&self) -> GroupKind {
+        self.window
+            .map_or(GroupKind::State, |window| GroupKind::Window { window })
+    }
+
+    pub(crate) fn own_block_size(&self) -> Option<usize> {
+        self.block_size
+    }
+
     pub(crate) fn to_core(&self, block_size: usize) -> Group {
         let (name, own) = (&self.name, self.block_size.unwrap_or(block_size));
         match self.window {

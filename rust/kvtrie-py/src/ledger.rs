@@ -1057,6 +1057,8 @@ impl PySequenceLedger {
     /// Args:
     ///     request: A live request.
     ///     index: As for `commit`.
+    ///     stops: Positions at which later prompts may continue, as for `RadixIndex.insert`: what
+    ///         groups need there is evicted last.
     ///
     /// Returns:
     ///     The result. Its `duplicates`, `surplus` (the rest of the table) and `freed` belong to
@@ -1070,27 +1072,36 @@ impl PySequenceLedger {
     ///     >>> ledger.begin("a", seq, [6, 0], num_computed=3)
     ///     >>> ledger.finish("a", index)
     ///     InsertResult(blocks=[6], num_exact=2, duplicates=[], surplus=[0], freed=[])
-    #[pyo3(signature = (request: "Hashable", index: "RadixIndex"))]
+    #[pyo3(
+        signature = (request: "Hashable", index: "RadixIndex", *, stops: "Sequence[SupportsIndex]" = nothing()),
+        text_signature = "($self, request, index, *, stops=())"
+    )]
     fn finish(
         &self,
         py: Python<'_>,
         request: &Bound<'_, PyAny>,
         #[pyo3(from_py_with = of::<call::SequenceLedgerFinish, arg::Index, PyRadixIndex>)]
         index: &Bound<'_, PyRadixIndex>,
+        stops: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<PyInsertResult> {
-        let entry = self.take(py, request, "SequenceLedger.finish")?;
+        const CALL: &str = "SequenceLedger.finish";
+        let stops = match stops {
+            Some(given) => count_list(given, Arg::new(CALL, "stops"))?,
+            None => Vec::new(),
+        };
+        let entry = self.take(py, request, CALL)?;
         let (live, shared) = (entry.get(), &*index.get().shared);
         let plans = live.plans(py);
         let done = py.enter_briefly(|keys, effort| {
             let mut ledger = keys.lock(&self.core, LEDGER)?;
             let mut seq = keys.lock(&live.seq.get().core, SEQUENCE)?;
             let mut index = keys.lock(&shared.core, INDEX)?;
-            let of_groups = ledger.group_steps(live.id, &seq, &index);
+            let of_groups = ledger.group_steps(live.id, &seq, &index, &stops);
             let steps = commit_steps(&ledger, live, &seq, &index, &plans);
             if steps.saturating_add(of_groups) > effort.nodes {
                 return Ok(None);
             }
-            let done = ledger.finish_groups(live.id, &mut seq, &mut index)?;
+            let done = ledger.finish_groups(live.id, &mut seq, &mut index, &stops)?;
             for plan in &plans {
                 plan.get().was_released();
             }

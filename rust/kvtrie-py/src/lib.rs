@@ -42,6 +42,7 @@ mod snapshot;
 mod source;
 mod span;
 mod stats;
+mod tables;
 mod transfer;
 mod transfer_plan;
 

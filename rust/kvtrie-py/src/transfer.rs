@@ -2,15 +2,16 @@
 
 use std::sync::Arc;
 
-use kvtrie_core::{BlockId, Class, Error, ErrorKind, Imported, ReusePolicy, TokenSequence};
+use kvtrie_core::{
+    BlockId, Class, Error, ErrorKind, GroupKind, Imported, ReusePolicy, TokenSequence,
+};
 use kvtrie_transfer::{LabelRun, Offer, SentGroup, TransferKey, TransferLimits, TransferManifest};
 use pyo3::buffer::PyBuffer;
-use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict};
+use pyo3::types::PyBytes;
 
 use crate::arguments::{arg, call, int, of, optional_of};
-use crate::buffers::{self, Arg, block_ids, no_bytes};
+use crate::buffers::{Arg, no_bytes, nothing};
 use crate::detach::{Cost, Enter};
 use crate::errors::exception_in;
 use crate::fields::{Value, new_arguments, shown, value_methods};
@@ -20,6 +21,7 @@ use crate::output::{self, listed, quoted_in_short, truth};
 use crate::policy::PyReusePolicy;
 use crate::sequence::{PyTokenSequence, SEQUENCE};
 use crate::source::SourceArg;
+use crate::tables::{block_sizes, further_groups, tables};
 
 /// Number of tokens that are hashed in about 50 µs.
 const TOKENS: usize = 1 << 12;
@@ -160,10 +162,10 @@ pub(crate) struct PyBlockRun {
     /// Tokens per block.
     #[pyo3(get)]
     block_size: usize,
-    /// Position of the first token, a multiple of `block_size`.
+    /// Position of the first token, a multiple of `block_size`; of a state, the tokens before it.
     #[pyo3(get)]
     start: usize,
-    /// Number of tokens. The last block may hold fewer than `block_size`.
+    /// Number of tokens. The last block may hold fewer than `block_size`. 0 for a state.
     #[pyo3(get)]
     num_tokens: usize,
     /// 0 exact, 1 approximate, 2 look-ahead, which is not loaded.
@@ -237,7 +239,8 @@ impl PyTransferManifest {
     ///     seq: The tokens of the request.
     ///     blocks: Its block table from position 0: ids, or a dict from group number to ids if
     ///         groups of layers have tables of their own. Ids after the last position named below
-    ///         are ignored.
+    ///         are ignored. Groups with windows or states have pairs (position, id), ascending, as
+    ///         for `RadixIndex.insert`; such a table may begin anywhere.
     ///     key: The deployment's key, 16 to 64 bytes.
     ///     num_computed: Tokens of `seq`, from position 0, that have KV. The token sampled last and
     ///         drafts have none.
@@ -250,11 +253,15 @@ impl PyTransferManifest {
     ///     context: What the manifest is about, up to 1,024 bytes, such as the engine, the request
     ///         and a count of its transfers. A reader with another context is refused. Without a
     ///         context, runs of another engine or of a request that has ended verify too.
+    ///     groups: The groups with windows and states: a dict from group number to `Group`, or an
+    ///         iterable of those with the numbers 1, 2 and so on. Of them, exact KV alone is sent:
+    ///         blocks whose tokens are exact, and states of exact tokens.
     ///
     /// Raises:
     ///     ValueError: `num_computed` is beyond the sequence, there are too few blocks (the message
     ///         has both numbers), a block occurs twice, groups of blocks and of block sizes differ,
-    ///         or the key is too short or too long.
+    ///         a position is inside a block or not after the one before, a window has another block
+    ///         size than `block_size`, or the key is too short or too long.
     ///
     /// Example:
     ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
@@ -265,10 +272,10 @@ impl PyTransferManifest {
     ///     [(0, 2, 0, 0), (2, 1, 1, 1)]
     #[staticmethod]
     #[pyo3(signature = (
-        seq: "TokenSequence", blocks: "_Integers | Mapping[int, _Integers]", *, key: "bytes", num_computed: "SupportsIndex",
+        seq: "TokenSequence", blocks: "_Integers | Mapping[int, _Integers | _Ranges]", *, key: "bytes", num_computed: "SupportsIndex",
         block_size: "SupportsIndex | Mapping[int, SupportsIndex]", source: "ComputedSource | Imported | None" = None,
-        num_lookahead: "SupportsIndex" = 0, context: "bytes" = no_bytes()
-    ), text_signature = "(seq, blocks, *, key, num_computed, block_size, source=None, num_lookahead=0, context=b'')")]
+        num_lookahead: "SupportsIndex" = 0, context: "bytes" = no_bytes(), groups: "Mapping[int, Group] | Iterable[Group]" = nothing()
+    ), text_signature = "(seq, blocks, *, key, num_computed, block_size, source=None, num_lookahead=0, context=b'', groups=())")]
     #[expect(clippy::too_many_arguments, reason = "all but two are keywords")]
     fn from_blocks(
         py: Python<'_>,
@@ -285,6 +292,7 @@ impl PyTransferManifest {
         num_lookahead: i128,
         #[pyo3(from_py_with = optional_of::<call::TransferManifestFromBlocks, arg::Context, PyBytes>)]
         context: Option<&Bound<'_, PyBytes>>,
+        groups: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Self> {
         const CALL: &str = "TransferManifest.from_blocks";
         let arg = |name| Arg::new(CALL, name);
@@ -292,19 +300,20 @@ impl PyTransferManifest {
         let num_computed = arg("num_computed").count(num_computed)?;
         let num_lookahead = arg("num_lookahead").count(num_lookahead)?;
         let (labels, policy) = labels(source, num_computed, arg("source"))?;
-        let tables = tables(blocks, arg("blocks"))?;
-        let groups: Vec<u32> = tables.iter().map(|table| table.0).collect();
-        let sizes = block_sizes(Some(block_size), &groups, arg("blocks"))?;
+        let further = further_groups(groups, CALL)?;
+        let tables = tables(Some(blocks), &further, arg("blocks"))?;
+        let numbers: Vec<u32> = tables.iter().map(|table| table.0).collect();
+        let sizes = block_sizes(Some(block_size), &numbers, &further, arg("blocks"))?;
         let tokens = num_computed.saturating_mul(tables.len());
         let seq = seq.get();
         let core = py.enter(hashing(tokens), move |keys| {
             let groups: Vec<SentGroup<'_>> = tables
                 .iter()
                 .zip(sizes)
-                .map(|((group, blocks), block_size)| SentGroup {
+                .map(|((group, ids), block_size)| SentGroup {
                     group: *group,
                     block_size: block_size.unwrap_or_default(),
-                    blocks,
+                    table: ids.as_table(),
                 })
                 .collect();
             // The lock is released before the copy is hashed.
@@ -319,7 +328,8 @@ impl PyTransferManifest {
     }
 
     /// Make the manifest of a live request: its final and computed tokens with their labels, and
-    /// its look-ahead blocks.
+    /// its look-ahead blocks. Of the ledger's groups, the exact blocks and states that the request
+    /// has.
     ///
     /// Blocks after a missing range are offered too. If a range ends inside a block, the tokens of
     /// that block are offered only if no computed token follows. See `SequenceLedger.confirm` for
@@ -329,7 +339,8 @@ impl PyTransferManifest {
     ///     ledger: The ledger of the engine.
     ///     request: A live request of the ledger.
     ///     key: The deployment's key, 16 to 64 bytes.
-    ///     group: The group number of the ledger's blocks.
+    ///     group: The group number of the ledger's blocks. Its further groups have the numbers
+    ///         after it, in the order of `ledger.groups`.
     ///     context: As for `from_blocks`.
     ///
     /// Raises:
@@ -435,7 +446,7 @@ impl PyTransferManifest {
         Ok(Self { core })
     }
 
-    /// Return the manifest as bytes for `from_bytes`: MessagePack, version 2. Equal manifests have
+    /// Return the manifest as bytes for `from_bytes`: MessagePack, version 3. Equal manifests have
     /// equal bytes.
     ///
     /// The bytes contain block ids, positions and digests, no token ids and no salt.
@@ -470,6 +481,39 @@ impl PyTransferManifest {
     #[getter]
     fn block_sizes(&self) -> std::collections::BTreeMap<u32, usize> {
         self.core.groups().collect()
+    }
+
+    /// What each group's layers keep, by group number, ascending: `"full"`, `"window"` or `"state"`.
+    ///
+    /// Example:
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
+    ///     >>> manifest = kvtrie.TransferManifest.from_blocks(
+    ///     ...     seq, {0: [8, 3], 1: [(2, 5)]}, key=b"k" * 32, num_computed=3, block_size=2,
+    ///     ...     groups=[kvtrie.Group.state("gdn", num_slots=8)])
+    ///     >>> manifest.kinds, [(run.start, run.num_tokens) for run in manifest.runs]
+    ///     ({0: 'full', 1: 'state'}, [(0, 3), (2, 0)])
+    #[getter]
+    fn kinds(&self) -> std::collections::BTreeMap<u32, &'static str> {
+        let named = |kind| match kind {
+            None => "full",
+            Some(GroupKind::Window { .. }) => "window",
+            Some(GroupKind::State) => "state",
+        };
+        let numbers = self.core.groups().map(|(group, _)| group);
+        numbers.zip(self.core.kinds().map(named)).collect()
+    }
+
+    /// The window of each group that has one, in tokens, by group number.
+    #[getter]
+    fn windows(&self) -> std::collections::BTreeMap<u32, usize> {
+        let numbers = self.core.groups().map(|(group, _)| group);
+        let windows = numbers.zip(self.core.kinds());
+        windows
+            .filter_map(|(group, kind)| match kind {
+                Some(GroupKind::Window { window }) => Some((group, window)),
+                _ => None,
+            })
+            .collect()
     }
 
     /// The policy that the approximate KV was built under, without the kinds that it forbids: a
@@ -624,74 +668,4 @@ pub(crate) fn transfer_key(
     TransferKey::new(key.as_bytes())
         .and_then(|key| key.bound_to(context))
         .map_err(|error| exception_in(call, &error))
-}
-
-/// Reads block tables by group, ascending. A list of ids is group 0.
-pub(crate) fn tables(value: &Bound<'_, PyAny>, arg: Arg) -> PyResult<Vec<(u32, Vec<BlockId>)>> {
-    let Ok(groups) = value.cast::<PyDict>() else {
-        return Ok(vec![(0, block_ids(value, BlockId::MAX_BLOCKS, arg)?)]);
-    };
-    let mut tables = Vec::with_capacity(groups.len());
-    for (group, ids) in groups {
-        tables.push((
-            group_number(&group, arg.call)?,
-            block_ids(&ids, BlockId::MAX_BLOCKS, arg)?,
-        ));
-    }
-    tables.sort_by_key(|table| table.0);
-    Ok(tables)
-}
-
-/// Reads the block size of each group; `None` for all groups if there is no value.
-pub(crate) fn block_sizes(
-    value: Option<&Bound<'_, PyAny>>,
-    groups: &[u32],
-    blocks: Arg,
-) -> PyResult<Vec<Option<usize>>> {
-    let Arg { call, name } = blocks;
-    let arg = Arg::new(call, "block_size");
-    let size = |value: &Bound<'_, PyAny>| -> PyResult<usize> {
-        let read = buffers::int(value).map_err(|error| arg.not_read(value, error, "an int"))?;
-        Ok(arg.within(read, 1, u32::MAX)? as usize)
-    };
-    let Some(value) = value.filter(|value| !value.is_none()) else {
-        return Ok(vec![None; groups.len()]);
-    };
-    let Ok(by_group) = value.cast::<PyDict>() else {
-        return Ok(vec![Some(size(value)?); groups.len()]);
-    };
-    let mut sizes = Vec::with_capacity(by_group.len());
-    for (group, value) in by_group {
-        sizes.push((group_number(&group, call)?, size(&value)?));
-    }
-    sizes.sort_unstable();
-    let sized: Vec<u32> = sizes.iter().map(|size| size.0).collect();
-    if sized != groups {
-        return Err(PyValueError::new_err(format!(
-            "{call}: block_size is of the groups {sized:?}, {name} of {groups:?}"
-        )));
-    }
-    Ok(sizes.into_iter().map(|size| Some(size.1)).collect())
-}
-
-/// The groups in a dict of block sizes; `None` if one value is for all groups.
-pub(crate) fn groups_of(
-    value: Option<&Bound<'_, PyAny>>,
-    call: &'static str,
-) -> PyResult<Option<Vec<u32>>> {
-    let Some(by_group) = value.and_then(|value| value.cast::<PyDict>().ok()) else {
-        return Ok(None);
-    };
-    let mut groups = Vec::with_capacity(by_group.len());
-    for group in by_group.keys() {
-        groups.push(group_number(&group, call)?);
-    }
-    groups.sort_unstable();
-    Ok(Some(groups))
-}
-
-fn group_number(value: &Bound<'_, PyAny>, call: &'static str) -> PyResult<u32> {
-    let arg = Arg::new(call, "a group");
-    let number = buffers::int(value).map_err(|error| arg.not_read(value, error, "an int"))?;
-    arg.within(number, 0, i32::MAX.cast_unsigned())
 }

@@ -1,6 +1,7 @@
 //! The function `plan_transfer` and its result, `TransferPlan`.
 
-use kvtrie_core::BlockId;
+use std::collections::BTreeMap;
+
 use kvtrie_transfer::{LocalGroup, TransferOptions, TransferPlan};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -15,7 +16,8 @@ use crate::policy::{EXACT_ONLY, PyReusePolicy};
 use crate::ranges::ranges;
 use crate::sequence::{PyTokenSequence, SEQUENCE};
 use crate::source::{PyImported, computed};
-use crate::transfer::{PyTransferManifest, block_sizes, groups_of, hashing, tables, transfer_key};
+use crate::tables::{Ids, block_sizes, further_groups, groups_of, tables};
+use crate::transfer::{PyTransferManifest, hashing, transfer_key};
 
 /// What to load from a manifest, and what to compute: the result of `plan_transfer`. It pins
 /// nothing and needs no release.
@@ -41,7 +43,8 @@ impl Eq for PyTransferPlan {}
 impl PyTransferPlan {
     /// The pairs of blocks to load, by group and position. A structured array with the fields
     /// `group`, `remote` and `local` (block ids, int32; `local` is -1 if the plan was made without
-    /// `local_blocks`), `start` and `end` (positions in the local sequence, int64), `delta`
+    /// `local_blocks`, or where a group has no id), `start` and `end` (positions in the local
+    /// sequence, int64; both are the tokens before a state), `delta`
     /// (position here minus position there, by which K is rotated, int64), `class` (0 exact, 1
     /// approximate, uint8) and `hops` (of the loaded KV, uint16). Each pair is inside one remote
     /// and one local block, number `start // block_size` of the local table. Its first token is at
@@ -76,7 +79,8 @@ impl PyTransferPlan {
         self.core.hops()
     }
 
-    /// Number of tokens that are loaded and exact in every group.
+    /// Number of tokens that are loaded and exact in every group. Next to windows and states, those
+    /// that the other groups load.
     #[getter]
     fn num_exact(&self) -> usize {
         self.core.num_exact()
@@ -137,6 +141,10 @@ impl PyTransferPlan {
 /// separately, and a token is loaded only if all groups have it. A pair has the label of its own
 /// group; `exact_until` and `hops` are the worst of all groups.
 ///
+/// Next to groups with windows or states, exact KV alone is loaded, whatever the policy: the tokens
+/// before the deepest position at which all groups can continue, the blocks that reach into each
+/// window there, and each state there. Nothing is moved.
+///
 /// The plan uses a copy of `local_seq`, so other threads may use the sequence meanwhile. A search
 /// for moved runs hashes one block per token that no other KV covers, so its time grows with the
 /// sender's block size.
@@ -157,13 +165,17 @@ impl PyTransferPlan {
 ///     block_size: Tokens per local block, or a dict by group; None means the sender's.
 ///     keep_last: Tokens at the end that are computed in any case, cached or not.
 ///     context: As the sender gave it to `TransferManifest.from_blocks`.
+///     groups: The groups with windows and states, as for `TransferManifest.from_blocks`. A window
+///         has the block size of its `Group`.
 ///
 /// Raises:
 ///     TransferRefused: With the reason `"digest"` (a run was changed, or written with another key
 ///         or context), `"namespace"` (the message names the field), or `"groups"` (the sender has
-///         other groups).
+///         other groups, or other windows).
 ///     ValueError: There are too few local blocks (the message has both numbers), one occurs twice,
-///         `cached` is not a range inside the sequence, or the key is too short or too long.
+///         `cached` is not a range inside the sequence, or with `groups` one that starts at 0, a
+///         position is inside a block or not after the one before, or the key is too short or too
+///         long.
 ///
 /// Example:
 ///     >>> space, key = kvtrie.Namespace(model="m", salt=kvtrie.SHARED), b"k" * 32
@@ -179,11 +191,11 @@ impl PyTransferPlan {
 ///     True
 #[pyfunction]
 #[pyo3(signature = (
-    manifest: "TransferManifest", local_seq: "TokenSequence", local_blocks: "_Integers | Mapping[int, _Integers] | None" = None,
+    manifest: "TransferManifest", local_seq: "TokenSequence", local_blocks: "_Integers | Mapping[int, _Integers | _Ranges] | None" = None,
     cached: "tuple[SupportsIndex, SupportsIndex]" = nothing(), *, key: "bytes", policy: "ReusePolicy | None" = None,
     block_size: "SupportsIndex | Mapping[int, SupportsIndex] | None" = None, keep_last: "SupportsIndex" = 0,
-    context: "bytes" = no_bytes()
-), text_signature = "(manifest, local_seq, local_blocks=None, cached=(0, 0), *, key, policy=None, block_size=None, keep_last=0, context=b'')")]
+    context: "bytes" = no_bytes(), groups: "Mapping[int, Group] | Iterable[Group]" = nothing()
+), text_signature = "(manifest, local_seq, local_blocks=None, cached=(0, 0), *, key, policy=None, block_size=None, keep_last=0, context=b'', groups=())")]
 #[expect(clippy::too_many_arguments, reason = "most are keywords")]
 pub(crate) fn plan_transfer(
     py: Python<'_>,
@@ -200,6 +212,7 @@ pub(crate) fn plan_transfer(
     #[pyo3(from_py_with = int::<call::PlanTransfer, arg::KeepLast>)] keep_last: i128,
     #[pyo3(from_py_with = optional_of::<call::PlanTransfer, arg::Context, PyBytes>)]
     context: Option<&Bound<'_, PyBytes>>,
+    groups: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<PyTransferPlan> {
     const CALL: &str = "plan_transfer";
     /// Number of tokens that are hashed in the time of one compression.
@@ -212,28 +225,29 @@ pub(crate) fn plan_transfer(
     };
     let blocks = Arg::new(CALL, "local_blocks");
     let local_blocks = local_blocks.filter(|value| !value.is_none());
-    let (groups, ids): (Vec<u32>, Vec<Option<Vec<BlockId>>>) = match local_blocks {
-        Some(local_blocks) => tables(local_blocks, blocks)?
-            .into_iter()
-            .map(|(group, ids)| (group, Some(ids)))
-            .unzip(),
-        None => groups_of(block_size, CALL)?
-            .unwrap_or_else(|| {
-                manifest
-                    .get()
-                    .core()
-                    .groups()
-                    .map(|group| group.0)
-                    .collect()
-            })
-            .into_iter()
-            .map(|group| (group, None))
-            .unzip(),
-    };
-    let sizes = block_sizes(block_size, &groups, blocks)?;
+    let further = further_groups(groups, CALL)?;
+    let given = tables(local_blocks, &further, blocks)?;
+    let mut ids: BTreeMap<u32, Option<Ids>> = given
+        .into_iter()
+        .map(|(group, ids)| (group, Some(ids)))
+        .collect();
+    if local_blocks.is_none() {
+        let theirs = manifest.get().core();
+        let full = || {
+            let all = theirs.groups().zip(theirs.kinds());
+            all.filter(|(_, kind)| kind.is_none())
+                .map(|((group, _), _)| group)
+                .collect()
+        };
+        for group in groups_of(block_size, CALL)?.unwrap_or_else(full) {
+            ids.entry(group).or_default();
+        }
+    }
+    let numbers: Vec<u32> = ids.keys().copied().collect();
+    let sizes = block_sizes(block_size, &numbers, &further, blocks)?;
     let policy = policy.map_or(&EXACT_ONLY, |policy| policy.get()).core();
     let (manifest, seq) = (manifest.get().core(), local_seq.get());
-    let mut tokens = seq.len(py)?.saturating_mul(groups.len());
+    let mut tokens = seq.len(py)?.saturating_mul(ids.len());
     if policy.approximate {
         // The search hashes a window of one block for each token.
         let largest = manifest.groups().map(|(_, block_size)| block_size).max();
@@ -242,14 +256,13 @@ pub(crate) fn plan_transfer(
     // The whole manifest is hashed, however short the prompt is.
     tokens = tokens.saturating_add(manifest.to_bytes().len() / size_of::<u32>());
     let core = py.enter(hashing(tokens), move |keys| {
-        let local: Vec<LocalGroup<'_>> = groups
+        let local: Vec<LocalGroup<'_>> = ids
             .iter()
-            .zip(&ids)
             .zip(sizes)
-            .map(|((&group, blocks), block_size)| LocalGroup {
+            .map(|((&group, ids), block_size)| LocalGroup {
                 group,
                 block_size,
-                blocks: blocks.as_deref(),
+                table: ids.as_ref().map(Ids::as_table),
             })
             .collect();
         let options = TransferOptions {

@@ -19,6 +19,6 @@ pub use ledger::{
     Step, StepError, StepIds,
 };
 pub use transfer::{
-    BlockPair, BlockRun, LocalGroup, Offer, SentGroup, TransferKey, TransferLimits,
-    TransferManifest, TransferOptions, TransferPlan,
+    BlockPair, BlockRun, LocalGroup, Offer, OfferedGroup, SentGroup, Table, TransferKey,
+    TransferLimits, TransferManifest, TransferOptions, TransferPlan,
 };

@@ -8,9 +8,9 @@
 use std::alloc::System;
 use std::sync::Arc;
 
-use kvtrie_core::{BlockId, Class, Namespace, ReusePolicy, Salt, TokenSequence};
+use kvtrie_core::{BlockId, Class, GroupKind, Namespace, ReusePolicy, Salt, TokenSequence};
 use kvtrie_transfer::{
-    LabelRun, LocalGroup, Refusal, SentGroup, TransferError, TransferKey, TransferLimits,
+    LabelRun, LocalGroup, Refusal, SentGroup, Table, TransferError, TransferKey, TransferLimits,
     TransferManifest, TransferOptions, TransferPlan,
 };
 use stats_alloc::{INSTRUMENTED_SYSTEM, Region, StatsAlloc};
@@ -20,7 +20,17 @@ static ALLOCATOR: &StatsAlloc<System> = &INSTRUMENTED_SYSTEM;
 
 /// Number of bytes of a message, in addition to those of the manifest.
 const MESSAGE: usize = 1024;
-const GROUPS: [(u32, usize); 2] = [(0, 4), (7, 6)];
+
+/// The number, tokens per block and kind of a group.
+type Head = (u32, usize, Option<GroupKind>);
+
+const GROUPS: &[Head] = &[(0, 4, None), (7, 6, None)];
+/// The window reaches into two blocks before a position.
+const KINDS: &[Head] = &[
+    (0, 4, None),
+    (3, 4, Some(GroupKind::Window { window: 6 })),
+    (7, 4, Some(GroupKind::State)),
+];
 
 /// A deterministic generator of choices.
 struct Choices(u64);
@@ -134,30 +144,35 @@ fn label(start: usize, end: usize, class: Class, hops: u16) -> LabelRun {
 /// What sender and receiver share.
 struct World {
     tokens: Vec<u32>,
-    tables: Vec<Vec<BlockId>>,
+    groups: &'static [Head],
+    /// The ids of each group by their positions.
+    tables: Vec<Vec<(usize, BlockId)>>,
+    blocks: Vec<Vec<BlockId>>,
     manifest: TransferManifest,
     key: TransferKey,
     policy: ReusePolicy,
 }
 
 impl World {
-    fn new() -> Self {
+    fn new(groups: &'static [Head]) -> Self {
         let tokens: Vec<u32> = (0..61).map(|token| token % 13).collect();
-        let tables: Vec<Vec<BlockId>> = GROUPS
+        let table = |&(_, size, kind): &Head| -> Vec<(usize, BlockId)> {
+            let first = usize::from(kind == Some(GroupKind::State));
+            let ids = (0..20).map(|id| BlockId(id * 3 + u32::try_from(size).unwrap()));
+            (first..).map(|at| at * size).zip(ids).collect()
+        };
+        let tables: Vec<Vec<(usize, BlockId)>> = groups.iter().map(table).collect();
+        let blocks: Vec<Vec<BlockId>> = tables
             .iter()
-            .map(|(_, size)| {
-                (0..20)
-                    .map(|id| BlockId(id * 3 + u32::try_from(*size).unwrap()))
-                    .collect()
-            })
+            .map(|table| table.iter().map(|&(_, id)| id).collect())
             .collect();
-        let groups: Vec<SentGroup<'_>> = GROUPS
+        let sent: Vec<SentGroup<'_>> = groups
             .iter()
-            .zip(&tables)
-            .map(|(&(group, block_size), blocks)| SentGroup {
+            .zip(tables.iter().zip(&blocks))
+            .map(|(&(group, block_size, kind), (at, blocks))| SentGroup {
                 group,
                 block_size,
-                blocks,
+                table: kind.map_or(Table::Full(blocks), |kind| Table::At(kind, at)),
             })
             .collect();
         let labels = [
@@ -174,10 +189,12 @@ impl World {
         };
         let seq = sequence(&tokens);
         let manifest =
-            TransferManifest::built_under(Some(&policy), &seq, &groups, &labels, 70, &key).unwrap();
+            TransferManifest::built_under(Some(&policy), &seq, &sent, &labels, 70, &key).unwrap();
         Self {
             tokens,
+            groups,
             tables,
+            blocks,
             manifest,
             key,
             policy,
@@ -216,13 +233,15 @@ impl World {
     }
 
     fn local(&self) -> (Vec<u32>, Vec<LocalGroup<'_>>) {
-        let local = GROUPS
+        let ids = self.tables.iter().zip(&self.blocks);
+        let local = self
+            .groups
             .iter()
-            .zip(&self.tables)
-            .map(|(&(group, _), blocks)| LocalGroup {
+            .zip(ids)
+            .map(|(&(group, size, kind), (at, blocks))| LocalGroup {
                 group,
-                block_size: Some(5),
-                blocks: Some(blocks),
+                block_size: Some(if self.is_kinded() { size } else { 5 }),
+                table: Some(kind.map_or(Table::Full(blocks), |kind| Table::At(kind, at))),
             });
         (self.tokens.clone(), local.collect())
     }
@@ -230,17 +249,54 @@ impl World {
     /// Checks that the plan loads the right tokens, whoever wrote the manifest.
     fn check(&self, plan: &TransferPlan) {
         for pair in plan.pairs() {
-            let (at, _) = GROUPS
-                .iter()
-                .enumerate()
-                .find(|(_, group)| group.0 == pair.group)
-                .unwrap();
+            let place = self.groups.iter().position(|group| group.0 == pair.group);
+            let (_, size, kind) = self.groups[place.unwrap()];
+            let blocks = &self.blocks[place.unwrap()];
+            if kind == Some(GroupKind::State) {
+                assert_eq!((pair.start, pair.delta), (pair.end, 0));
+                assert_eq!(pair.remote, blocks[pair.start / size - 1]);
+                continue;
+            }
             for position in pair.start..pair.end {
                 let source =
                     usize::try_from(i64::try_from(position).unwrap() - pair.delta).unwrap();
                 assert_eq!(self.tokens[position], self.tokens[source]);
-                assert_eq!(pair.remote, self.tables[at][source / GROUPS[at].1]);
+                assert_eq!(pair.remote, blocks[source / size]);
             }
+        }
+        if self.is_kinded() {
+            self.check_continued(plan);
+        }
+    }
+
+    fn is_kinded(&self) -> bool {
+        self.groups.iter().any(|group| group.2.is_some())
+    }
+
+    /// Checks that each group has what it needs where the prompt continues.
+    fn check_continued(&self, plan: &TransferPlan) {
+        let end = plan.num_exact();
+        assert_eq!(plan.num_approximate(), 0);
+        assert_eq!(plan.compute().first().map_or(61, |range| range.0), end);
+        for &(number, size, kind) in self.groups {
+            let of_group = plan.pairs().iter().filter(|pair| pair.group == number);
+            let mut found: Vec<(usize, usize)> =
+                of_group.map(|pair| (pair.start, pair.end)).collect();
+            let first = match kind {
+                None => 0,
+                Some(GroupKind::State) if end == 0 => end,
+                Some(GroupKind::State) => {
+                    assert_eq!(found, [(end, end)]);
+                    continue;
+                }
+                Some(GroupKind::Window { window }) => end.saturating_sub(window - 1) / size * size,
+            };
+            found.insert(0, (first, first));
+            assert!(
+                found.windows(2).all(|pair| pair[0].1 == pair[1].0),
+                "{found:?}"
+            );
+            assert_eq!(found.last().map(|pair| pair.1), Some(end));
         }
     }
 }
@@ -300,7 +356,7 @@ fn forged(choices: &mut Choices) -> Vec<u8> {
     array(&mut raw, 5);
     raw.push(0xaf);
     raw.extend(b"kvtrie.manifest");
-    uint(&mut raw, choices.edge_or(30, 2));
+    uint(&mut raw, choices.edge_or(30, 3));
     array(&mut raw, 5);
     for name in ["m", "auto", "default"] {
         raw.push(0xa0 | u8::try_from(name.len()).unwrap());
@@ -316,7 +372,7 @@ fn forged(choices: &mut Choices) -> Vec<u8> {
     let groups = choices.below(4);
     array(&mut raw, groups);
     for group in 0..groups {
-        array(&mut raw, 3);
+        array(&mut raw, 4);
         let number = [0, 7, 9, 11][group];
         uint(&mut raw, choices.edge_or(20, number));
         let size = if choices.below(30) == 0 {
@@ -325,15 +381,33 @@ fn forged(choices: &mut Choices) -> Vec<u8> {
             1 + choices.next() % 9
         };
         uint(&mut raw, size);
+        let kind = choices.below(4);
+        match kind {
+            0 | 1 => raw.push(0xc0),
+            2 => uint(&mut raw, choices.edge_or(3, 5)),
+            _ => uint(&mut raw, choices.edge_or(20, 0)),
+        }
         let runs = choices.below(5);
         array(&mut raw, runs);
         let mut start = 0;
         for _ in 0..runs {
-            let blocks = 1 + choices.below(4) as u64;
-            let flags = [0, 0, 1, 2][choices.below(4)];
-            let tokens = size
-                .saturating_mul(blocks)
-                .saturating_sub(choices.next() % 2);
+            let is_state = kind == 3 && choices.below(20) > 0;
+            let blocks = if is_state {
+                1
+            } else {
+                1 + choices.below(4) as u64
+            };
+            let flags = if kind < 2 || choices.below(20) == 0 {
+                [0, 0, 1, 2][choices.below(4)]
+            } else {
+                0
+            };
+            let tokens = if is_state {
+                0
+            } else {
+                size.saturating_mul(blocks)
+                    .saturating_sub(choices.next() % 2)
+            };
             array(&mut raw, 8);
             uint(&mut raw, choices.edge_or(12, start));
             uint(&mut raw, choices.edge_or(30, tokens));
@@ -349,7 +423,8 @@ fn forged(choices: &mut Choices) -> Vec<u8> {
             bin(&mut raw, &ids);
             let digests = if flags == 2 { 0 } else { 16 };
             bin(&mut raw, &choices.bytes(digests));
-            bin(&mut raw, &choices.bytes(digests * count));
+            let of_blocks = if is_state { 0 } else { digests * count };
+            bin(&mut raw, &choices.bytes(of_blocks));
             bin(&mut raw, &choices.bytes(16));
             start += size.saturating_mul(blocks + choices.next() % 2) % (1 << 20);
         }
@@ -388,7 +463,7 @@ fn nested(choices: &mut Choices) -> Vec<u8> {
     let mut raw = vec![0x95, 0xaf];
     raw.extend(b"kvtrie.manifest");
     raw.extend([
-        2, 0x95, 0xa1, b'm', 0xa1, b'm', 0xa1, b'm', 0xc0, 0xc0, 0xc0,
+        3, 0x95, 0xa1, b'm', 0xa1, b'm', 0xa1, b'm', 0xc0, 0xc0, 0xc0,
     ]);
     raw.truncate([0, 1, 18, raw.len()][choices.below(4)]);
     let marker = [0x91, 0x93, 0x98, 0x9f, 0xdc, 0xdd, 0x81, 0xc1][choices.below(8)];
@@ -413,7 +488,7 @@ fn large_ones_take_less_than_four_times_their_size(key: &TransferKey) {
         let group = SentGroup {
             group: 0,
             block_size: 1,
-            blocks: &shuffled,
+            table: Table::Full(&shuffled),
         };
         let manifest = TransferManifest::new(&seq, &[group], labels, 60_000, key).unwrap();
         let raw = manifest.to_bytes();
@@ -436,7 +511,7 @@ fn long_names_are_cut_where_they_are_shown(world: &World) {
         for groups in [0, 64] {
             let mut raw = vec![0x95, 0xaf];
             raw.extend(b"kvtrie.manifest");
-            raw.extend([2, 0x95]);
+            raw.extend([3, 0x95]);
             for (at, own) in ["m", "auto", "default", ""].iter().enumerate() {
                 if at == field {
                     raw.push(0xdb);
@@ -452,9 +527,9 @@ fn long_names_are_cut_where_they_are_shown(world: &World) {
             raw.extend([0xc0, 0xc0]);
             array(&mut raw, groups);
             for group in 0..groups {
-                array(&mut raw, 3);
+                array(&mut raw, 4);
                 uint(&mut raw, group as u64);
-                raw.extend([4, 0x90]);
+                raw.extend([4, 0xc0, 0x90]);
             }
             let manifest = TransferManifest::from_bytes(&raw, &TransferLimits::default()).unwrap();
             let (mine, local) = world.local();
@@ -487,11 +562,17 @@ fn long_names_are_cut_where_they_are_shown(world: &World) {
 fn no_bytes_are_believed_or_cost_more_than_four_times_their_size() {
     let asked = std::env::var("KVTRIE_HOSTILE").ok();
     let count = asked.map_or(20_000, |count| count.parse().unwrap());
-    let world = World::new();
+    let kinded = World::new(KINDS);
+    assert_eq!(kinded.receive(kinded.manifest.to_bytes()), None);
+    let world = World::new(GROUPS);
+    assert_eq!(
+        world.receive(kinded.manifest.to_bytes()),
+        Some(Refusal::Groups)
+    );
     assert_eq!(world.receive(world.manifest.to_bytes()), None);
     let other = World {
         key: TransferKey::new(&[8; 32]).unwrap(),
-        ..World::new()
+        ..World::new(GROUPS)
     };
     assert_eq!(
         other.receive(world.manifest.to_bytes()),
@@ -502,8 +583,9 @@ fn no_bytes_are_believed_or_cost_more_than_four_times_their_size() {
     let mut choices = Choices(1);
     let mut met: Vec<(Option<Refusal>, usize)> = Vec::new();
     for _ in 0..count {
+        let world = [&world, &kinded][choices.below(2)];
         let raw = match choices.below(10) {
-            0..5 => mutated(&world, &mut choices),
+            0..5 => mutated(world, &mut choices),
             5..8 => forged(&mut choices),
             8 => nested(&mut choices),
             _ => {

@@ -102,12 +102,13 @@ impl SequenceLedger {
                 group.name
             ));
         }
-        let (done, _) = self.finish_groups(id, seq, index)?;
+        let (done, _) = self.finish_groups(id, seq, index, &[])?;
         Ok(done)
     }
 
     /// As [`finish`](Self::finish), and offers the index the request's own ids of groups at computed tokens. Returns
-    /// what became of them, for each group; what was not offered is in its `surplus`.
+    /// what became of them, for each group; what was not offered is in its `surplus`. The insert gets `stops`, as
+    /// [`GroupOptions`] has them.
     ///
     /// # Errors
     /// As [`commit`](Self::commit), and as [`RadixIndex::insert_groups`].
@@ -119,6 +120,7 @@ impl SequenceLedger {
         id: RequestId,
         seq: &mut TokenSequence,
         index: &mut RadixIndex,
+        stops: &[usize],
     ) -> Result<(Inserted, Vec<GroupInserted>)> {
         const CALL: &str = "SequenceLedger::finish";
         let block_size = self.block_size;
@@ -144,7 +146,7 @@ impl SequenceLedger {
                 let numbered = numbered(&offers);
                 let options = GroupOptions {
                     offers: &numbered,
-                    stops: &[],
+                    stops,
                 };
                 request.insert(seq, index, end, offered, (&spans, options))?
             }

@@ -6,8 +6,11 @@
 //! [`finish_groups`](SequenceLedger::finish_groups) offers the rest to the index. In between, the index has none of the
 //! request's own ids, so no eviction takes a window from under it.
 //!
-//! A table is a list of ids by position, O(log ids) to look in; a request without groups has none.
+//! A table is a list of ids by position, O(log ids) to look in, and the set of these ids; a request without groups has
+//! none. Ids that come in the order of their positions are added in O(1) each.
 
+use foldhash::quality::FixedState;
+use hashbrown::HashSet;
 use kvtrie_core::{
     BlockId, Error, Group, GroupInserted, GroupKind, GroupOffers, GroupOptions, RadixIndex, Result,
     ReusePlan, TokenSequence, failpoints,
@@ -16,6 +19,7 @@ use kvtrie_core::{
 use super::request::Request;
 use super::{RequestId, SequenceLedger};
 use crate::error::{block_in_use, invalid};
+use crate::transfer::OfferedGroup;
 
 /// An id of a group at a position, as an index is offered it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,9 +30,13 @@ struct Held {
     in_place: bool,
 }
 
-/// What a request has of one group, ascending by position.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct GroupTable(Vec<Held>);
+/// What a request has of one group.
+#[derive(Clone, Debug, Default)]
+pub(super) struct GroupTable {
+    /// Ascending by position.
+    held: Vec<Held>,
+    ids: HashSet<BlockId, FixedState>,
+}
 
 impl GroupTable {
     /// The tables that a request begins with, of a plan or of none.
@@ -42,25 +50,53 @@ impl GroupTable {
                 id,
                 in_place: true,
             };
-            Self(part.blocks.iter().enumerate().map(held).collect())
+            Self {
+                held: part.blocks.iter().enumerate().map(held).collect(),
+                ids: part.blocks.iter().copied().collect(),
+            }
         };
         groups.iter().enumerate().map(table).collect()
     }
 
     fn has(&self, position: usize) -> bool {
-        let found = self.0.binary_search_by_key(&position, |held| held.position);
+        let found = self
+            .held
+            .binary_search_by_key(&position, |held| held.position);
         found.is_ok()
     }
 
+    /// Adds ids of positions that are not taken, ascending.
+    fn add(&mut self, offers: &[(usize, BlockId)]) {
+        let last = self.held.last().map(|held| held.position);
+        let is_in_order = offers.first().is_none_or(|first| last < Some(first.0));
+        self.held.extend(offers.iter().map(|&(position, id)| Held {
+            position,
+            id,
+            in_place: false,
+        }));
+        self.ids.extend(offers.iter().map(|&(_, id)| id));
+        if !is_in_order {
+            // Two sorted parts, which a stable sort merges.
+            self.held.sort_by_key(|held| held.position);
+        }
+    }
+
     fn own(&self) -> impl Iterator<Item = &Held> {
-        self.0.iter().filter(|held| !held.in_place)
+        self.held.iter().filter(|held| !held.in_place)
     }
 
     /// Takes the entries out that `goes` names, and returns those of them that are the caller's.
     fn take(&mut self, goes: impl Fn(&Held) -> bool) -> Vec<BlockId> {
         let own = self.own().filter(|held| goes(held)).map(|held| held.id);
         let own = own.collect();
-        self.0.retain(|held| !goes(held));
+        let ids = &mut self.ids;
+        self.held.retain(|held| {
+            let stays = !goes(held);
+            if !stays {
+                ids.remove(&held.id);
+            }
+            stays
+        });
         own
     }
 }
@@ -124,7 +160,8 @@ impl SequenceLedger {
     ///   0's table, a state at 0 or after *V*.
     ///
     /// # Complexity
-    /// O(n log n) in the ids that the request has of the group.
+    /// O(k log k) in the ids that are given; and O(n) in those that the request has of the group, if it has one after the
+    /// first of them.
     pub fn hold(&mut self, id: RequestId, group: usize, offers: &[(usize, BlockId)]) -> Result<()> {
         const CALL: &str = "SequenceLedger::hold";
         let (column, group) = self.column(group, CALL)?;
@@ -145,6 +182,7 @@ impl SequenceLedger {
                 )
             }
         };
+        let last = table.held.last().map(|held| held.position);
         let mut before = None;
         for &(position, id) in offers {
             if !position.is_multiple_of(size) || position < first || position >= end {
@@ -162,7 +200,7 @@ impl SequenceLedger {
                 ));
             }
             before = Some(position);
-            if table.has(position) {
+            if Some(position) <= last && table.has(position) {
                 return Err(invalid!(
                     CALL,
                     "the request has an id of group {name:?} at position {position}"
@@ -176,23 +214,18 @@ impl SequenceLedger {
                 ));
             }
         }
-        let known = table.0.iter().map(|held| held.id);
-        let mut ids: Vec<BlockId> = known.chain(offers.iter().map(|offer| offer.1)).collect();
-        ids.sort_unstable();
-        if let Some(&[twice, _]) = ids.windows(2).find(|pair| pair[0] == pair[1]) {
+        let known = offers.iter().find(|(_, id)| table.ids.contains(id));
+        let mut given: Vec<BlockId> = offers.iter().map(|offer| offer.1).collect();
+        given.sort_unstable();
+        let twice = given.windows(2).find(|pair| pair[0] == pair[1]);
+        if let Some(id) = known.map(|offer| offer.1).or(twice.map(|pair| pair[0])) {
             return Err(block_in_use(
                 CALL,
-                format!("id {twice} of group {name:?} comes twice in the request"),
+                format!("id {id} of group {name:?} comes twice in the request"),
             ));
         }
         failpoints::before(CALL)?;
-        let table = &mut self.request_mut(id, CALL)?.groups[column].0;
-        table.extend(offers.iter().map(|&(position, id)| Held {
-            position,
-            id,
-            in_place: false,
-        }));
-        table.sort_unstable_by_key(|held| held.position);
+        self.request_mut(id, CALL)?.groups[column].add(offers);
         Ok(())
     }
 
@@ -206,9 +239,35 @@ impl SequenceLedger {
         let (column, _) = self.column(group, CALL)?;
         let table = &self.request(id, CALL)?.groups[column];
         Ok(table
-            .0
+            .held
             .iter()
             .map(|held| (held.position, held.id))
+            .collect())
+    }
+
+    /// What a request has of each group, for a manifest: pairs of a position and an id. Blocks of a plan's windows that
+    /// are not as exact as group 0's are left out (rule G9).
+    pub(crate) fn offered(&self, id: RequestId) -> Result<Vec<OfferedGroup>> {
+        let request = self.request(id, "SequenceLedger::offered")?;
+        let rebuilt = request.begun_with().and_then(|plan| {
+            let of_groups = (1..=self.groups.len()).flat_map(|group| plan.rebuild(group));
+            of_groups.map(|(start, _)| start).min()
+        });
+        let exact = rebuilt.unwrap_or(usize::MAX);
+        let offered = |(table, group): (&GroupTable, &Group)| OfferedGroup {
+            kind: group.kind,
+            ids: table
+                .held
+                .iter()
+                .filter(|held| held.in_place || held.position + group.block_size <= exact)
+                .map(|held| (held.position, held.id))
+                .collect(),
+        };
+        Ok(request
+            .groups
+            .iter()
+            .zip(&self.groups)
+            .map(offered)
             .collect())
     }
 
@@ -246,7 +305,13 @@ impl SequenceLedger {
 
     /// About the most steps that a finish takes for ids of groups, besides those of its insert; 0 without groups.
     #[must_use]
-    pub fn group_steps(&self, id: RequestId, seq: &TokenSequence, index: &RadixIndex) -> u64 {
+    pub fn group_steps(
+        &self,
+        id: RequestId,
+        seq: &TokenSequence,
+        index: &RadixIndex,
+        stops: &[usize],
+    ) -> u64 {
         let Some(request) = self.requests.get(id) else {
             return 0;
         };
@@ -256,7 +321,7 @@ impl SequenceLedger {
         let offers = request.offers(&self.groups, request.positions.verified());
         let options = GroupOptions {
             offers: &numbered(&offers),
-            stops: &[],
+            stops,
         };
         index.group_steps(seq, options)
     }

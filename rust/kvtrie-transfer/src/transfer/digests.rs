@@ -147,18 +147,12 @@ impl TransferKey {
         digest(self.salt.clone().update(salt.as_bytes()))
     }
 
-    /// `signed` is the namespace and the policy, as the manifest has them.
-    pub(super) fn runs(&self, signed: &[u8], group: u32, block_size: usize) -> RunHasher {
+    /// `signed` is the namespace and the policy, as the manifest has them; `heads` are those of all groups.
+    pub(super) fn runs(&self, signed: &[u8], heads: &[u8]) -> RunHasher {
         let mut before = ByteWriter::default();
         before.uint(VERSION);
-        let mut after = ByteWriter::default();
-        after.uint(group as usize);
-        after.uint(block_size);
         let mut state = self.run.clone();
-        state
-            .update(before.bytes())
-            .update(signed)
-            .update(after.bytes());
+        state.update(before.bytes()).update(signed).update(heads);
         RunHasher(state)
     }
 }
@@ -172,6 +166,15 @@ impl fmt::Debug for TransferKey {
 pub(super) struct RunHasher(State);
 
 impl RunHasher {
+    /// The hasher of the runs of one group.
+    pub(super) fn of_group(&self, group: u32) -> Self {
+        let mut number = ByteWriter::default();
+        number.uint(group as usize);
+        let mut state = self.0.clone();
+        state.update(number.bytes());
+        Self(state)
+    }
+
     pub(super) fn digest(&self, fields: &[u8]) -> Digest {
         digest(self.0.clone().update(fields))
     }

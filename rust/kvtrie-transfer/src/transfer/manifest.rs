@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use kvtrie_core::{BlockId, Class, Error, Namespace, ReusePolicy, Salt, TokenSequence};
+use kvtrie_core::{BlockId, Class, Error, GroupKind, Namespace, ReusePolicy, Salt, TokenSequence};
 
 use crate::error::{Refusal, TransferError, invalid, refused};
 use crate::ledger::LabelRun;
@@ -10,6 +10,7 @@ use crate::transfer::digests::{DIGEST, Digest, TransferKey};
 use crate::transfer::limits::TransferLimits;
 use crate::transfer::offsets::{APPROXIMATE, EXACT, GroupOffsets, LOOKAHEAD, Offsets, RunOffsets};
 use crate::transfer::reader;
+use crate::transfer::tables::heads;
 use crate::transfer::wire::Read;
 use crate::transfer::writer::{self, Sent, SentGroup};
 
@@ -26,7 +27,8 @@ use crate::transfer::writer::{self, Sent, SentGroup};
 /// let ns = Arc::new(Namespace::new("m", "bfloat16", "default", None, Salt::Shared)?);
 /// let seq = TokenSequence::new(ns, vec![1, 2, 3, 4, 5], vec![])?;
 /// let key = TransferKey::new(&[7; 32])?;
-/// let table = [SentGroup { group: 0, block_size: 2, blocks: &[BlockId(8), BlockId(3), BlockId(5)] }];
+/// let blocks = Table::Full(&[BlockId(8), BlockId(3), BlockId(5)]);
+/// let table = [SentGroup { group: 0, block_size: 2, table: blocks }];
 /// let label = LabelRun { start: 0, end: 5, class: Class::Exact, hops: 0 };
 /// let manifest = TransferManifest::new(&seq, &table, &[label], 5, &key)?;
 /// let again = TransferManifest::from_bytes(manifest.to_bytes(), &TransferLimits::default())?;
@@ -46,10 +48,14 @@ impl TransferManifest {
     /// the end of the last label. A block is exact if all its tokens are, and has the highest of their hops. Blocks
     /// after the last label, up to `lookahead_end`, are named as look-ahead.
     ///
+    /// Of a group with a [`Table::At`], a block is sent if its tokens are exact, and a state if all tokens before it are.
+    /// There is no look-ahead of such a group.
+    ///
     /// # Errors
     /// [`InvalidArgument`](kvtrie_core::ErrorKind::InvalidArgument) unless the labels ascend, are disjoint, not empty
     /// and within the sequence, `lookahead_end` is not before the last, groups ascend, block sizes are not 0, and each
-    /// group has blocks for all positions, each id once; or if a position is 2³² or more.
+    /// group has blocks for all positions, each id once; or if a position is 2³² or more. In a [`Table::At`], positions
+    /// are multiples of the block size and ascend, and those of states are not 0.
     ///
     /// # Complexity
     /// O(tokens + runs · items) per group.
@@ -176,6 +182,20 @@ impl TransferManifest {
         groups.map(|group| (group.group, group.block_size as usize))
     }
 
+    /// Number, block size and kind of each group.
+    pub(super) fn heads(
+        &self,
+    ) -> impl ExactSizeIterator<Item = (u32, usize, Option<GroupKind>)> + Clone {
+        let groups = self.offsets.groups.iter();
+        groups.map(|group| (group.group, group.block_size as usize, group.kind()))
+    }
+
+    /// What the groups' layers keep of the tokens before a position, in the order of [`groups`](Self::groups). `None`:
+    /// KV of all of them.
+    pub fn kinds(&self) -> impl ExactSizeIterator<Item = Option<GroupKind>> {
+        self.offsets.groups.iter().map(|group| group.kind())
+    }
+
     /// The runs of all groups, by group and position.
     pub fn runs(&self) -> impl Iterator<Item = BlockRun<'_>> {
         (0..self.offsets.groups.len()).flat_map(|at| self.runs_of(at))
@@ -201,13 +221,13 @@ impl TransferManifest {
     }
 
     pub(super) fn verify(&self, key: &TransferKey, call: &'static str) -> Read<()> {
-        let signed = self.offsets.signed.of(&self.raw);
-        for (at, (group, block_size)) in self.groups().enumerate() {
-            // Without runs there is nothing to check, and the group's context may be long.
-            if self.runs_of(at).len() == 0 {
-                continue;
-            }
-            let hasher = key.runs(signed, group, block_size);
+        if self.offsets.runs.is_empty() {
+            return Ok(());
+        }
+        let heads = heads(self.heads());
+        let hasher = key.runs(self.offsets.signed.of(&self.raw), heads.bytes());
+        for (at, (group, _)) in self.groups().enumerate() {
+            let hasher = hasher.of_group(group);
             for run in self.runs_of(at) {
                 // The canary of the fuzz target `transfer`: the digest is not checked.
                 let is_believed = cfg!(feature = "canary");
@@ -346,7 +366,8 @@ impl<'a> BlockRun<'a> {
         self.offsets.start as usize
     }
 
-    /// Number of tokens. The last block may have fewer than `block_size`.
+    /// Number of tokens. The last block may have fewer than `block_size`. 0 for a state, which is of the `start` tokens
+    /// before it.
     #[must_use]
     pub fn num_tokens(&self) -> usize {
         self.offsets.num_tokens as usize
@@ -398,7 +419,7 @@ impl<'a> BlockRun<'a> {
 
     pub(super) fn digests(&self) -> &'a [Digest] {
         let at = self.offsets.digests as usize;
-        let count = if self.is_lookahead() {
+        let count = if self.is_lookahead() || self.num_tokens() == 0 {
             0
         } else {
             self.offsets.num_blocks(self.group.block_size)

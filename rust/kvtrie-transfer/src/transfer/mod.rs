@@ -14,6 +14,7 @@
 
 mod built;
 mod context;
+mod continued;
 mod digests;
 mod limits;
 mod manifest;
@@ -24,6 +25,7 @@ mod own;
 mod pairs;
 mod plan;
 mod reader;
+mod tables;
 #[cfg(test)]
 mod tests;
 mod wire;
@@ -32,7 +34,8 @@ mod writer;
 pub use digests::TransferKey;
 pub use limits::TransferLimits;
 pub use manifest::{BlockRun, TransferManifest};
-pub use offer::Offer;
+pub use offer::{Offer, OfferedGroup};
 pub use pairs::BlockPair;
 pub use plan::{LocalGroup, TransferOptions, TransferPlan};
+pub use tables::Table;
 pub use writer::SentGroup;

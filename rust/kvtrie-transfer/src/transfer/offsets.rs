@@ -1,16 +1,23 @@
 //! Constants of the manifest format, and the offsets of a manifest's parts.
 
-use kvtrie_core::{BlockId, ReusePolicy};
+use kvtrie_core::{BlockId, GroupKind, ReusePolicy};
 
 use crate::transfer::wire::ByteRange;
 
 pub(super) const MAGIC: &str = "kvtrie.manifest";
-pub(super) const VERSION: usize = 2;
+pub(super) const VERSION: usize = 3;
 pub(super) const MAX_GROUP: u32 = i32::MAX.cast_unsigned();
 
 pub(super) const EXACT: u8 = 0;
 pub(super) const APPROXIMATE: u8 = 1;
 pub(super) const LOOKAHEAD: u8 = 2;
+
+/// Stands for a window where a group has states.
+pub(super) const STATE: u32 = 0;
+/// Stands for a window where layers attend to all tokens, which is encoded as nil.
+pub(super) const FULL: u32 = 1;
+/// The smallest window.
+pub(super) const LEAST_WINDOW: usize = 2;
 
 #[derive(Clone, Debug)]
 pub(super) struct Offsets {
@@ -35,7 +42,30 @@ pub(super) struct NamespaceOffsets {
 pub(super) struct GroupOffsets {
     pub(super) group: u32,
     pub(super) block_size: u32,
+    /// The window of its layers, or [`FULL`] or [`STATE`].
+    pub(super) window: u32,
     pub(super) end: u32,
+}
+
+impl GroupOffsets {
+    pub(super) fn kind(self) -> Option<GroupKind> {
+        match self.window {
+            FULL => None,
+            STATE => Some(GroupKind::State),
+            window => Some(GroupKind::Window {
+                window: window as usize,
+            }),
+        }
+    }
+}
+
+/// The window that is written for a group: none for layers that attend to all tokens, 0 for states.
+pub(super) fn window_of(kind: Option<GroupKind>) -> Option<usize> {
+    match kind {
+        None => None,
+        Some(GroupKind::State) => Some(STATE as usize),
+        Some(GroupKind::Window { window }) => Some(window),
+    }
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -56,7 +86,8 @@ pub(super) struct RunOffsets {
 
 impl RunOffsets {
     pub(super) fn num_blocks(&self, block_size: u32) -> usize {
-        self.num_tokens.div_ceil(block_size) as usize
+        // A state has no tokens of its own, and one slot.
+        self.num_tokens.div_ceil(block_size).max(1) as usize
     }
 
     pub(super) fn ids<'a>(

@@ -16,7 +16,7 @@ pub(super) fn prefixes(
     let computed = manifest.runs().filter(|run| !run.is_lookahead());
     let mut starts: Vec<usize> = computed
         .map(|run| run.start())
-        .filter(|&start| start < seq.len())
+        .filter(|&start| start <= seq.len())
         .collect();
     starts.sort_unstable();
     starts.dedup();

@@ -5,6 +5,7 @@ use std::ops::Range;
 use kvtrie_core::{BlockId, Class};
 
 use crate::transfer::manifest::BlockRun;
+use crate::transfer::tables::Table;
 
 /// Tokens to load. They are inside one block of the sender and one of the receiver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -13,9 +14,10 @@ pub struct BlockPair {
     pub group: u32,
     /// The sender's block.
     pub remote: BlockId,
-    /// The receiver's block, which is block `start / block_size` of its table. `None` if no table was given.
+    /// The receiver's block, which is block `start / block_size` of its table. `None` if no table was given, or if it
+    /// has no id there.
     pub local: Option<BlockId>,
-    /// First position in the prompt. At the sender, the token is at `start - delta`.
+    /// First position in the prompt. Of a state, the number of tokens before it, as `end`. At the sender, the token is at `start - delta`.
     pub start: usize,
     /// One past the last position.
     pub end: usize,
@@ -86,22 +88,32 @@ pub(super) fn pair_up(
     pieces: &[Piece],
     runs: &[BlockRun<'_>],
     block_size: usize,
-    blocks: Option<&[BlockId]>,
+    table: Option<Table<'_>>,
     out: &mut Vec<BlockPair>,
 ) {
+    let local = |at: usize| match table? {
+        Table::Full(blocks) => blocks.get(at / block_size).copied(),
+        Table::At(_, ids) => {
+            let first = at - at % block_size;
+            let found = ids.binary_search_by_key(&first, |&(position, _)| position);
+            found.ok().map(|found| ids[found].1)
+        }
+    };
     for piece in pieces {
         let run = &runs[piece.run];
         let theirs = run.block_size();
         let delta = distance(piece.start, piece.source);
         let mut at = piece.start;
-        while at < piece.end {
+        let mut is_state = at == piece.end;
+        while at < piece.end || is_state {
+            is_state = false;
             let source = piece.source + at - piece.start;
             let left = (theirs - source % theirs).min(block_size - at % block_size);
             let end = (at + left).min(piece.end);
             out.push(BlockPair {
                 group: run.group(),
                 remote: run.block((source - run.start()) / theirs),
-                local: blocks.map(|blocks| blocks[at / block_size]),
+                local: local(at),
                 start: at,
                 end,
                 delta,

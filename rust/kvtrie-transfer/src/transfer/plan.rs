@@ -3,17 +3,19 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use kvtrie_core::{BlockId, Class, Repair, ReusePolicy, TokenSequence};
+use kvtrie_core::{Class, GroupKind, Repair, ReusePolicy, TokenSequence};
 
 use crate::error::{Refusal, TransferError, invalid, refused};
 use crate::transfer::built::LEAST_RUN;
 use crate::transfer::context;
+use crate::transfer::continued::{self, Further};
 use crate::transfer::digests::{Digest, Tokens, TransferKey};
 use crate::transfer::manifest::{BlockRun, TransferManifest};
 use crate::transfer::moved::MoveSearch;
 use crate::transfer::own;
 use crate::transfer::pairs::{BlockPair, Piece, cut, gaps, pair_up};
-use crate::transfer::writer::{check_block_size, check_table, first_with_positions};
+use crate::transfer::tables::{Table, check_block_size};
+use crate::transfer::writer::first_with_positions;
 
 const CALL: &str = "TransferPlan::new";
 
@@ -24,15 +26,22 @@ pub struct LocalGroup<'a> {
     pub group: u32,
     /// Tokens per block. `None` means as in the manifest.
     pub block_size: Option<usize>,
-    /// The block table, from position 0. `None` means that there is none yet; then the plan's pairs name no local
-    /// block.
-    pub blocks: Option<&'a [BlockId]>,
+    /// The ids. `None` means that layers that attend to all tokens have no table yet; then the plan's pairs name no
+    /// local block. Where a [`Table::At`] has no id, they name none either.
+    pub table: Option<Table<'a>>,
+}
+
+impl LocalGroup<'_> {
+    fn kind(&self) -> Option<GroupKind> {
+        self.table.and_then(|table| table.kind())
+    }
 }
 
 /// Options of a transfer plan.
 #[derive(Clone, Debug)]
 pub struct TransferOptions<'a> {
-    /// Tokens whose KV the receiver already has.
+    /// Tokens whose KV the receiver already has. Next to windows or states it starts at 0, and the receiver has what
+    /// each of these groups needs to continue at its end, as a plan of an index has.
     pub cached: Range<usize>,
     /// Tokens at the end of the prompt that are always computed.
     pub keep_last: usize,
@@ -61,12 +70,14 @@ impl Default for TransferOptions<'_> {
 /// let ns = Arc::new(Namespace::new("m", "bfloat16", "default", None, Salt::Shared)?);
 /// let key = TransferKey::new(&[7; 32])?;
 /// let theirs = TokenSequence::new(ns.clone(), vec![1, 2, 3, 4, 5], vec![])?;
-/// let table = [SentGroup { group: 0, block_size: 2, blocks: &[BlockId(8), BlockId(3), BlockId(5)] }];
+/// let blocks = Table::Full(&[BlockId(8), BlockId(3), BlockId(5)]);
+/// let table = [SentGroup { group: 0, block_size: 2, table: blocks }];
 /// let label = LabelRun { start: 0, end: 5, class: Class::Exact, hops: 0 };
 /// let manifest = TransferManifest::new(&theirs, &table, &[label], 5, &key)?;
 ///
 /// let mine = TokenSequence::new(ns, vec![1, 2, 3, 9, 5], vec![])?;
-/// let table = [LocalGroup { group: 0, block_size: Some(4), blocks: Some(&[BlockId(0), BlockId(1)]) }];
+/// let blocks = Table::Full(&[BlockId(0), BlockId(1)]);
+/// let table = [LocalGroup { group: 0, block_size: Some(4), table: Some(blocks) }];
 /// let plan = TransferPlan::new(&manifest, &mine, &table, &key, &TransferOptions::default())?;
 /// assert_eq!((plan.pairs()[0].remote, plan.pairs()[0].end), (BlockId(8), 2));
 /// assert_eq!(plan.compute(), [(2, 5)]);
@@ -104,11 +115,15 @@ impl TransferPlan {
     /// strict.
     /// `partial_blocks` has no effect.
     ///
+    /// Next to groups with windows or states, only exact tokens are loaded, whatever the policy: those before the
+    /// deepest position at which all groups can continue (rule G2), each window's blocks that reach into its window
+    /// there, and each state there.
+    ///
     /// # Errors
     /// - [`TransferRefused`](crate::TransferError::Refused): [`Digest`](Refusal::Digest), then
     ///   [`Namespace`](Refusal::Namespace), then [`Groups`](Refusal::Groups).
     /// - [`InvalidArgument`](kvtrie_core::ErrorKind::InvalidArgument): a policy beyond its limits, a cached range
-    ///   beyond the prompt, a prompt of 2³² tokens or more, groups that do not ascend, or a table that is too short for
+    ///   beyond the prompt, or after position 0 next to windows or states, a prompt of 2³² tokens or more, groups that do not ascend, or a table that is too short for
     ///   the prompt or has an id twice.
     ///
     /// # Complexity
@@ -141,17 +156,27 @@ impl TransferPlan {
             )
             .into());
         }
+        let is_continued = local.iter().any(|group| group.kind().is_some());
+        if is_continued && cached.start > 0 && !cached.is_empty() {
+            return Err(invalid!(
+                CALL,
+                "cached is [{}, {}); next to groups with windows or states it must start at 0",
+                cached.start,
+                cached.end
+            )
+            .into());
+        }
         manifest.verify(key, CALL)?;
         manifest.is_of(seq.namespace(), key, CALL)?;
         check_groups(manifest, local)?;
         let mut tables = Vec::with_capacity(local.len());
         for (group, (_, theirs)) in local.iter().zip(manifest.groups()) {
             let block_size = group.block_size.unwrap_or(theirs);
-            match group.blocks {
-                Some(blocks) => check_table(CALL, group.group, block_size, blocks, len)?,
+            match group.table {
+                Some(table) => table.check(CALL, group.group, block_size, len)?,
                 None => check_block_size(CALL, group.group, block_size)?,
             }
-            tables.push((block_size, group.blocks));
+            tables.push((block_size, group.table));
         }
         let until = len.saturating_sub(options.keep_last);
         let planning = Planning {
@@ -162,7 +187,8 @@ impl TransferPlan {
             wanted: wanted(cached, until),
             cached: cached.clone(),
         };
-        let mut pieces = planning.pieces(policy);
+        let exact_only = ReusePolicy::EXACT_ONLY;
+        let mut pieces = planning.pieces(if is_continued { &exact_only } else { policy });
         #[expect(
             clippy::cast_precision_loss,
             reason = "a share needs no more precision"
@@ -170,21 +196,28 @@ impl TransferPlan {
         let is_too_much =
             num_approximate(&pieces) as f64 / len as f64 > policy.max_approximate_share;
         if is_too_much {
-            pieces = planning.pieces(&ReusePolicy::EXACT_ONLY);
+            pieces = planning.pieces(&exact_only);
+        }
+        let mut cached = cached.clone();
+        if is_continued {
+            let end = planning.continue_at(&tables, until, &mut pieces);
+            cached.end = cached.end.min(end);
         }
         let mut pairs = Vec::new();
-        for (at, (pieces, (block_size, blocks))) in pieces.iter().zip(tables).enumerate() {
+        for (at, (pieces, (block_size, table))) in pieces.iter().zip(tables).enumerate() {
             let runs: Vec<BlockRun<'_>> = manifest.runs_of(at).collect();
-            pair_up(pieces, &runs, block_size, blocks, &mut pairs);
+            pair_up(pieces, &runs, block_size, table, &mut pairs);
         }
         let approximate = |pair: &&BlockPair| pair.class == Class::Approximate;
         let num_approximate = num_approximate(&pieces);
-        let loaded: usize = pieces.first().map_or(0, |pieces| {
+        let of_all_tokens = manifest.kinds().position(|kind| kind.is_none());
+        let loaded_ranges = of_all_tokens.map(|at| &pieces[at]);
+        let loaded: usize = loaded_ranges.map_or(0, |pieces| {
             pieces.iter().map(|piece| piece.end - piece.start).sum()
         });
         Ok(Self {
             len,
-            compute: compute(len, cached, until, pieces.first()),
+            compute: compute(len, &cached, until, loaded_ranges),
             first_approximate: pairs
                 .iter()
                 .filter(approximate)
@@ -242,7 +275,8 @@ impl TransferPlan {
         self.len == 0
     }
 
-    /// Number of tokens that are loaded and exact in every group.
+    /// Number of tokens that are loaded and exact in every group. Next to windows and states, those that the other groups
+    /// load.
     #[must_use]
     pub fn num_exact(&self) -> usize {
         self.num_exact
@@ -278,13 +312,20 @@ struct Planning<'a> {
 }
 
 impl Planning<'_> {
+    /// The pieces of each group whose layers attend to all tokens; none of the others.
     fn pieces(&self, policy: &ReusePolicy) -> Vec<Vec<Piece>> {
-        let num_groups = self.manifest.groups().len();
-        let groups = (0..num_groups).map(|at| self.group(at, policy));
-        let mut groups: Vec<Vec<Piece>> = groups.collect();
-        if num_groups > 1 {
+        let is_full: Vec<bool> = self.manifest.kinds().map(|kind| kind.is_none()).collect();
+        let pieces = |(at, &is_full): (usize, &bool)| {
+            if is_full {
+                self.group(at, policy)
+            } else {
+                Vec::new()
+            }
+        };
+        let mut groups: Vec<Vec<Piece>> = is_full.iter().enumerate().map(pieces).collect();
+        if groups.len() > 1 {
             let mut common = self.wanted.clone();
-            for pieces in &groups {
+            for (pieces, _) in groups.iter().zip(&is_full).filter(|(_, is_full)| **is_full) {
                 common = common_ranges(&common, pieces);
             }
             for pieces in &mut groups {
@@ -292,6 +333,40 @@ impl Planning<'_> {
             }
         }
         groups
+    }
+
+    /// Cuts exact pieces where all groups can continue, adds what windows and states need there, and returns the
+    /// position.
+    fn continue_at(
+        &self,
+        tables: &[(usize, Option<Table<'_>>)],
+        until: usize,
+        pieces: &mut [Vec<Piece>],
+    ) -> usize {
+        let (prompt, cached) = (Tokens::of(self.seq), self.cached.end);
+        let further = |(at, kind): (usize, Option<GroupKind>)| {
+            let runs: Vec<BlockRun<'_>> = self.manifest.runs_of(at).collect();
+            let (size, prefixes, key) = (tables[at].0, &self.prefixes, self.key);
+            let found = Further::new(kind?, size, &runs, prompt, prefixes, key, cached);
+            Some((at, found))
+        };
+        let groups: Vec<(usize, Further)> = self
+            .manifest
+            .kinds()
+            .enumerate()
+            .filter_map(further)
+            .collect();
+        let full = self.manifest.kinds().position(|kind| kind.is_none());
+        let loaded = full.map_or(&[][..], |at| &pieces[at]);
+        let end = exact_end(loaded, cached.min(until));
+        let end = continued::at_most(&groups, end);
+        for pieces in &mut *pieces {
+            *pieces = cut(pieces, std::slice::from_ref(&(0..end)));
+        }
+        for (at, group) in &groups {
+            pieces[*at] = group.loaded(end);
+        }
+        end
     }
 
     fn group(&self, at: usize, policy: &ReusePolicy) -> Vec<Piece> {
@@ -381,16 +456,36 @@ fn check_groups(
         )
         .into());
     }
-    let mine: Vec<u32> = local.iter().map(|group| group.group).collect();
-    let theirs: Vec<u32> = manifest.groups().map(|(group, _)| group).collect();
-    if mine == theirs {
+    let mine = local.iter().map(|group| (group.group, group.kind()));
+    let theirs = manifest.heads().map(|(group, _, kind)| (group, kind));
+    if mine.clone().eq(theirs.clone()) {
         return Ok(());
     }
     Err(refused(
         Refusal::Groups,
         CALL,
-        format!("the manifest has the groups {theirs:?}, the receiver has {mine:?}"),
+        format!(
+            "the manifest has the groups {}, the receiver has {}",
+            shown(theirs),
+            shown(mine)
+        ),
     ))
+}
+
+/// Groups with their kinds. The list is cut, because the manifest's writer may have made it long.
+fn shown(groups: impl ExactSizeIterator<Item = (u32, Option<GroupKind>)>) -> String {
+    const MOST: usize = 64;
+    let more = groups.len().saturating_sub(MOST);
+    let named = groups.take(MOST).map(|(group, kind)| match kind {
+        None => group.to_string(),
+        Some(GroupKind::State) => format!("{group} (states)"),
+        Some(GroupKind::Window { window }) => format!("{group} (a window of {window})"),
+    });
+    let named = named.collect::<Vec<_>>().join(", ");
+    if more > 0 {
+        return format!("[{named}, and {more} more]");
+    }
+    format!("[{named}]")
 }
 
 fn num_approximate(groups: &[Vec<Piece>]) -> usize {
@@ -409,6 +504,18 @@ fn num_approximate(groups: &[Vec<Piece>]) -> usize {
         at = at.max(end);
     }
     count
+}
+
+/// The end of the pieces without a gap from position 0 on, of which the first tokens are cached.
+fn exact_end(pieces: &[Piece], cached: usize) -> usize {
+    let reached = |end: usize, piece: &Piece| {
+        if piece.start <= end {
+            end.max(piece.end)
+        } else {
+            end
+        }
+    };
+    pieces.iter().fold(cached, reached)
 }
 
 fn common_ranges(ranges: &[Range<usize>], pieces: &[Piece]) -> Vec<Range<usize>> {

@@ -8,12 +8,12 @@ use crate::transfer::built;
 use crate::transfer::digests::DIGEST;
 use crate::transfer::limits::TransferLimits;
 use crate::transfer::offsets::{
-    EXACT, GroupOffsets, LOOKAHEAD, MAGIC, MAX_GROUP, NamespaceOffsets, Offsets, RunOffsets,
-    VERSION, block_ids, first_twice,
+    EXACT, FULL, GroupOffsets, LEAST_WINDOW, LOOKAHEAD, MAGIC, MAX_GROUP, NamespaceOffsets,
+    Offsets, RunOffsets, STATE, VERSION, block_ids, first_twice,
 };
 use crate::transfer::wire::{ByteRange, ByteReader, READ, Read, short};
 
-const LEAST_GROUP: usize = 4;
+const LEAST_GROUP: usize = 5;
 const LEAST_RUN: usize = 33;
 
 pub(super) fn read(raw: &[u8], limits: &TransferLimits) -> Read<Offsets> {
@@ -95,6 +95,21 @@ fn read_namespace(cursor: &mut ByteReader<'_>) -> Read<NamespaceOffsets> {
     })
 }
 
+/// Reads which tokens the layers of a group attend to: nil for all, 0 for a state of them, else a window.
+fn read_window(cursor: &mut ByteReader<'_>) -> Read<u32> {
+    if cursor.nil() {
+        return Ok(FULL);
+    }
+    let window = cursor.uint("the window")?;
+    match u32::try_from(window) {
+        Ok(read) if read == STATE || read as usize >= LEAST_WINDOW => Ok(read),
+        _ => Err(cursor.wrong(format!(
+            "window is {window}; it must be 0, a state, or in [{LEAST_WINDOW}, {}]",
+            u32::MAX
+        ))),
+    }
+}
+
 /// Reads the length of an array whose entries take at least `least` bytes each.
 fn count(
     cursor: &mut ByteReader<'_>,
@@ -135,7 +150,7 @@ struct Reading<'a> {
 
 impl Reading<'_> {
     fn group(&mut self, cursor: &mut ByteReader<'_>) -> Read<()> {
-        cursor.array_of(3, "a group")?;
+        cursor.array_of(4, "a group")?;
         let group = cursor.uint("the group's number")?;
         let group = u32::try_from(group)
             .ok()
@@ -157,6 +172,7 @@ impl Reading<'_> {
         if block_size == 0 {
             return Err(cursor.wrong("block_size is 0"));
         }
+        let window = read_window(cursor)?;
         let known = self.offsets.runs.len();
         let left = self.limits.max_runs.saturating_sub(known);
         let num_runs = count(cursor, "runs", left, "what max_runs leaves", LEAST_RUN)?;
@@ -164,11 +180,12 @@ impl Reading<'_> {
         self.offsets.groups.push(GroupOffsets {
             group,
             block_size: short(block_size),
+            window,
             end: short(known + num_runs),
         });
         let mut before = Before::default();
         for _ in 0..num_runs {
-            let run = self.run(cursor, block_size, &mut before)?;
+            let run = self.run(cursor, block_size, window, &mut before)?;
             self.offsets.runs.push(run);
         }
         self.unique(cursor, known)
@@ -178,6 +195,7 @@ impl Reading<'_> {
         &mut self,
         cursor: &mut ByteReader<'_>,
         block_size: usize,
+        window: u32,
         before: &mut Before,
     ) -> Read<RunOffsets> {
         cursor.array_of(8, "a run")?;
@@ -196,11 +214,24 @@ impl Reading<'_> {
         if flags > u64::from(LOOKAHEAD) || hops > most {
             return Err(cursor.wrong(format!("{hops} hops with flags {flags}")));
         }
+        if window != FULL && flags != u64::from(EXACT) {
+            return Err(cursor.wrong(format!(
+                "flags {flags} in a group with a window or states, whose runs are exact"
+            )));
+        }
+        let is_state = window == STATE;
         let is_lookahead = flags == u64::from(LOOKAHEAD);
         let is_whole = num_tokens % block_size == 0;
-        let is_aligned = start % block_size == 0 && num_tokens > 0;
-        let is_after =
-            start >= before.end && !before.lookahead && (is_lookahead || !before.partial);
+        let is_aligned = start % block_size == 0
+            && if is_state {
+                start > 0 && num_tokens == 0
+            } else {
+                num_tokens > 0
+            };
+        // Of two states at one position, one would be in vain.
+        let is_after = start >= before.end + usize::from(is_state && before.end > 0)
+            && !before.lookahead
+            && (is_lookahead || !before.partial);
         if !is_aligned || !is_after || is_lookahead && !is_whole {
             return Err(cursor.wrong(format!(
                 "a run [{start}, {end}) with flags {flags} in blocks of {block_size} after {}",
@@ -212,7 +243,11 @@ impl Reading<'_> {
             partial: before.partial || !is_whole,
             lookahead: is_lookahead,
         };
-        let blocks = num_tokens.div_ceil(block_size);
+        let blocks = if is_state {
+            1
+        } else {
+            num_tokens.div_ceil(block_size)
+        };
         self.num_blocks = self.num_blocks.saturating_add(blocks);
         within(
             self.num_blocks,
@@ -232,7 +267,10 @@ impl Reading<'_> {
         }
         let of_digests = |count: usize| if is_lookahead { 0 } else { count * DIGEST };
         let prefix = cursor.bin_of(of_digests(1), "the prefix digest of a run")?;
-        let digests = cursor.bin_of(of_digests(blocks), "the block digests of a run")?;
+        let digests = cursor.bin_of(
+            of_digests(if is_state { 0 } else { blocks }),
+            "the block digests of a run",
+        )?;
         let fields_end = cursor.at();
         let digest = cursor.bin_of(DIGEST, "the digest of a run")?;
         Ok(RunOffsets {

@@ -12,6 +12,7 @@ use crate::error::{Refusal, TransferError};
 use crate::ledger::{Begin, LabelRun, LedgerSource, SequenceLedger};
 
 mod context;
+mod kinds;
 mod manifest;
 mod model;
 mod moved;
@@ -39,7 +40,7 @@ fn sent(block_size: usize, blocks: &[BlockId]) -> SentGroup<'_> {
     SentGroup {
         group: 0,
         block_size,
-        blocks,
+        table: Table::Full(blocks),
     }
 }
 
@@ -48,7 +49,7 @@ fn local(blocks: &[BlockId]) -> [LocalGroup<'_>; 1] {
     [LocalGroup {
         group: 0,
         block_size: None,
-        blocks: Some(blocks),
+        table: Some(Table::Full(blocks)),
     }]
 }
 
@@ -233,7 +234,7 @@ proptest! {
         prop_assert_eq!(&again, &manifest);
         let (from, until) = (from.min(until).min(mine.len()), from.max(until).min(mine.len()));
         let table = ids(mine.len().div_ceil(my_size) + 1, 11);
-        let local = [LocalGroup { group: 0, block_size: Some(my_size), blocks: Some(&table) }];
+        let local = [LocalGroup { group: 0, block_size: Some(my_size), table: Some(Table::Full(&table)) }];
         let options = TransferOptions { cached: from..until, keep_last, policy: &policy };
         let plan = TransferPlan::new(&again, &sequence(&mine), &local, &key(), &options).unwrap();
 
@@ -304,8 +305,8 @@ fn a_manifest_of_another_version_is_named_so() {
     let sender = Sender::exact(vec![], 16);
     let mut raw = sender.manifest().unwrap().to_bytes().to_vec();
     let at = 1 + 1 + "kvtrie.manifest".len();
-    assert_eq!(raw[at], 2);
-    for other in [1, 3] {
+    assert_eq!(raw[at], 3);
+    for other in [1, 2, 4] {
         raw[at] = other;
         let error = TransferManifest::from_bytes(&raw, &TransferLimits::default()).unwrap_err();
         assert_eq!(error.refusal(), Some(Refusal::Version));
@@ -478,13 +479,13 @@ fn a_pair_is_as_long_as_both_blocks_allow() {
     let sent = [(0, 4), (1, 8)].map(|(group, block_size)| SentGroup {
         group,
         block_size,
-        blocks: &table,
+        table: Table::Full(&table),
     });
     let manifest = TransferManifest::new(&seq, &sent, &labels, 8, &key()).unwrap();
     let local = [0, 1].map(|group| LocalGroup {
         group,
         block_size: None,
-        blocks: Some(&table),
+        table: Some(Table::Full(&table)),
     });
     let policy = ReusePolicy::LAXEST;
     let plan = TransferPlan::new(&manifest, &seq, &local, &key(), &options(&policy)).unwrap();

@@ -2,26 +2,27 @@
 
 use std::ops::Range;
 
-use kvtrie_core::{BlockId, Class, Item, Namespace, Result, ReusePolicy, Salt, TokenSequence};
+use kvtrie_core::{
+    BlockId, Class, GroupKind, Item, Namespace, Result, ReusePolicy, Salt, TokenSequence,
+};
 
 use crate::error::invalid;
 use crate::ledger::LabelRun;
 use crate::transfer::built;
 use crate::transfer::digests::{DIGEST, Tokens, TransferKey};
-use crate::transfer::offsets::{
-    APPROXIMATE, EXACT, LOOKAHEAD, MAGIC, MAX_GROUP, VERSION, first_twice,
-};
+use crate::transfer::offsets::{APPROXIMATE, EXACT, LOOKAHEAD, MAGIC, MAX_GROUP, VERSION};
+use crate::transfer::tables::{Table, heads, write_head};
 use crate::transfer::wire::ByteWriter;
 
-/// The blocks that a sender has in one group, in the order of their tokens.
+/// What a sender has in one group.
 #[derive(Clone, Copy, Debug)]
 pub struct SentGroup<'a> {
     /// The group: the engine's number for layers that share a block table.
     pub group: u32,
     /// Tokens per block.
     pub block_size: usize,
-    /// The block table, from position 0.
-    pub blocks: &'a [BlockId],
+    /// The ids of its blocks or states.
+    pub table: Table<'a>,
 }
 
 #[derive(Clone, Copy)]
@@ -34,8 +35,15 @@ pub(super) struct Sent<'a> {
     pub(super) policy: Option<&'a ReusePolicy>,
 }
 
-/// The blocks of a group as runs: (first, end, flags, hops).
-type Runs = Vec<(usize, usize, u8, u16)>;
+/// Entries of a group's table that are one run.
+struct Run {
+    start: usize,
+    end: usize,
+    flags: u8,
+    hops: u16,
+    /// The places of its ids in the table.
+    ids: Range<usize>,
+}
 
 pub(super) fn write(call: &'static str, sent: Sent<'_>, key: &TransferKey) -> Result<Vec<u8>> {
     let end = check(call, sent)?;
@@ -46,63 +54,72 @@ pub(super) fn write(call: &'static str, sent: Sent<'_>, key: &TransferKey) -> Re
         lookahead_end,
         policy,
     } = sent;
-    let runs: Vec<Runs> = groups
-        .iter()
-        .map(|group| runs_of(group.block_size, labels, end, lookahead_end))
-        .collect();
+    let runs_of = |group: &SentGroup<'_>| match group.table {
+        Table::Full(_) => runs_from_0(group.block_size, labels, end, lookahead_end),
+        Table::At(kind, ids) => runs_at(kind, group.block_size, ids, labels, end),
+    };
+    let runs: Vec<Vec<Run>> = groups.iter().map(runs_of).collect();
     let prompt = Tokens::of(seq);
-    let starts = starts_of(groups, &runs);
+    let starts = starts_of(&runs);
     let prefixes = key.prefixes(prompt, &starts);
 
-    let blocks: usize = groups.iter().map(|group| group.blocks.len()).sum();
+    let blocks: usize = runs.iter().flatten().map(|run| run.ids.len()).sum();
     let mut out = ByteWriter::with_capacity(256 + (4 + DIGEST) * blocks);
     out.array(5);
     out.text(MAGIC);
     out.uint(VERSION);
     let start = out.bytes().len();
     write_namespace(&mut out, seq.namespace(), key);
-    let is_approximate = runs.iter().flatten().any(|run| run.2 == APPROXIMATE);
+    let is_approximate = runs.iter().flatten().any(|run| run.flags == APPROXIMATE);
     built::write(&mut out, policy.filter(|_| is_approximate));
-    let signed = out.bytes()[start..].to_vec();
+    let head = |group: &SentGroup<'_>| (group.group, group.block_size, group.table.kind());
+    let heads = heads(groups.iter().map(head));
+    let hasher = key.runs(&out.bytes()[start..], heads.bytes());
     out.array(groups.len());
     for (group, runs) in groups.iter().zip(&runs) {
-        out.array(3);
-        out.uint(group.group as usize);
-        out.uint(group.block_size);
+        out.array(4);
+        write_head(&mut out, head(group));
         out.array(runs.len());
-        let hasher = key.runs(&signed, group.group, group.block_size);
-        for &(first, last, flags, hops) in runs {
-            let start = first * group.block_size;
-            let stop = if flags == LOOKAHEAD {
-                last * group.block_size
-            } else {
-                (last * group.block_size).min(end)
-            };
+        let hasher = hasher.of_group(group.group);
+        for run in runs {
             out.array(8);
             let fields = out.bytes().len();
-            out.uint(start);
-            out.uint(stop - start);
-            out.uint(flags.into());
-            out.uint(hops.into());
-            let ids = &group.blocks[first..last];
-            out.bin_of(4 * ids.len(), ids.iter().map(|id| id.0.to_le_bytes()));
-            if flags == LOOKAHEAD {
+            out.uint(run.start);
+            out.uint(run.end - run.start);
+            out.uint(run.flags.into());
+            out.uint(run.hops.into());
+            write_ids(&mut out, group.table, &run.ids);
+            if run.flags == LOOKAHEAD {
                 out.bin(&[]);
                 out.bin(&[]);
             } else {
-                let prefix = starts.binary_search(&start).map(|at| prefixes[at]);
+                let prefix = starts.binary_search(&run.start).map(|at| prefixes[at]);
                 out.bin(&prefix.unwrap_or_default());
-                let digests = (first..last).map(|block| {
-                    let from = block * group.block_size;
-                    key.block(prompt.slice(from, (from + group.block_size).min(stop)))
+                let firsts = (run.start..run.end).step_by(group.block_size);
+                let count = firsts.len();
+                let digests = firsts.map(|from| {
+                    key.block(prompt.slice(from, (from + group.block_size).min(run.end)))
                 });
-                out.bin_of(DIGEST * ids.len(), digests);
+                out.bin_of(DIGEST * count, digests);
             }
             let digest = hasher.digest(&out.bytes()[fields..]);
             out.bin(&digest);
         }
     }
     Ok(out.into_bytes())
+}
+
+fn write_ids(out: &mut ByteWriter, table: Table<'_>, ids: &Range<usize>) {
+    let len = 4 * ids.len();
+    match table {
+        Table::Full(blocks) => {
+            out.bin_of(len, blocks[ids.clone()].iter().map(|id| id.0.to_le_bytes()));
+        }
+        Table::At(_, all) => {
+            let all = all[ids.clone()].iter();
+            out.bin_of(len, all.map(|(_, id)| id.0.to_le_bytes()));
+        }
+    }
 }
 
 fn write_namespace(out: &mut ByteWriter, namespace: &Namespace, key: &TransferKey) {
@@ -188,66 +205,32 @@ fn check(call: &'static str, sent: Sent<'_>) -> Result<usize> {
             ));
         }
         before = Some(group.group);
-        check_table(
-            call,
-            group.group,
-            group.block_size,
-            group.blocks,
-            lookahead_end,
-        )?;
+        group
+            .table
+            .check(call, group.group, group.block_size, lookahead_end)?;
     }
     Ok(end)
 }
 
-/// Checks that a block table has blocks for `num_tokens` tokens, each id once.
-pub(super) fn check_table(
-    call: &'static str,
-    group: u32,
+/// The runs of a table from position 0.
+fn runs_from_0(
     block_size: usize,
-    blocks: &[BlockId],
-    num_tokens: usize,
-) -> Result<()> {
-    check_block_size(call, group, block_size)?;
-    let needed = num_tokens.div_ceil(block_size);
-    let Some(used) = blocks.get(..needed) else {
-        return Err(invalid!(
-            call,
-            "group {group} has {} blocks, {num_tokens} tokens need {needed} of {block_size} tokens",
-            blocks.len()
-        ));
+    labels: &[LabelRun],
+    end: usize,
+    lookahead_end: usize,
+) -> Vec<Run> {
+    let mut runs: Vec<Run> = Vec::new();
+    let run = |first: usize, until: usize, flags: u8, hops: u16| Run {
+        start: first * block_size,
+        end: if flags == LOOKAHEAD {
+            until * block_size
+        } else {
+            (until * block_size).min(end)
+        },
+        flags,
+        hops,
+        ids: first..until,
     };
-    if let Some(id) = used
-        .iter()
-        .find(|id| u64::from(id.0) >= BlockId::MAX_BLOCKS)
-    {
-        return Err(invalid!(
-            call,
-            "blocks has {id}; it must be in [0, {})",
-            BlockId::MAX_BLOCKS
-        ));
-    }
-    match first_twice(used.iter().copied()) {
-        Some(id) => Err(invalid!(
-            call,
-            "block {id} comes twice in the table of group {group}"
-        )),
-        None => Ok(()),
-    }
-}
-
-pub(super) fn check_block_size(call: &'static str, group: u32, block_size: usize) -> Result<()> {
-    if block_size == 0 || block_size > u32::MAX as usize {
-        return Err(invalid!(
-            call,
-            "the block size of group {group} is {block_size}; it must be in [1, {}]",
-            u32::MAX
-        ));
-    }
-    Ok(())
-}
-
-fn runs_of(block_size: usize, labels: &[LabelRun], end: usize, lookahead_end: usize) -> Runs {
-    let mut runs: Runs = Vec::new();
     let mut first = 0;
     let mut block = 0;
     while block * block_size < end {
@@ -282,18 +265,63 @@ fn runs_of(block_size: usize, labels: &[LabelRun], end: usize, lookahead_end: us
             continue;
         };
         match runs.last_mut() {
-            Some((_, last, had_flags, had_hops))
-                if (*last, *had_flags, *had_hops) == (block, flags, hops) =>
-            {
-                *last = until;
+            Some(last) if (last.ids.end, last.flags, last.hops) == (block, flags, hops) => {
+                *last = run(last.ids.start, until, flags, hops);
             }
-            _ => runs.push((block, until, flags, hops)),
+            _ => runs.push(run(block, until, flags, hops)),
         }
         block = until;
     }
     let (held, issued) = (end.div_ceil(block_size), lookahead_end.div_ceil(block_size));
     if held < issued {
-        runs.push((held, issued, LOOKAHEAD, 0));
+        runs.push(run(held, issued, LOOKAHEAD, 0));
+    }
+    runs
+}
+
+/// The runs of ids at positions: those of exact KV. A block is sent as in a table from position 0, a state if all tokens
+/// before it are exact.
+fn runs_at(
+    kind: GroupKind,
+    block_size: usize,
+    ids: &[(usize, BlockId)],
+    labels: &[LabelRun],
+    end: usize,
+) -> Vec<Run> {
+    let mut exact: Vec<Range<usize>> = Vec::new();
+    for label in labels.iter().filter(|label| label.class == Class::Exact) {
+        match exact.last_mut() {
+            Some(last) if last.end == label.start => last.end = label.end,
+            _ => exact.push(label.start..label.end),
+        }
+    }
+    let mut runs: Vec<Run> = Vec::new();
+    for (at, &(position, _)) in ids.iter().enumerate() {
+        let (from, until) = match kind {
+            GroupKind::State => (0, position),
+            GroupKind::Window { .. } => (position, (position + block_size).min(end)),
+        };
+        let range = exact.partition_point(|range| range.end <= from);
+        let is_exact = exact
+            .get(range)
+            .is_some_and(|range| range.start <= from && until <= range.end);
+        if from >= until || !is_exact {
+            continue;
+        }
+        match runs.last_mut() {
+            // Each state is a run.
+            Some(last) if kind != GroupKind::State && last.end == position => {
+                last.end = until;
+                last.ids.end = at + 1;
+            }
+            _ => runs.push(Run {
+                start: position,
+                end: until,
+                flags: EXACT,
+                hops: 0,
+                ids: at..at + 1,
+            }),
+        }
     }
     runs
 }
@@ -316,15 +344,9 @@ fn mixed(labels: &[LabelRun], range: &Range<usize>) -> Option<(u8, u16)> {
     (at >= range.end).then_some((flags, hops))
 }
 
-fn starts_of(groups: &[SentGroup<'_>], runs: &[Runs]) -> Vec<usize> {
-    let mut starts: Vec<usize> = groups
-        .iter()
-        .zip(runs)
-        .flat_map(|(group, runs)| {
-            let computed = runs.iter().filter(|run| run.2 != LOOKAHEAD);
-            computed.map(|run| run.0 * group.block_size)
-        })
-        .collect();
+fn starts_of(runs: &[Vec<Run>]) -> Vec<usize> {
+    let computed = runs.iter().flatten().filter(|run| run.flags != LOOKAHEAD);
+    let mut starts: Vec<usize> = computed.map(|run| run.start).collect();
     starts.sort_unstable();
     starts.dedup();
     starts

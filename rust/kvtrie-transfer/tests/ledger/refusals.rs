@@ -491,7 +491,7 @@ fn a_ledger_with_groups_is_finished_with_their_ids() {
         "the ledger has group \"swa\" besides group 0; finish_groups returns its ids",
     );
     assert_eq!(index.digest(), before);
-    let (done, of_groups) = ledger.finish_groups(id, &mut seq, &mut index).unwrap();
+    let (done, of_groups) = ledger.finish_groups(id, &mut seq, &mut index, &[]).unwrap();
     assert_eq!((done.blocks, done.surplus), (ids(0..2), ids(2..3)));
     assert_eq!(of_groups[0].blocks, [Some(BlockId(2))]);
     assert_eq!(of_groups[0].surplus, [BlockId(3)]);

@@ -214,7 +214,7 @@ fn after_512_stretches_a_run_counts_as_if_nothing_were_kept() {
         let group = LocalGroup {
             group: 0,
             block_size: None,
-            blocks: None,
+            table: None,
         };
         let plan = TransferPlan::new(
             &manifest,

@@ -96,7 +96,7 @@ fn a_value_in_a_longer_form_is_refused() {
     let raw = raw.to_bytes();
     // Offsets of the version, of the namespace's array and first text, and of the salt's digest.
     let cases: [(usize, &[u8], Longer); 4] = [
-        (17, &[2], &[&[0xcc, 2], &[0xcd, 0, 2], &[0xce, 0, 0, 0, 2]]),
+        (17, &[3], &[&[0xcc, 3], &[0xcd, 0, 3], &[0xce, 0, 0, 0, 3]]),
         (18, &[0x95], &[&[0xdc, 0, 5], &[0xdd, 0, 0, 0, 5]]),
         (
             19,

@@ -333,7 +333,7 @@ proptest! {
         let groups: Vec<SentGroup<'_>> = (0..)
             .zip(&senders)
             .zip(&tables)
-            .map(|((group, sender), blocks)| SentGroup { group: 3 * group, block_size: sender.block_size, blocks })
+            .map(|((group, sender), blocks)| SentGroup { group: 3 * group, block_size: sender.block_size, table: Table::Full(blocks) })
             .collect();
         let (seq, runs) = (sequence(&tokens), senders[0].runs());
         let manifest =
@@ -345,12 +345,12 @@ proptest! {
             my_sizes.iter().map(|&size| ids(mine.len().div_ceil(size) + 1, 11)).collect();
         let local: Vec<LocalGroup<'_>> = (0..)
             .zip(&mine_tables)
-            .map(|(group, blocks)| LocalGroup { group: 3 * group, block_size: my_size, blocks: Some(blocks) })
+            .map(|(group, blocks)| LocalGroup { group: 3 * group, block_size: my_size, table: Some(Table::Full(blocks)) })
             .collect();
         let options = TransferOptions { cached: from..until, keep_last, policy: &policy };
         let plan = TransferPlan::new(&manifest, &sequence(&mine), &local, &key(), &options).unwrap();
         let before: Vec<LocalGroup<'_>> =
-            local.iter().map(|&group| LocalGroup { blocks: None, ..group }).collect();
+            local.iter().map(|&group| LocalGroup { table: None, ..group }).collect();
         let without = TransferPlan::new(&manifest, &sequence(&mine), &before, &key(), &options).unwrap();
         let unnamed: Vec<BlockPair> =
             plan.pairs().iter().map(|&pair| BlockPair { local: None, ..pair }).collect();

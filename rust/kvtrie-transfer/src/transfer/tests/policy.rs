@@ -150,7 +150,7 @@ fn with(policy: impl FnOnce(&mut ByteWriter)) -> Vec<u8> {
     let mut out = ByteWriter::default();
     out.array(5);
     out.text("kvtrie.manifest");
-    out.uint(2);
+    out.uint(3);
     out.array(5);
     for name in ["m", "auto", "default"] {
         out.text(name);

@@ -25,6 +25,8 @@ struct Group {
     entries: usize,
     number: usize,
     block_size: usize,
+    /// The window as it is encoded; nil if none.
+    window: Option<usize>,
     runs: Vec<Run>,
     /// The number of runs that is encoded.
     announced: usize,
@@ -49,9 +51,10 @@ fn run(start: usize, num_tokens: usize, flags: usize, hops: usize, first: u32) -
 
 fn group(number: usize, runs: Vec<Run>) -> Group {
     Group {
-        entries: 3,
+        entries: 4,
         number,
         block_size: 4,
+        window: None,
         announced: runs.len(),
         runs,
     }
@@ -62,7 +65,7 @@ fn read(groups: &[Group], limits: &TransferLimits) -> Result<TransferManifest, T
     let mut out = ByteWriter::default();
     out.array(5);
     out.text("kvtrie.manifest");
-    out.uint(2);
+    out.uint(3);
     out.array(5);
     for name in ["m", "auto", "default"] {
         out.text(name);
@@ -76,6 +79,7 @@ fn read(groups: &[Group], limits: &TransferLimits) -> Result<TransferManifest, T
         out.array(group.entries);
         out.uint(group.number);
         out.uint(group.block_size);
+        out.optional(group.window);
         out.array(group.announced);
         for run in &group.runs {
             out.array(run.entries);
@@ -237,8 +241,8 @@ fn groups_that_nobody_would_write() {
     };
     let cases: [(Change<'_, Group>, &str); 5] = [
         (
-            &|group| group.entries = 4,
-            "a group has 4 entries; it must have 3",
+            &|group| group.entries = 3,
+            "a group has 3 entries; it must have 4",
         ),
         (&|group| group.block_size = 0, "block_size is 0"),
         (
@@ -296,7 +300,7 @@ pub(super) fn made(
         .map(|&(group, block_size)| SentGroup {
             group,
             block_size,
-            blocks: table,
+            table: Table::Full(table),
         })
         .collect();
     TransferManifest::new(&seq, &groups, labels, lookahead_end, &key())
