@@ -456,8 +456,6 @@ def test_other_groups_are_refused_by_name() -> None:
         ledger.begin("b", kvtrie.TokenSequence(range(9), SPACE), range(5), source=plan)
     with pytest.raises(ValueError, match="group 'swa' besides group 0; forget_groups returns"):
         ledger.forget("a")
-    with pytest.raises(ValueError, match='group "swa" besides group 0; a manifest from a ledger'):
-        kvtrie.TransferManifest.from_ledger(ledger, "a", key=b"k" * 32)
     with pytest.raises(ValueError, match='two groups of the name "swa"'):
         SequenceLedger(2, groups=[SWA, SWA])
 
@@ -474,3 +472,40 @@ def test_a_released_plan_ends_with_all_ids_given_back() -> None:
         ledger.advance("a", index)
     done = ledger.finish("a", index)
     assert done.groups["swa"].surplus.tolist() == [4]
+
+
+def test_a_finish_keeps_windows_and_states_of_stops_longest() -> None:
+    """Without stops, what is before them leaves first: no prompt was said to continue there."""
+    for stops in ([], [4]):
+        index = RadixIndex(num_blocks=16, block_size=2, groups=[SWA])
+        ledger = SequenceLedger(2, groups=[SWA])
+        seq = kvtrie.TokenSequence(range(12), SPACE)
+        ledger.begin("a", seq, [10, 11, 12, 13, 14, 15], num_computed=12)
+        ledger.hold("a", "swa", [(at, at // 2) for at in range(0, 12, 2)])
+        ledger.finish("a", index, stops=stops)
+        # The window before 12 is in blocks 4 and 5, the one before 4 in blocks 0 and 1.
+        first = index.evict(4, group="swa").tolist()
+        assert first == ([3, 2, 5, 4] if stops else [3, 2, 1, 0])
+
+
+def test_wrong_stops_of_a_finish_leave_the_request() -> None:
+    ledger, index = begun()
+    with pytest.raises(ValueError, match="stops has 3; it must be a multiple of the block size 2"):
+        ledger.finish("a", index, stops=[3])
+    assert "a" in ledger
+    ledger.finish("a", index, stops=[2, 4])
+
+
+@given(rng=st.randoms(use_true_random=False))
+def test_ids_held_in_any_order_are_as_held_at_once(rng: random.Random) -> None:
+    ledger, _ = begun()
+    pairs = list(zip(range(0, 10, 2), rng.sample(range(16), 5), strict=True))
+    left = rng.sample(pairs, 5)
+    while left:
+        count = rng.randint(1, len(left))
+        part, left = sorted(left[:count]), left[count:]
+        ledger.hold("a", "swa", part)
+        for at, _ in left:
+            with pytest.raises(BlockInUseError, match=f"id {part[0][1]} of group"):
+                ledger.hold("a", "swa", [(at, part[0][1])])
+    assert ledger.held("a", "swa").tolist() == [list(pair) for pair in pairs]

@@ -194,7 +194,9 @@ def check_continued(case: Case, plan: naive.Plan) -> None:
             assert (delta, class_, hops) == (0, naive.EXACT, 0)
             loaded.update(dict.fromkeys(range(start, stop), remote))
         assert theirs[: max(loaded, default=-1) + 1] == mine[: max(loaded, default=-1) + 1]
-        assert all(label and label[0] == naive.EXACT for label in map(case.labels.__getitem__, loaded))
+        assert all(
+            label and label[0] == naive.EXACT for label in map(case.labels.__getitem__, loaded)
+        )
         if window == naive.STATE:
             if end not in (0, cached):
                 assert [(pair[1], pair[3]) for pair in pairs] == [(dict(table)[end], end)]

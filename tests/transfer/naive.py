@@ -315,9 +315,7 @@ def run_of(
     return Run(first, stop - first, flags, hops, tuple(ids), prefix, tuple(digests))
 
 
-def is_approximate(
-    labels: list[tuple[int, int] | None], tables: Tables
-) -> bool:
+def is_approximate(labels: list[tuple[int, int] | None], tables: Tables) -> bool:
     """Whether a whole block with an approximate token is sent."""
     return any(
         None not in block and APPROXIMATE in [label[0] for label in block if label]

@@ -382,4 +382,3 @@ def test_from_ledger_leaves_out_windows_that_are_rebuilt() -> None:
     # Group 0 is exact up to 16; the blocks before the first token that is rebuilt are sent.
     assert (max(ends), rebuilt[0][0] // 4 * 4) == (12, 12)
     ledger.forget_groups("a")
-    plan.release()
