@@ -205,12 +205,12 @@ class BlockRun:
     @property
     def num_tokens(self, /) -> int:
         """
-        Number of tokens. The last block may hold fewer than `block_size`.
+        Number of tokens. The last block may hold fewer than `block_size`. 0 for a state.
         """
     @property
     def start(self, /) -> int:
         """
-        Position of the first token, a multiple of `block_size`.
+        Position of the first token, a multiple of `block_size`; of a state, the tokens before it.
         """
 
 @final
@@ -3200,7 +3200,9 @@ class SequenceLedger:
             >>> ledger.final_range("a")
             (0, 2)
         """
-    def finish(self, /, request: Hashable, index: RadixIndex) -> InsertResult:
+    def finish(
+        self, /, request: Hashable, index: RadixIndex, *, stops: Sequence[SupportsIndex] = ...
+    ) -> InsertResult:
         """
         `commit` a last time and end the request: its plan is released, and its sequence may be
         changed again.
@@ -3210,6 +3212,8 @@ class SequenceLedger:
         Args:
             request: A live request.
             index: As for `commit`.
+            stops: Positions at which later prompts may continue, as for `RadixIndex.insert`: what
+                groups need there is evicted last.
 
         Returns:
             The result. Its `duplicates`, `surplus` (the rest of the table) and `freed` belong to
@@ -4006,7 +4010,7 @@ class TransferManifest:
     @staticmethod
     def from_blocks(
         seq: TokenSequence,
-        blocks: _Integers | Mapping[int, _Integers],
+        blocks: _Integers | Mapping[int, _Integers | _Ranges],
         *,
         key: bytes,
         num_computed: SupportsIndex,
@@ -4014,6 +4018,7 @@ class TransferManifest:
         source: ComputedSource | Imported | None = None,
         num_lookahead: SupportsIndex = 0,
         context: bytes = ...,
+        groups: Mapping[int, Group] | Iterable[Group] = ...,
     ) -> TransferManifest:
         """
         Make the manifest of a request whose blocks the caller knows.
@@ -4022,7 +4027,8 @@ class TransferManifest:
             seq: The tokens of the request.
             blocks: Its block table from position 0: ids, or a dict from group number to ids if
                 groups of layers have tables of their own. Ids after the last position named below
-                are ignored.
+                are ignored. Groups with windows or states have pairs (position, id), ascending, as
+                for `RadixIndex.insert`; such a table may begin anywhere.
             key: The deployment's key, 16 to 64 bytes.
             num_computed: Tokens of `seq`, from position 0, that have KV. The token sampled last and
                 drafts have none.
@@ -4035,11 +4041,15 @@ class TransferManifest:
             context: What the manifest is about, up to 1,024 bytes, such as the engine, the request
                 and a count of its transfers. A reader with another context is refused. Without a
                 context, runs of another engine or of a request that has ended verify too.
+            groups: The groups with windows and states: a dict from group number to `Group`, or an
+                iterable of those with the numbers 1, 2 and so on. Of them, exact KV alone is sent:
+                blocks whose tokens are exact, and states of exact tokens.
 
         Raises:
             ValueError: `num_computed` is beyond the sequence, there are too few blocks (the message
                 has both numbers), a block occurs twice, groups of blocks and of block sizes differ,
-                or the key is too short or too long.
+                a position is inside a block or not after the one before, a window has another block
+                size than `block_size`, or the key is too short or too long.
 
         Example:
             >>> seq = kvtrie.TokenSequence(
@@ -4087,7 +4097,8 @@ class TransferManifest:
     ) -> TransferManifest:
         """
         Make the manifest of a live request: its final and computed tokens with their labels, and
-        its look-ahead blocks.
+        its look-ahead blocks. Of the ledger's groups, the exact blocks and states that the request
+        has.
 
         Blocks after a missing range are offered too. If a range ends inside a block, the tokens of
         that block are offered only if no computed token follows. See `SequenceLedger.confirm` for
@@ -4097,7 +4108,8 @@ class TransferManifest:
             ledger: The ledger of the engine.
             request: A live request of the ledger.
             key: The deployment's key, 16 to 64 bytes.
-            group: The group number of the ledger's blocks.
+            group: The group number of the ledger's blocks. Its further groups have the numbers
+                after it, in the order of `ledger.groups`.
             context: As for `from_blocks`.
 
         Raises:
@@ -4119,6 +4131,26 @@ class TransferManifest:
         """
         Whether the KV is shared with everybody. A manifest contains no tenant's salt, only its
         digest.
+        """
+    @property
+    def kinds(self, /) -> dict[int, str]:
+        """
+        What each group's layers keep, by group number, ascending: `"full"`, `"window"` or `"state"`.
+
+        Example:
+            >>> seq = kvtrie.TokenSequence(
+            ...     [1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+            ... )
+            >>> manifest = kvtrie.TransferManifest.from_blocks(
+            ...     seq,
+            ...     {0: [8, 3], 1: [(2, 5)]},
+            ...     key=b"k" * 32,
+            ...     num_computed=3,
+            ...     block_size=2,
+            ...     groups=[kvtrie.Group.state("gdn", num_slots=8)],
+            ... )
+            >>> manifest.kinds, [(run.start, run.num_tokens) for run in manifest.runs]
+            ({0: 'full', 1: 'state'}, [(0, 3), (2, 0)])
         """
     @property
     def kv_dtype(self, /) -> str:
@@ -4171,7 +4203,7 @@ class TransferManifest:
         """
     def to_bytes(self, /) -> bytes:
         """
-        Return the manifest as bytes for `from_bytes`: MessagePack, version 2. Equal manifests have
+        Return the manifest as bytes for `from_bytes`: MessagePack, version 3. Equal manifests have
         equal bytes.
 
         The bytes contain block ids, positions and digests, no token ids and no salt.
@@ -4185,6 +4217,11 @@ class TransferManifest:
             ... )
             >>> kvtrie.TransferManifest.from_bytes(manifest.to_bytes()) == manifest
             True
+        """
+    @property
+    def windows(self, /) -> dict[int, int]:
+        """
+        The window of each group that has one, in tokens, by group number.
         """
 
 @final
@@ -4234,14 +4271,16 @@ class TransferPlan:
     @property
     def num_exact(self, /) -> int:
         """
-        Number of tokens that are loaded and exact in every group.
+        Number of tokens that are loaded and exact in every group. Next to windows and states, those
+        that the other groups load.
         """
     @property
     def pairs(self, /) -> npt.NDArray[np.void]:
         """
         The pairs of blocks to load, by group and position. A structured array with the fields
         `group`, `remote` and `local` (block ids, int32; `local` is -1 if the plan was made without
-        `local_blocks`), `start` and `end` (positions in the local sequence, int64), `delta`
+        `local_blocks`, or where a group has no id), `start` and `end` (positions in the local
+        sequence, int64; both are the tokens before a state), `delta`
         (position here minus position there, by which K is rotated, int64), `class` (0 exact, 1
         approximate, uint8) and `hops` (of the loaded KV, uint16). Each pair is inside one remote
         and one local block, number `start // block_size` of the local table. Its first token is at
@@ -4295,7 +4334,7 @@ class WouldSave:
 def plan_transfer(
     manifest: TransferManifest,
     local_seq: TokenSequence,
-    local_blocks: _Integers | Mapping[int, _Integers] | None = None,
+    local_blocks: _Integers | Mapping[int, _Integers | _Ranges] | None = None,
     cached: tuple[SupportsIndex, SupportsIndex] = ...,
     *,
     key: bytes,
@@ -4303,6 +4342,7 @@ def plan_transfer(
     block_size: SupportsIndex | Mapping[int, SupportsIndex] | None = None,
     keep_last: SupportsIndex = 0,
     context: bytes = ...,
+    groups: Mapping[int, Group] | Iterable[Group] = ...,
 ) -> TransferPlan:
     """
     Plan which blocks of a sender to load for a sequence, and what to compute. Nothing is pinned.
@@ -4317,6 +4357,10 @@ def plan_transfer(
     Digests are per block: if a block differs, none of its tokens is loaded. Each group is planned
     separately, and a token is loaded only if all groups have it. A pair has the label of its own
     group; `exact_until` and `hops` are the worst of all groups.
+
+    Next to groups with windows or states, exact KV alone is loaded, whatever the policy: the tokens
+    before the deepest position at which all groups can continue, the blocks that reach into each
+    window there, and each state there. Nothing is moved.
 
     The plan uses a copy of `local_seq`, so other threads may use the sequence meanwhile. A search
     for moved runs hashes one block per token that no other KV covers, so its time grows with the
@@ -4338,13 +4382,17 @@ def plan_transfer(
         block_size: Tokens per local block, or a dict by group; None means the sender's.
         keep_last: Tokens at the end that are computed in any case, cached or not.
         context: As the sender gave it to `TransferManifest.from_blocks`.
+        groups: The groups with windows and states, as for `TransferManifest.from_blocks`. A window
+            has the block size of its `Group`.
 
     Raises:
         TransferRefused: With the reason `"digest"` (a run was changed, or written with another key
             or context), `"namespace"` (the message names the field), or `"groups"` (the sender has
-            other groups).
+            other groups, or other windows).
         ValueError: There are too few local blocks (the message has both numbers), one occurs twice,
-            `cached` is not a range inside the sequence, or the key is too short or too long.
+            `cached` is not a range inside the sequence, or with `groups` one that starts at 0, a
+            position is inside a block or not after the one before, or the key is too short or too
+            long.
 
     Example:
         >>> space, key = kvtrie.Namespace(model="m", salt=kvtrie.SHARED), b"k" * 32

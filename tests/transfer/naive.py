@@ -222,7 +222,7 @@ def manifest_of(
     built: Policy | None = None,
     windows: dict[int, int] | None = None,
 ) -> Manifest:
-    """`built` is the policy that approximate KV was built under; `windows` by group, 0 for states."""
+    """`built` is the policy of approximate KV; `windows` are by group, 0 for states."""
     windows = windows or {}
     namespace = packed_space(key, prompt.space)
     full = {group: table for group, table in tables.items() if group not in windows}
@@ -539,7 +539,7 @@ def plan(  # noqa: PLR0912 - one step after the other
     )
 
 
-def continued(
+def continued(  # noqa: PLR0912 - one step after the other
     manifest: Manifest,
     prompt: Prompt,
     tables: dict[int, tuple[int | None, list[Any]]],

@@ -243,7 +243,7 @@ def episode(rng: random.Random, met: Counter[str]) -> None:
             if rng.random() < 0.5:
                 sender.advance("a")
         raw = kvtrie.TransferManifest.from_ledger(sender.ledger, "a", key=KEY).to_bytes()
-        wanted = rng.choice([tokens + [rng.randrange(3)], prompt()])
+        wanted = rng.choice([[*tokens, rng.randrange(3)], prompt()])
         local = receiver.cached(wanted)
         manifest = kvtrie.TransferManifest.from_bytes(raw)
         move = receiver.begin("b", wanted, manifest, sender)
