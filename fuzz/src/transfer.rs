@@ -7,8 +7,8 @@ use std::sync::Arc;
 
 use kvtrie_core::{BlockId, Class, Namespace, ReusePolicy, Salt, TokenSequence};
 use kvtrie_transfer::{
-    LabelRun, LocalGroup, SentGroup, Table, TransferError, TransferKey, TransferLimits, TransferManifest,
-    TransferOptions, TransferPlan,
+    LabelRun, LocalGroup, SentGroup, Table, TransferError, TransferKey, TransferLimits,
+    TransferManifest, TransferOptions, TransferPlan,
 };
 
 use crate::bytes::Bytes;

@@ -424,7 +424,7 @@ def checked_policy(value: Any) -> tuple[Any, ...] | None:
     return tuple(fields)
 
 
-def checked_run(
+def checked_run(  # noqa: PLR0912 - one step after the other
     value: Any, size: int, window: int | None, made: list[Run], blocks_left: int, limits: Limits
 ) -> Run:
     start, tokens, flags, hops, ids, prefix, digests, digest = listed(value, 8, "a run")
@@ -539,7 +539,7 @@ def plan(  # noqa: PLR0912 - one step after the other
     )
 
 
-def continued(  # noqa: PLR0912 - one step after the other
+def continued(
     manifest: Manifest,
     prompt: Prompt,
     tables: dict[int, tuple[int | None, list[Any]]],

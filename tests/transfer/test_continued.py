@@ -51,8 +51,8 @@ def test_plans_next_to_windows_and_states_equal_the_naive_ones(seed: int) -> Non
         met["a window"] += any(case.windows.get(pair[0]) for pair in found.pairs)
         met["a state"] += any(pair[3] == pair[4] for pair in found.pairs)
         met["without a local id"] += any(pair[2] < 0 for pair in found.pairs)
-    wanted = ("nothing", "deeper than cached", "at what is cached", "cut by a group")
-    wanted += ("inside a block", "a window", "a state", "without a local id")
+    wanted = ["nothing", "deeper than cached", "at what is cached", "cut by a group"]
+    wanted += ["inside a block", "a window", "a state", "without a local id"]
     assert all(met[what] > 5 for what in wanted), met
 
 
@@ -203,9 +203,9 @@ class Engine:
 
     def evict(self, rng: random.Random) -> None:
         """Evict a few blocks of each group, and as many as another request may need."""
-        for group in ("", *(group.name for group in self.groups)):
-            wanted = max(rng.randrange(5), 45 - len(self.free[group]))
-            self.free[group] += self.index.evict(wanted, group=group or None).tolist()
+        for name, free in self.free.items():
+            wanted = max(rng.randrange(5), 45 - len(free))
+            free += self.index.evict(wanted, group=name or None).tolist()
         for group in self.groups:
             self.free[group.name] += self.index.take_freed(group=group.name).tolist()
 
@@ -355,7 +355,7 @@ def test_what_is_cached_next_to_windows_is_from_the_start() -> None:
 
 def test_local_ids_are_found_by_position() -> None:
     seq = kvtrie.TokenSequence(range(14), SPACE)
-    tables = {0: range(30, 34), 1: [(0, 3), (8, 9)], 2: [(12, 4)]}
+    tables: dict[int, Any] = {0: range(30, 34), 1: [(0, 3), (8, 9)], 2: [(12, 4)]}
     move = kvtrie.plan_transfer(sent(), seq, tables, key=KEY, groups=[SWA, GDN])
     found = move.pairs[["group", "remote", "local", "start", "end"]].tolist()
     assert found[3:] == [(1, 5, 9, 8, 12), (2, 7, 4, 12, 12)]
