@@ -205,7 +205,7 @@ class Engine:
         """Evict a few blocks of each group, and as many as another request may need."""
         for name, free in self.free.items():
             wanted = max(rng.randrange(5), 45 - len(free))
-            free += self.index.evict(wanted, group=name or None).tolist()
+            free.extend(self.index.evict(wanted, group=name or None).tolist())
         for group in self.groups:
             self.free[group.name] += self.index.take_freed(group=group.name).tolist()
 
