@@ -458,7 +458,7 @@ mod tests {
             assert_eq!(u128::from(plus(a, b)), expected);
         }
         let edges = [0, u128::from(PRIME), 1 << 64, u128::MAX - 1, u128::MAX];
-        let near = (1..200).map(|above| (u128::from(PRIME) << 64) + above * u128::from(u64::MAX));
+        let near = (1..59).map(|above| (u128::from(PRIME) << 64) + above * u128::from(u64::MAX));
         for wide in edges.into_iter().chain(near) {
             assert_eq!(
                 u128::from(reduced(wide)),
