@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
@@ -305,6 +306,11 @@ def cases(draw: st.DrawFn) -> Case:
             my_tables[place] = draw(at_positions(my_tables[place], concrete[place], is_state))
     if windows:
         start = 0
+    cached = draw(st.integers(start, len(mine.ids)))
+    named = zip(numbers, concrete, strict=True)
+    states = [size for number, size in named if windows.get(number) == naive.STATE]
+    if states:
+        cached -= cached % math.lcm(*states)
     return Case(
         theirs,
         labels,
@@ -312,7 +318,7 @@ def cases(draw: st.DrawFn) -> Case:
         {g: (s, t) for g, s, t in zip(numbers, sizes, their_tables, strict=True)},
         mine,
         {g: (s, t) for g, s, t in zip(numbers, my_sizes, my_tables, strict=True)},
-        draw(st.sampled_from([(0, 0), (start, draw(st.integers(start, len(mine.ids))))])),
+        draw(st.sampled_from([(0, 0), (start, cached)])),
         draw(st.sampled_from([0, 0, 1, 5, 1000])),
         policy := draw(policies()),
         draw(st.sampled_from(built_under(policy))),
@@ -473,6 +479,8 @@ def kinded(rng: Random) -> Case:
         ids_ = rng.sample(range(200), len(chosen))
         my_tables[number] = (size, list(zip(chosen, ids_, strict=True)))
     cached = rng.choice([0, 0, rng.randrange(len(mine) + 1)])
+    states = [my_sizes[number] for number, window in windows.items() if window == naive.STATE]
+    cached -= cached % math.lcm(*states)
     return Case(
         naive.Prompt(ids),
         labels,

@@ -497,6 +497,8 @@ def plan(  # noqa: PLR0912 - one step after the other
         (group, windows.get(group)) for group in sorted(tables)
     ]:
         raise Refused("groups")
+    if cached[0] == cached[1]:
+        cached = (0, 0)
     if windows:
         return continued(manifest, prompt, tables, key, cached[1], keep_last)
     length = len(prompt.ids)

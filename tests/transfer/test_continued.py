@@ -353,6 +353,60 @@ def test_what_is_cached_next_to_windows_is_from_the_start() -> None:
     assert (move.num_exact, len(move.pairs), move.compute.tolist()) == (0, 0, [[12, 15]])
 
 
+def test_nothing_is_cached_wherever_it_begins() -> None:
+    """An empty range is no place at which a state or a window could be."""
+    seq = kvtrie.TokenSequence(range(17), SPACE)
+    without = sent(blocks={0: [0, 1, 2, 3]})
+    for cached in ((0, 0), (8, 8), (5, 5)):
+        move = kvtrie.plan_transfer(without, seq, cached=cached, key=KEY, groups=[SWA, GDN])
+        assert (len(move.pairs), move.compute.tolist()) == (0, [[0, 17]])
+
+
+def test_what_is_cached_next_to_states_ends_where_one_can_be() -> None:
+    seq = kvtrie.TokenSequence(range(17), SPACE)
+    message = r"cached is \[0, 6\); group 2 has states at multiples of 4 alone"
+    with pytest.raises(ValueError, match=message):
+        kvtrie.plan_transfer(sent(), seq, cached=(0, 6), key=KEY, groups=[SWA, GDN])
+
+
+def test_a_plan_whose_windows_are_gone_is_no_beginning_next_to_a_transfer() -> None:
+    """What an approximate plan has in place may lack the windows before it (rule G9)."""
+    index = RadixIndex(num_blocks=64, block_size=4, groups=[SWA], min_run=8)
+    ids = [(4 * at, at) for at in range(16)]
+    first = kvtrie.TokenSequence(range(64), SPACE)
+    index.insert(
+        first, list(range(16)), num_computed=64, source=kvtrie.COMPUTED, groups={"swa": ids}
+    )
+    index.discard([6, 7], group="swa")
+    edited = kvtrie.TokenSequence([*range(32), *range(40, 64), 99], SPACE)
+    ledger = SequenceLedger(block_size=4, groups=[SWA])
+    policy = kvtrie.ReusePolicy(scope="namespace")
+    with index.plan(edited, policy) as plan:
+        assert (plan.num_exact, len(plan.group("swa")[1])) == (32, 0)
+        blocks = [*plan.blocks.tolist(), *range(40, 47)]
+        with pytest.raises(ValueError, match='32 tokens in place and nothing of group "swa" at'):
+            ledger.begin("a", edited, blocks, plan=plan, source=kvtrie.COMPUTED)
+    with index.plan(edited) as plan:
+        assert plan.num_exact == 24
+        blocks = [*plan.blocks.tolist(), *range(40, 49)]
+        ledger.begin("a", edited, blocks, plan=plan, source=kvtrie.COMPUTED)
+        ledger.forget_groups("a")
+
+
+def test_a_window_after_a_gap_is_not_sent() -> None:
+    """That group 0 has KV after a gap says nothing of blocks that were only held there."""
+    ledger = SequenceLedger(block_size=4, groups=[SWA])
+    seq = kvtrie.TokenSequence(range(16), SPACE)
+    ledger.begin("a", seq, [0, 1, 2, 3], source=kvtrie.COMPUTED, missing=[(4, 8)])
+    ledger.hold("a", "swa", [(0, 3), (8, 5), (12, 6)])
+    manifest = kvtrie.TransferManifest.from_ledger(ledger, "a", key=KEY)
+    prompt = kvtrie.TokenSequence(range(16), SPACE)
+    move = kvtrie.plan_transfer(manifest, prompt, cached=(0, 0), key=KEY, groups=[SWA])
+    assert naive.from_bytes(manifest.to_bytes()).groups[1].runs[0].start == 0
+    assert len(naive.from_bytes(manifest.to_bytes()).groups[1].runs) == 1
+    assert move.compute.tolist() == [[4, 16]]
+
+
 def test_local_ids_are_found_by_position() -> None:
     seq = kvtrie.TokenSequence(range(14), SPACE)
     tables: dict[int, Any] = {0: range(30, 34), 1: [(0, 3), (8, 9)], 2: [(12, 4)]}

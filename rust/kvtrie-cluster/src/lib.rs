@@ -8,7 +8,7 @@
 //! - A **worker** is one engine, or one data-parallel rank of it. It has a name that is never used twice
 //!   ([`WorkerId`]), and a namespace.
 //! - A **block** is `block_size` tokens after one whole prefix in one namespace. It is named by a keyed digest of two
-//!   halves of 61 bits; the index keeps no token, no salt and no key of an image.
+//!   halves of 64 bits; the index keeps no token, no salt and no key of an image.
 //! - A worker **holds** a block while it has more copies stored than removed, in any [`Tier`]. Workers name blocks by
 //!   hashes of their own, which mean nothing to other workers.
 //! - A search returns for each worker how many tokens it holds from position 0 (*exact*), and how many of the rest it

@@ -156,6 +156,8 @@ impl PyTransferPlan {
 ///         number to ids. It must cover the sequence; further ids are ignored. None: no block is
 ///         allocated yet, and the pairs name no local block.
 ///     cached: Half-open range of positions whose KV is present here and exact. It is not loaded.
+///         With `groups` it starts at 0, and all groups must be able to continue at its end, as
+///         after an exact plan of the index.
 ///     key: The deployment's key, 16 to 64 bytes.
 ///     policy: What may be loaded; None means `kvtrie.EXACT_ONLY`. A manifest has no kinds: with
 ///         any `forbid_kinds`, or beyond `max_approximate_share` of the local sequence, nothing
@@ -173,9 +175,9 @@ impl PyTransferPlan {
 ///         or context), `"namespace"` (the message names the field), or `"groups"` (the sender has
 ///         other groups, or other windows).
 ///     ValueError: There are too few local blocks (the message has both numbers), one occurs twice,
-///         `cached` is not a range inside the sequence, or with `groups` one that starts at 0, a
-///         position is inside a block or not after the one before, or the key is too short or too
-///         long.
+///         `cached` is not a range inside the sequence, or, with `groups`, one that starts after 0
+///         or ends where a group can have no state, a position is inside a block or not after the
+///         one before, or the key is too short or too long.
 ///
 /// Example:
 ///     >>> space, key = kvtrie.Namespace(model="m", salt=kvtrie.SHARED), b"k" * 32

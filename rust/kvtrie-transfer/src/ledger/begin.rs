@@ -73,7 +73,8 @@ impl SequenceLedger {
     ///   are present than the sequence has, or than the blocks can hold; ranges that do not ascend, or that start in
     ///   the blocks in place; a plan of another block size, of an index with other
     ///   groups, of other tokens, that pins nothing, or whose blocks in
-    ///   place are not the first of the table; a plan as source together with other fields of [`Begin`], or
+    ///   place are not the first of the table, or, next to another source, one whose groups cannot continue after these
+    ///   blocks (rule G2), as an approximate one's windows may not; a plan as source together with other fields of [`Begin`], or
     ///   `num_computed` with `missing`; an id that no pool can have, or hops above the limit.
     /// - [`BlockInUse`](kvtrie_core::ErrorKind::BlockInUse): an id is given twice.
     ///
@@ -102,6 +103,7 @@ impl SequenceLedger {
             }
             self.check_plan(plan, seq, blocks)?;
             committed = plan.blocks().len() * self.block_size;
+            self.check_continues(plan, committed, CALL)?;
         }
         let num_computed = begin.num_computed;
         let (computed, cached) = match (&begin.source, begin.missing) {

@@ -246,7 +246,8 @@ impl SequenceLedger {
     }
 
     /// What a request has of each group, for a manifest: pairs of a position and an id. Blocks of a plan's windows that
-    /// are not as exact as group 0's are left out (rule G9).
+    /// are not as exact as group 0's are left out (rule G9), and the request's own from *V* on: that group 0 has KV there
+    /// says nothing of them.
     pub(crate) fn offered(&self, id: RequestId) -> Result<Vec<OfferedGroup>> {
         let request = self.request(id, "SequenceLedger::offered")?;
         let rebuilt = request.begun_with().and_then(|plan| {
@@ -254,12 +255,17 @@ impl SequenceLedger {
             of_groups.map(|(start, _)| start).min()
         });
         let exact = rebuilt.unwrap_or(usize::MAX);
+        let verified = request.positions.verified();
+        let is_sent = |held: &Held, group: &Group| {
+            let end = verified + usize::from(group.kind == GroupKind::State);
+            held.in_place || (held.position + group.block_size <= exact && held.position < end)
+        };
         let offered = |(table, group): (&GroupTable, &Group)| OfferedGroup {
             kind: group.kind,
             ids: table
                 .held
                 .iter()
-                .filter(|held| held.in_place || held.position + group.block_size <= exact)
+                .filter(|held| is_sent(held, group))
                 .map(|held| (held.position, held.id))
                 .collect(),
         };
@@ -361,6 +367,27 @@ impl SequenceLedger {
             plan.groups().len(),
             self.groups.len()
         ))
+    }
+
+    /// Refuses a plan without what a group needs to continue after its blocks in place.
+    pub(super) fn check_continues(
+        &self,
+        plan: &ReusePlan,
+        to: usize,
+        call: &'static str,
+    ) -> Result<()> {
+        let tables = GroupTable::all(&self.groups, Some(plan));
+        for (group, table) in self.groups.iter().zip(&tables) {
+            if let Some(position) = lacks(group, table, to) {
+                return Err(invalid!(
+                    call,
+                    "the plan has {to} tokens in place and nothing of group {:?} at position {position}; plan without \
+                     approximate reuse",
+                    group.name
+                ));
+            }
+        }
+        Ok(())
     }
 
     /// Refuses a rollback to a position at which a group cannot continue.

@@ -17,7 +17,8 @@ pub struct BlockPair {
     /// The receiver's block, which is block `start / block_size` of its table. `None` if no table was given, or if it
     /// has no id there.
     pub local: Option<BlockId>,
-    /// First position in the prompt. Of a state, the number of tokens before it, as `end`. At the sender, the token is at `start - delta`.
+    /// First position in the prompt. Of a state, the number of tokens before it, as `end`. At the sender, the token is at
+    /// `start - delta`.
     pub start: usize,
     /// One past the last position.
     pub end: usize,

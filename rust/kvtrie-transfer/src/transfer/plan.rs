@@ -123,11 +123,12 @@ impl TransferPlan {
     /// - [`TransferRefused`](crate::TransferError::Refused): [`Digest`](Refusal::Digest), then
     ///   [`Namespace`](Refusal::Namespace), then [`Groups`](Refusal::Groups).
     /// - [`InvalidArgument`](kvtrie_core::ErrorKind::InvalidArgument): a policy beyond its limits, a cached range
-    ///   beyond the prompt, or after position 0 next to windows or states, a prompt of 2³² tokens or more, groups that do not ascend, or a table that is too short for
-    ///   the prompt or has an id twice.
+    ///   beyond the prompt, or after position 0 next to windows or states, or that ends where a group can have no
+    ///   state, a prompt of 2³² tokens or more, groups that do not ascend, or a table that is too short for the prompt
+    ///   or has an id twice.
     ///
     /// # Complexity
-    /// O(tokens) per group and O(runs · items). If the policy allows approximate KV, also O(u · (64 + `block_size`))
+    /// O(tokens) per group and O(runs · items), and O(runs · log runs) per group with windows or states. If the policy allows approximate KV, also O(u · (64 + `block_size`))
     /// for the `u` uncovered tokens of each group.
     pub fn new(
         manifest: &TransferManifest,
@@ -138,34 +139,9 @@ impl TransferPlan {
     ) -> Result<Self, TransferError> {
         let policy = options.policy;
         policy.check(LEAST_RUN, CALL)?;
-        let (cached, len) = (&options.cached, seq.len());
-        if cached.start > cached.end || cached.end > len {
-            return Err(invalid!(
-                CALL,
-                "cached is [{}, {}); it must ascend and lie in [0, {len}], the sequence",
-                cached.start,
-                cached.end
-            )
-            .into());
-        }
-        if len > u32::MAX as usize {
-            return Err(invalid!(
-                CALL,
-                "the sequence has {len} tokens; the limit is {}",
-                u32::MAX
-            )
-            .into());
-        }
+        let len = seq.len();
         let is_continued = local.iter().any(|group| group.kind().is_some());
-        if is_continued && cached.start > 0 && !cached.is_empty() {
-            return Err(invalid!(
-                CALL,
-                "cached is [{}, {}); next to groups with windows or states it must start at 0",
-                cached.start,
-                cached.end
-            )
-            .into());
-        }
+        let cached = checked_cached(&options.cached, len, is_continued)?;
         manifest.verify(key, CALL)?;
         manifest.is_of(seq.namespace(), key, CALL)?;
         check_groups(manifest, local)?;
@@ -176,6 +152,15 @@ impl TransferPlan {
                 Some(table) => table.check(CALL, group.group, block_size, len)?,
                 None => check_block_size(CALL, group.group, block_size)?,
             }
+            if group.kind() == Some(GroupKind::State) && !cached.end.is_multiple_of(block_size) {
+                return Err(invalid!(
+                    CALL,
+                    "cached is [0, {}); group {} has states at multiples of {block_size} alone",
+                    cached.end,
+                    group.group
+                )
+                .into());
+            }
             tables.push((block_size, group.table));
         }
         let until = len.saturating_sub(options.keep_last);
@@ -184,7 +169,7 @@ impl TransferPlan {
             seq,
             key,
             prefixes: own::prefixes(manifest, seq, key),
-            wanted: wanted(cached, until),
+            wanted: wanted(&cached, until),
             cached: cached.clone(),
         };
         let exact_only = ReusePolicy::EXACT_ONLY;
@@ -198,7 +183,7 @@ impl TransferPlan {
         if is_too_much {
             pieces = planning.pieces(&exact_only);
         }
-        let mut cached = cached.clone();
+        let mut cached = cached;
         if is_continued {
             let end = planning.continue_at(&tables, until, &mut pieces);
             cached.end = cached.end.min(end);
@@ -299,6 +284,41 @@ fn wanted(cached: &Range<usize>, until: usize) -> Vec<Range<usize>> {
         .into_iter()
         .filter(|range| !range.is_empty())
         .collect()
+}
+
+/// What is cached, as [0, 0) if nothing is, wherever it would begin.
+fn checked_cached(
+    cached: &Range<usize>,
+    len: usize,
+    is_continued: bool,
+) -> Result<Range<usize>, TransferError> {
+    let Range { start, end } = *cached;
+    if start > end || end > len {
+        return Err(invalid!(
+            CALL,
+            "cached is [{start}, {end}); it must ascend and lie in [0, {len}], the sequence"
+        )
+        .into());
+    }
+    if len > u32::MAX as usize {
+        return Err(invalid!(
+            CALL,
+            "the sequence has {len} tokens; the limit is {}",
+            u32::MAX
+        )
+        .into());
+    }
+    if start == end {
+        return Ok(0..0);
+    }
+    if is_continued && start > 0 {
+        return Err(invalid!(
+            CALL,
+            "cached is [{start}, {end}); next to groups with windows or states it must start at 0"
+        )
+        .into());
+    }
+    Ok(start..end)
 }
 
 struct Planning<'a> {
