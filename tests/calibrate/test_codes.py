@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -101,6 +103,40 @@ def test_a_measured_gate_of_floats_is_refused_for_codes(model: PreTrainedModel) 
     Generator(model, **its)
     with pytest.raises(gates.GateMismatchError, match="with kv_dtype 'float32', not 'int8'"):
         Generator(model, kv_dtype="int8", **its)
+
+
+@pytest.mark.parametrize("kv_dtype", ["fp8_e4m3", "int8"])
+def test_a_measured_gate_holds_for_its_scales_alone(kv_dtype: str, tmp_path: Path) -> None:
+    """Of the same weights: fp8 has the scales of the checkpoint, int8 those that it finds."""
+    directory = tmp_path / "gqa"
+    shutil.copytree(shipped.model_path("gqa"), directory)
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+
+    def loaded(scale: float) -> PreTrainedModel:
+        layers = len({name.split(".")[2] for name in tensors if ".layers." in name})
+        own = [f"model.layers.{layer}.self_attn" for layer in range(layers)]
+        scales = {f"{one}.{side}_scale": torch.tensor([scale]) for one in own for side in "kv"}
+        save_file({**tensors, **scales}, file, metadata={"format": "pt"})
+        found: Any = AutoModelForCausalLM.from_pretrained(directory)
+        model: PreTrainedModel = found.eval()
+        return model
+
+    its: Any = {"num_blocks": 8, "policy": kvtrie.ReusePolicy(min_run=16), "kv_dtype": kv_dtype}
+    model = loaded(0.05)
+    report = measure.calibrate(
+        directory, policies=["rotated"], is_recall=True, most_cases=1, kv_dtype=kv_dtype
+    )
+    report.gate(gates.Thresholds()).write(tmp_path / "gate.json")
+    gate = gates.read(tmp_path / "gate.json")
+    generator = Generator(model, gate=gate, **its)
+    assert gate.kv_dtype == generator.namespace().kv_dtype
+    assert gate.kv_dtype.startswith(f"{kv_dtype}@")
+    if kv_dtype == "int8":
+        Generator(loaded(0.07), gate=gate, **its)
+    else:
+        with pytest.raises(gates.GateMismatchError, match=f"with kv_dtype '{kv_dtype}@.*', not"):
+            Generator(loaded(0.07), gate=gate, **its)
 
 
 def test_policies_that_need_records_are_refused() -> None:

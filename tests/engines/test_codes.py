@@ -6,6 +6,7 @@ casts: kvtrie's codes are not used.
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ import kvtrie
 from kvtrie import LayoutError, gates
 from kvtrie.engines._coding import CODED
 from kvtrie.engines.transformers import Generator
-from kvtrie.models.kv_scales import checkpoint_scales
+from kvtrie.models.kv_scales import checkpoint_scales, scaled_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -243,15 +244,19 @@ def test_what_cannot_be_coded_is_refused(options: dict[str, Any], said: str, mak
 
 @types
 def test_gates_are_of_one_type(kv_dtype: str, make: Make) -> None:
+    names = {one: make(kv_dtype=one).namespace().kv_dtype for one in (None, *CODED)}
+    assert len(set(names.values())) == len(names)
     its = make(kv_dtype=kv_dtype).namespace()
-    assert its.kv_dtype == kv_dtype
-    own = gate(model=its.model, kv_dtype=kv_dtype, rope=its.rope)
+    assert its.kv_dtype.partition("@")[0] == kv_dtype
+    # Scales of int8 are measured; others here are 1, or of rows.
+    assert (its.kv_dtype != kv_dtype) == (kv_dtype == "int8")
+    own = gate(model=its.model, kv_dtype=its.kv_dtype, rope=its.rope)
     make(kv_dtype=kv_dtype, gate=own)
     for other in (None, *(set(CODED) - {kv_dtype})):
-        said = f"kv_dtype {kv_dtype!r}, not {other or 'float32'!r}"
+        said = f"kv_dtype {its.kv_dtype!r}, not {names[other]!r}"
         with pytest.raises(gates.GateMismatchError, match=said):
             make(kv_dtype=other, gate=own)
-    with pytest.raises(gates.GateMismatchError, match=f"kv_dtype 'float32', not {kv_dtype!r}"):
+    with pytest.raises(gates.GateMismatchError, match=f"kv_dtype 'float32', not {its.kv_dtype!r}"):
         make(kv_dtype=kv_dtype, gate=replace(own, kv_dtype="float32"))
 
 
@@ -279,6 +284,7 @@ def scalars(*names: str) -> dict[str, torch.Tensor]:
     return {name: torch.tensor([0.25 * (at + 1)]) for at, name in enumerate(names)}
 
 
+BOTH = "model.layers.0.self_attn.kv_scale"
 OWN = [f"model.layers.{layer}.self_attn.{side}_scale" for layer in (0, 1) for side in "kv"]
 
 
@@ -306,6 +312,14 @@ def test_scales_of_a_checkpoint(names: list[str], want: Any, tmp_path: Path) -> 
         (scalars(*OWN, OWN[0].replace(".0.", ".7.")), "a scale of K in layer 7.* has 2 layers"),
         (scalars(*OWN) | {OWN[1]: torch.ones(2)}, r"v_scale of shape \(2,\) must be one positive"),
         (scalars(*OWN) | {OWN[1]: torch.zeros(1)}, r"v_scale of shape \(1,\) must be one positive"),
+        (
+            scalars(*OWN, BOTH),
+            "kv_scale are both scales of K in layer 0|kv_scale and .* of K in la",
+        ),
+        (
+            scalars(OWN[0], BOTH),
+            "kv_scale are both scales of K in layer 0|kv_scale and .* of K in la",
+        ),
     ],
 )
 def test_scales_that_are_not_of_layers_are_refused(
@@ -316,7 +330,29 @@ def test_scales_that_are_not_of_layers_are_refused(
 
 
 def test_weights_of_another_format_have_no_scales(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
     assert checkpoint_scales(tmp_path, 2) is None
+
+
+@pytest.mark.parametrize(
+    ("index", "said"),
+    [
+        ("{", "index.json: cannot identify the checkpoint: it is not JSON"),
+        ("{}", "it has no weight_map"),
+        (json.dumps({"weight_map": {"a": "gone.safetensors"}}), "gone.safetensors"),
+        (json.dumps({"weight_map": {"a": "cut.safetensors"}}), "[Hh]eader"),
+    ],
+)
+@pytest.mark.parametrize("has_weights", [False, True])
+def test_a_broken_index_is_not_another_format(
+    index: str, said: str, has_weights: bool, tmp_path: Path
+) -> None:
+    if has_weights:
+        saved(tmp_path, scalars(*OWN))
+    (tmp_path / "cut.safetensors").write_bytes(b"\x01")
+    (tmp_path / "model.safetensors.index.json").write_text(index, encoding="utf-8")
+    with pytest.raises(LayoutError, match=f"cannot read the scales of the checkpoint: .*{said}"):
+        checkpoint_scales(tmp_path, 2)
 
 
 @pytest.mark.parametrize(
@@ -348,3 +384,111 @@ def test_scales_of_int8_are_those_of_one_pass(make: Make, models: Models) -> Non
     want = [tuple(float(x.abs().max()) / 127 for x in (at.keys, at.values)) for at in layers]
     np.testing.assert_allclose(one, want)
     assert scales_of(make(kv_dtype="fp8_e4m3")) == [(1.0, 1.0)] * 2
+
+
+def loaded(path: Path | str) -> PreTrainedModel:
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(path)
+    found: PreTrainedModel = model.eval()
+    return found
+
+
+def test_scales_are_part_of_the_name_of_kv(tmp_path: Path) -> None:
+    """The same weights under other scales: codes mean other numbers, and nothing is shared."""
+    quarter = {name: torch.tensor([0.25]) for name in OWN}
+    models = [loaded(saved(tmp_path / at / "m", its)) for at, its in (("a", {}), ("b", quarter))]
+    plain, scaled = (Generator(one, num_blocks=8, kv_dtype="fp8_e4m3") for one in models)
+    assert plain.namespace().model == scaled.namespace().model
+    assert plain.namespace().kv_dtype == "fp8_e4m3"
+    assert scaled.namespace().kv_dtype == scaled_name("fp8_e4m3", [(0.25, 0.25)] * 2)
+    assert scaled.namespace("b").kv_dtype == scaled.namespace().kv_dtype
+    for own, other in ((plain, models[1]), (scaled, models[0])):
+        its = own.namespace()
+        ours = gate(model=its.model, kv_dtype=its.kv_dtype, rope=its.rope)
+        with pytest.raises(gates.GateMismatchError, match=f"kv_dtype {its.kv_dtype!r}, not"):
+            Generator(other, num_blocks=8, kv_dtype="fp8_e4m3", gate=ours)
+    # Rows that have their own scales do not use the checkpoint's.
+    rows = Generator(models[1], num_blocks=8, kv_dtype="fp8_per_token_head")
+    assert rows.namespace().kv_dtype == "fp8_per_token_head"
+
+
+def test_a_name_depends_on_each_scale() -> None:
+    scales = [(0.5, 0.25), (1.0, 2.0)]
+    assert scaled_name("int8", [(1.0, 1.0)] * 2) == "int8"
+    others = [[(0.25, 0.5), scales[1]], scales[::-1], scales[:1], [scales[0], (1.0, 1.0)]]
+    names = {scaled_name("int8", each) for each in (scales, *others)}
+    assert len(names) == 5
+    assert scaled_name("int8", scales) == scaled_name("int8", list(scales)) in names
+    assert scaled_name("fp8_e5m2", scales) not in names
+
+
+@pytest.mark.parametrize("kv_dtype", ["fp8_e4m3", "fp8_e5m2"])
+def test_scales_of_a_directory_that_is_gone_are_not_1(
+    kv_dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A relative path means another directory after a change of the working directory."""
+    saved(tmp_path / "a", scalars(*OWN))
+    monkeypatch.chdir(tmp_path)
+    model = loaded("a")
+    here = Generator(model, num_blocks=8, kv_dtype=kv_dtype)
+    assert scales_of(here) == [(0.25, 0.5), (0.75, 1.0)]
+    (tmp_path / "b").mkdir()
+    monkeypatch.chdir(tmp_path / "b")
+    said = "the scales of fp8 are in the model's checkpoint, and 'a' is not a directory, and not in"
+    with pytest.raises(LayoutError, match=said):
+        Generator(model, num_blocks=8, kv_dtype=kv_dtype)
+    # These need no checkpoint.
+    for other in (None, "int8", "fp8_per_token_head"):
+        Generator(model, num_blocks=8, kv_dtype=other)
+
+
+def test_scales_of_a_name_on_the_hub_are_of_its_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the revision that was loaded."""
+    hub = tmp_path / "models--kvtrie--tiny"
+    for revision, factor in (("a" * 40, 1.0), ("b" * 40, 2.0)):
+        scales = {name: factor * scale for name, scale in scalars(*OWN).items()}
+        saved(hub / "snapshots" / revision, scales)
+    (hub / "refs").mkdir()
+    (hub / "refs" / "main").write_text("b" * 40, encoding="utf-8")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    model = loaded(hub / "snapshots" / ("a" * 40))
+    model.config._name_or_path = model.name_or_path = "kvtrie/tiny"
+    wanted: list[tuple[Any, tuple[float, float]]] = [("a" * 40, (0.25, 0.5)), (None, (0.5, 1.0))]
+    for revision, want in wanted:
+        model.config._commit_hash = revision
+        assert scales_of(Generator(model, num_blocks=8, kv_dtype="fp8_e4m3"))[0] == want
+
+
+# --- saturation -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "want"),
+    [("fp8_e4m3", 1), ("fp8_e5m2", 1), ("int8", 4), ("fp8_per_token_head", 0)],
+)
+def test_what_a_pass_stores_as_another_number_is_counted(
+    kv_dtype: str, want: int, make: Make
+) -> None:
+    generator = make(kv_dtype=kv_dtype)
+    coding = generator._scheduler._runner._coding
+    assert coding is not None
+    k, _ = coding.scales[0]
+    rows = torch.tensor([[1e6 * k, k, torch.nan, torch.inf, -torch.inf, 0.0]])
+    coding.encode(rows, 0, 0)
+    assert generator.num_saturated == want
+    coding.encode(rows, 0, 0)
+    assert generator.num_saturated == 2 * want
+
+
+def test_a_request_that_saturates_is_counted(make: Make, ids: Ids, tmp_path: Path) -> None:
+    tiny = {name: torch.tensor([1e-4]) for name in OWN}
+    generator = Generator(loaded(saved(tmp_path, tiny)), num_blocks=8, kv_dtype="fp8_e4m3")
+    assert generator.num_saturated == 0
+    generator.generate(ids(20).tolist(), max_new_tokens=2, ignore_eos=True)
+    # Two layers of K and V, 21 tokens, two heads of 16 channels.
+    assert 0 < generator.num_saturated <= 2 * 2 * 21 * 2 * 16
+    for plain in (None, "fp8_e4m3"):
+        other = make(kv_dtype=plain)
+        other.generate(ids(20).tolist(), max_new_tokens=2, ignore_eos=True)
+        assert other.num_saturated == 0

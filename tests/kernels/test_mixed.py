@@ -223,6 +223,14 @@ def test_the_check_reads_each_group_in_its_type(layer: int) -> None:
         pool.apply(MOVE, check_finite=True)
 
 
+def test_the_type_of_a_pool_is_that_of_its_first_group() -> None:
+    """Whichever layers it has."""
+    for layers in ([0], [1]):
+        groups = [group_of("bfloat16", layers, 2, 8), group_of("int8", [1 - layers[0]], 2, 8)]
+        assert pool_of(groups, [None] * 2).dtype == torch.bfloat16
+        assert pool_of(groups[::-1], [None] * 2).dtype == torch.uint8
+
+
 def test_one_tensor_cannot_hold_unlike_types() -> None:
     pool = pool_of([group_of("bfloat16", [0], 2, 8), group_of("fp8_e4m3", [1], 2, 8)], [None] * 2)
     assert pool.num_bytes == BLOCKS * BLOCK * 2 * 15 * 3

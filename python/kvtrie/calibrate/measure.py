@@ -231,7 +231,8 @@ def calibrate(
         ValueError: A policy or edit is unknown, or an argument is out of range.
         CalibrationError: No conversation has anything to measure, or one cannot be replayed.
         NothingMovesError: Of conversations that were given, all replayed, no prompt moves KV.
-        LayoutError: The model's KV cannot be held, or not in ``kv_dtype``.
+        LayoutError: The model's KV cannot be held, or not in ``kv_dtype``, or its scales cannot be
+            read.
         UnsupportedRopeError: The model's KV cannot be moved.
         PartialError: The partial file belongs to another run, or is damaged.
         PartialWriteError: The partial file cannot be written.
@@ -279,7 +280,7 @@ def calibrate(
         "checkpoint": _digest(path),
         "template": template_id(tokenizer.chat_template),
         "template_arguments": dict(template_arguments or {}),
-        "kv_dtype": model.layout.kv_dtype,
+        "kv_dtype": model.kv_name,
         "rope": rope_id(model.model.config),
         "device": str(model.model.device),
         "block_size": block_size,

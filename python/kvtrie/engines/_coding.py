@@ -7,7 +7,6 @@ not depend on how a prompt is cut into passes.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -16,7 +15,9 @@ from kvtrie._core import LayoutError
 from kvtrie.engines._paged_cache import pool_rows
 from kvtrie.engines._probe import cached, context_of
 from kvtrie.kernels import codes
-from kvtrie.models.kv_scales import checkpoint_scales
+from kvtrie.models.directory import directory_of
+from kvtrie.models.fingerprint import CheckpointError
+from kvtrie.models.kv_scales import checkpoint_scales, scaled_name
 from kvtrie.models.kv_types import KV_TYPES, SCALE_BYTES, refusal
 from kvtrie.models.vision import TEXT_OF_VISION
 
@@ -38,18 +39,28 @@ class KVCoding:
 
     Attributes:
         form: How a row is coded.
-        scales: Of K and of V, per layer; of no use where rows have scales of their own.
+        scales: Of K and of V, per layer; 1 where rows have scales of their own.
+        name: What a namespace and a gate call this KV: its type, and a digest of these scales.
+        saturated: On the model's device, int64: how many elements were stored as another number
+            so far, beyond the largest code, or in int8 NaN and infinity, as 0.
     """
 
     form: codes.CodeForm
     scales: tuple[tuple[float, float], ...]
+    name: str
+    saturated: torch.Tensor
 
     def encode(self, rows: torch.Tensor, layer: int, side: int) -> torch.Tensor:
         """Rows ``[..., channels]`` as bytes, ``[..., k_row]``; ``side`` is 0 for K, 1 for V."""
         if self.form.scales == codes.IN_ROW:
             found, scales = codes.quantize(rows, self.form)
             return torch.cat([found, scales.unsqueeze(-1).view(torch.uint8)], dim=-1)
-        return codes.encode(rows.to(torch.float32) / self.scales[layer][side], self.form.code)[0]
+        numbers = rows.to(torch.float32) / self.scales[layer][side]
+        found, saturated = codes.encode(numbers, self.form.code)
+        if self.form.code == codes.INT8:
+            saturated |= ~numbers.isfinite()
+        self.saturated.add_(saturated.sum())
+        return found
 
     def decode(
         self, stored: torch.Tensor, layer: int, side: int, dtype: torch.dtype
@@ -78,7 +89,8 @@ def coded(
         where: What a message begins with.
 
     Raises:
-        LayoutError: The engine cannot keep the model's KV in this type.
+        LayoutError: The engine cannot keep the model's KV in this type, or the scales of fp8 cannot
+            be read: the model was loaded from what is not found now.
     """
     why = refusal(kv_dtype)
     if why is None and kv_dtype not in CODED:
@@ -95,11 +107,44 @@ def coded(
         raise LayoutError(msg)
     scales: tuple[tuple[float, float], ...] | None = None
     if form.scales == codes.IN_LAYER:
-        if form.code == codes.INT8:
-            scales = _probed(model, layout)
-        elif model.name_or_path and Path(model.name_or_path).is_dir():
-            scales = checkpoint_scales(model.name_or_path, layout.num_layers)
-    return found, KVCoding(form, scales or ((1.0, 1.0),) * layout.num_layers)
+        is_probed = form.code == codes.INT8
+        scales = _probed(model, layout) if is_probed else _of_checkpoint(model, layout, where)
+    scales = scales or ((1.0, 1.0),) * layout.num_layers
+    saturated = torch.zeros((), dtype=torch.int64, device=model.device)
+    return found, KVCoding(form, scales, scaled_name(found.kv_dtype, scales), saturated)
+
+
+def generator_coding(
+    model: PreTrainedModel,
+    layout: KVLayout,
+    kv_dtype: str,
+    records: str | None,
+    num_window_blocks: int | None,
+) -> tuple[KVLayout, KVCoding]:
+    """As `coded`; what only floats have is refused."""
+    for name, value in (("records", records), ("num_window_blocks", num_window_blocks)):
+        if value is not None:
+            msg = f"Generator: {name}={value!r} needs KV in floats, and kv_dtype is {kv_dtype!r}"
+            raise LayoutError(msg)
+    return coded(model, layout, kv_dtype, "Generator")
+
+
+def _of_checkpoint(
+    model: PreTrainedModel, layout: KVLayout, where: str
+) -> tuple[tuple[float, float], ...] | None:
+    name = str(model.name_or_path or "")
+    if not name:
+        # Of no checkpoint.
+        return None
+    try:
+        directory = directory_of(name, getattr(model.config, "_commit_hash", None))
+    except CheckpointError as error:
+        msg = (
+            f"{where}: the scales of fp8 are in the model's checkpoint, and {error}: load the "
+            "model by an absolute path"
+        )
+        raise LayoutError(msg) from error
+    return checkpoint_scales(directory, layout.num_layers)
 
 
 def _probed(model: PreTrainedModel, layout: KVLayout) -> tuple[tuple[float, float], ...]:

@@ -45,7 +45,7 @@ except ImportError as error:
     raise ImportError(_MISSING) from error
 
 from kvtrie._nearest import nearest
-from kvtrie.engines._coding import KVCoding, coded
+from kvtrie.engines._coding import KVCoding, generator_coding
 from kvtrie.engines._images import Image, vision_of
 from kvtrie.engines._probe import check_model, checked_rope, context_of, language_config
 from kvtrie.engines._products import speed_up
@@ -144,15 +144,15 @@ class Generator:
             of all tokens.
         kv_dtype: Keep K and V as codes: ``fp8_e4m3``, ``fp8_e5m2``, ``int8``,
             ``fp8_per_token_head`` or ``int8_per_token_head``; ``docs/models.md`` says with which
-            scales. A gate must have been measured with this type. None: in the model's element
-            type.
+            scales. A gate must have been measured with this type and the same scales. None: in the
+            model's element type.
 
     Raises:
         LayoutError: The model's KV cannot be held, or differs from its config; what it does with
             images is not known; ``records`` are asked for and that layer cannot be probed; or
             ``num_window_blocks`` are given and the model has no window, no layer of full attention,
             windows of several widths, or takes images; or its KV cannot be kept in ``kv_dtype``,
-            or not next to ``records`` or ``num_window_blocks``.
+            or not next to ``records`` or ``num_window_blocks``; or scales of fp8 cannot be read.
         UnsupportedRopeError: The policy is approximate and the model's KV cannot be moved.
         GateMismatchError: The gate is for another model, and the policy is approximate or None.
         ValueError: The model is in training mode, an argument is out of range, or the policy is
@@ -199,12 +199,13 @@ class Generator:
             self._cannot_move = str(error)
         coding: KVCoding | None = None
         if kv_dtype is not None:
-            layout, coding = _coded(model, layout, kv_dtype, records, num_window_blocks)
+            layout, coding = generator_coding(model, layout, kv_dtype, records, num_window_blocks)
         split = None
         if num_window_blocks is not None:
             split = _split(model, layout, num_window_blocks, records)
             layout, rope, self._cannot_move = split.full, None, _NO_WINDOW
         self._model = model
+        self._coding = coding
         self._tokenizer = tokenizer
         self._seed = seed
         embeddings: Any = model.get_input_embeddings()
@@ -214,7 +215,7 @@ class Generator:
         self._eos_ids = _eos_ids(model, tokenizer)
         self._namespace = Namespace(
             model=model_id(model),
-            kv_dtype=layout.kv_dtype,
+            kv_dtype=layout.kv_dtype if coding is None else coding.name,
             rope=rope_id(language_config(model)),
             adapter=adapter,
             salt=salt,
@@ -361,6 +362,15 @@ class Generator:
     def records_bytes_per_token(self) -> int:
         """Bytes of records per token of the pool; 0 without records."""
         return 0 if self._records is None else self._records.bytes_per_token
+
+    @property
+    def num_saturated(self) -> int:
+        """Elements of K and V that passes stored as another number so far, with ``kv_dtype``.
+
+        What is beyond the largest code is stored as that; in ``int8``, NaN and infinity as 0.
+        Reading it waits for the passes.
+        """
+        return 0 if self._coding is None else int(self._coding.saturated)
 
     @property
     def num_running(self) -> int:
@@ -770,21 +780,6 @@ def _split(
         msg = "Generator: num_window_blocks: a model that takes images has one pool"
         raise LayoutError(msg)
     return Split.of(layout, num_window_blocks)
-
-
-def _coded(
-    model: PreTrainedModel,
-    layout: KVLayout,
-    kv_dtype: str,
-    records: str | None,
-    num_window_blocks: int | None,
-) -> tuple[KVLayout, KVCoding]:
-    """The layout of codes, and how they are coded; what only floats have is refused."""
-    for name, value in (("records", records), ("num_window_blocks", num_window_blocks)):
-        if value is not None:
-            msg = f"Generator: {name}={value!r} needs KV in floats, and kv_dtype is {kv_dtype!r}"
-            raise LayoutError(msg)
-    return coded(model, layout, kv_dtype, "Generator")
 
 
 def _check_names(where: str, options: Mapping[str, Any]) -> None:

@@ -32,8 +32,9 @@ class Gate:
 
     Args:
         model: Name and fingerprint, as in the engine's namespace.
-        kv_dtype: Type of the measured KV, as ``KVLayout.kv_dtype`` names it: of floats the element
-            type, else how it is quantised.
+        kv_dtype: Type and scales of the measured KV, as in the engine's namespace: what
+            ``KVLayout.kv_dtype`` names, and `kvtrie.models.kv_scales.scaled_name` where a layer
+            has scales.
         rope: RoPE settings, as in the engine's namespace.
         thresholds: What a kind of edit must keep.
         measured: The policies, each with its kinds.
@@ -80,7 +81,7 @@ class Gate:
             model: The running model, as in the engine's namespace.
             checkpoint: Digest of the running model's directory, for an engine that names models in
                 another way. ``model`` or ``checkpoint`` must be given.
-            kv_dtype: Type of the running KV, as ``KVLayout.kv_dtype``; None: not compared.
+            kv_dtype: Type and scales of the running KV, as for the class; None: not compared.
             rope: RoPE settings of the running model; None: not compared.
             template: Digest of the running chat template; None: not compared.
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtrie import gates
 from kvtrie._core import EXACT_ONLY, ReusePolicy, UnsupportedRopeError
+from kvtrie.models import directory
 from kvtrie.models.fingerprint import (
     CheckpointError,
     checkpoint_digest,
@@ -23,6 +23,7 @@ from kvtrie.rope import RopeSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 LEAST_RUN: Final = 16
 """The shortest moved run in tokens, unless the policy sets it."""
@@ -124,7 +125,7 @@ def decide(path: str | None, wanted: ReusePolicy | None, served: EngineModel) ->
     # A separate message, because measuring the same directory again would not help.
     if gate.kv_dtype != served.kv_dtype:
         fix = f"run `kvtrie calibrate --dtype {served.kv_dtype}`"
-        if gate.kv_dtype in KV_TYPES:
+        if gate.kv_dtype.partition("@")[0] in KV_TYPES:
             fix += " without --kv-dtype"
         else:
             fix += f", or serve with --dtype {gate.kv_dtype}"
@@ -152,11 +153,11 @@ def checkpoint_of(served: EngineModel, digest: Callable[[Path], str] = checkpoin
     if served.load_format not in _PLAIN_FORMATS:
         msg = f"{served.engine} loads the weights by load_format={served.load_format!r}, "
         raise gates.GateMismatchError(msg + "not unchanged")
-    directory = directory_of(served)
-    if served.quantization is not None and not _is_quantised(directory):
+    root = directory_of(served)
+    if served.quantization is not None and not _is_quantised(root):
         msg = f"{served.engine} quantises the weights itself ({served.quantization})"
         raise gates.GateMismatchError(msg)
-    return digest(directory)
+    return digest(root)
 
 
 def _template_id(served: EngineModel) -> str | None:
@@ -166,37 +167,18 @@ def _template_id(served: EngineModel) -> str | None:
 
 
 def directory_of(served: EngineModel) -> Path:
-    directory = Path(served.model)
-    if directory.is_dir():
-        return directory
-    from huggingface_hub import snapshot_download  # noqa: PLC0415 - half a second
-
-    try:
-        found = snapshot_download(
-            served.model,
-            revision=served.revision,
-            cache_dir=served.cache_dir,
-            local_files_only=True,
-            allow_patterns=[
-                *("config.json", "*.safetensors", "*.safetensors.index.json"),
-                *("tokenizer_config.json", "chat_template.jinja"),
-            ],
-        )
-    except Exception as error:
-        msg = f"{served.model!r} is not a directory, and not in the hub's cache"
-        raise CheckpointError(msg) from error
-    return Path(found)
+    return directory.directory_of(served.model, served.revision, served.cache_dir)
 
 
-def _config(directory: Path) -> dict[str, Any]:
-    found = json.loads((directory / "config.json").read_bytes())
+def _config(root: Path) -> dict[str, Any]:
+    found = json.loads((root / "config.json").read_bytes())
     return found if isinstance(found, dict) else {}
 
 
-def _is_quantised(directory: Path) -> bool:
-    config = _config(directory)
+def _is_quantised(root: Path) -> bool:
+    config = _config(root)
     places = [one for one in (config, config.get("text_config")) if isinstance(one, dict)]
-    return (directory / "hf_quant_config.json").is_file() or any(
+    return (root / "hf_quant_config.json").is_file() or any(
         name in one for one in places for name in ("quantization_config", "compression_config")
     )
 

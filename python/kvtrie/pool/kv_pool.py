@@ -292,7 +292,8 @@ class KVPool:
         self._k = tuple(k[layer] for layer in layers)
         self._v: tuple[torch.Tensor | None, ...] = tuple(v.get(layer) for layer in layers)
         self._num_blocks = parts[0].placement.num_blocks
-        self._dtype = self._k[parts[0].layers[0]].dtype
+        first = layout.groups[0].layers[0] if layout.groups else 0
+        self._dtype = self._k[first].dtype
         self._device = self._k[0].device
 
     @property
