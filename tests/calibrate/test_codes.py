@@ -101,7 +101,7 @@ def test_a_measured_gate_of_floats_is_refused_for_codes(model: PreTrainedModel) 
     gate = report.gate(gates.Thresholds())
     its: Any = {"num_blocks": 8, "gate": gate}
     Generator(model, **its)
-    with pytest.raises(gates.GateMismatchError, match="with kv_dtype 'float32', not 'int8'"):
+    with pytest.raises(gates.GateMismatchError, match="with kv_dtype 'float32', not 'int8@"):
         Generator(model, kv_dtype="int8", **its)
 
 

@@ -349,7 +349,8 @@ def test_a_broken_index_is_not_another_format(
 ) -> None:
     if has_weights:
         saved(tmp_path, scalars(*OWN))
-    (tmp_path / "cut.safetensors").write_bytes(b"\x01")
+    if "cut" in index:
+        (tmp_path / "cut.safetensors").write_bytes(b"\x01")
     (tmp_path / "model.safetensors.index.json").write_text(index, encoding="utf-8")
     with pytest.raises(LayoutError, match=f"cannot read the scales of the checkpoint: .*{said}"):
         checkpoint_scales(tmp_path, 2)
