@@ -123,8 +123,9 @@ def test_gate_measured_in_another_type_says_which_of_the_two_to_change(tmp_path:
     path = gate(tmp_path / "gate.json")
     refused(path, served(dtype="float32"), "in bfloat16, but vLLM keeps it in float32")
     refused(path, served(dtype="float32"), "calibrate --dtype float32`, or serve with --dtype bfl")
-    coded = gate(tmp_path / "coded.json", kv_dtype="fp8_e4m3")
-    refused(coded, served(), "in fp8_e4m3, but vLLM keeps it in bfloat16")
+    for name in ("fp8_e4m3", "fp8_e4m3@3086fc08d045b783"):
+        coded = gate(tmp_path / "coded.json", kv_dtype=name)
+        refused(coded, served(), f"in {name}, but vLLM keeps it in bfloat16: .* without --kv-dtype")
     refused(coded, served(), "calibrate --dtype bfloat16` without --kv-dtype$")
 
 
