@@ -157,6 +157,30 @@ def test_requests_become_rare() -> None:
         until(lambda: fed.subscription.counts["snapshots_asked"] >= 5, fed.__repr__)
         assert fed.subscription._pause == 0.4
         assert "no snapshot from tcp" in fed.subscription.error
+        # A new life of the engine is asked at once again.
+        publisher.send(block(0), number=3)
+        until(lambda: fed.subscription._pause < 0.4, fed.__repr__)
+
+
+def test_batches_that_wait_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A burst takes longer than a batch may be under way."""
+    take = subscription.Subscription._take
+
+    def slow(self: subscription.Subscription, frames: list[bytes]) -> None:
+        time.sleep(0.002)
+        take(self, frames)
+
+    with Publisher() as publisher, Sourced(publisher) as fed:
+        publisher.send(block(0))
+        fed.becomes(2)
+        monkeypatch.setattr(subscription.Subscription, "_take", slow)
+        before = fed.counts
+        for _ in range(2_500):
+            publisher.send(block(1), removed(1))
+        publisher.send(block(1))
+        until(lambda: fed.scores() == (4, False), fed.__repr__)
+        for name in ("gaps", "snapshots_asked"):
+            assert fed.counts.get(name, 0) == before.get(name, 0)
 
 
 def test_snapshots_hold_the_index_for_a_tenth_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:

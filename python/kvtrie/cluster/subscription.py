@@ -62,7 +62,7 @@ _LEAST_PAUSE: Final = 0.5
 _REST: Final = 9.0
 # After a request without a snapshot the pause is doubled up to this.
 _MOST_PAUSE: Final = 60.0
-# A batch that the engine has published arrives within seconds, or counts as lost.
+# Seconds after which a batch that the engine has published has arrived, if none waits, or is lost.
 _UNDER_WAY: Final = 0.2
 
 
@@ -496,7 +496,7 @@ class Subscription:
         self._asks_at = time.monotonic() if self._check_every else float("inf")
         # An answer comes at once, or after the next question.
         self._heard_by = self._asks_at + 2 * self._check_every
-        self._restores_at = 0.0
+        self._restores_at, self._pause = 0.0, _LEAST_PAUSE
         self._become("syncing")
         self._index.clear_worker(self.worker, approximate=self._approximate)
         self._begun()
@@ -695,14 +695,14 @@ class Subscription:
             # The connection is the same: what is published now arrives.
             self._takes_effect = True
             self._due = time.monotonic()
-        elif self._takes_effect and self._applied < self._had:
+        elif self._takes_effect and self._applied < self._had and not self._waiting:
             # They have had time to arrive.
             self._lacks()
             self._fill(None)
             self._note_loss()
         if self._takes_effect:
             self._incarnation, self._had = header
-            if self._applied < self._had:
+            if self._applied < self._had and not self._is_gapped:
                 self._asks_at = min(self._asks_at, time.monotonic() + _UNDER_WAY)
 
     def _lacks(self) -> None:
