@@ -287,6 +287,47 @@ def test_an_item_is_of_the_tokens_that_take_features() -> None:
     given = [(9,), (8,), (9, 1), (9, 2), (9, 1, 2)]
     assert len({digest(*one) for one in given}) == len(given)
     assert digest(9, 1) == digest(9, 1)
+    # Without a mask all do.
+    assert digest(9, *range(9)) == digest(9)
+
+
+def test_no_identifier_is_taken_for_another_one_with_a_mask() -> None:
+    def digest(name: str, mask: list[bool] | None) -> bytes:
+        place = PlaceholderRange(0, 4, None if mask is None else torch.tensor(mask))
+        feature = MultiModalFeatureSpec(None, "image", name, place)
+        request: Any = SimpleNamespace(mm_features=[feature], num_prompt_tokens=40)
+        found = items_of(request)
+        assert found is not None
+        return found[0].digest
+
+    mask = [False, True, True, False]
+    as_text = "".join(chr(one) for one in mask)
+    assert digest("X", mask) != digest("X" + as_text, None)
+    assert digest("X", mask) != digest("X\0" + as_text, None)
+    assert digest("X\0" + as_text, None) != digest("X" + as_text, None)
+
+
+def test_requests_of_many_images_are_served_as_without_us(moving: Core) -> None:
+    """A plan compares each image with those of cached prompts, and a client chooses how many."""
+    for count, unsupported in ((256, 0), (257, 1)):
+        tokens = words(10, 1) + [PLACEHOLDER] * count
+        images = tuple(Image(10 + at, 11 + at, f"dot-{at}") for at in range(count))
+        moving.ask(tokens, images=images, max_tokens=1)
+        assert moving.counts["requests_unsupported"] == unsupported
+    assert moving.counts["errors"] == 0
+    moving.check_idle()
+
+
+def test_an_identifier_of_two_lengths_is_no_error(moving: Core) -> None:
+    """vLLM's hash of a block has the identifier of an image, and not its length."""
+    for length in (48, 80, 48):
+        tokens = [*words(20, 1), *[PLACEHOLDER] * length, *words(40, length)]
+        images = (Image(20, 20 + length, "cat"),)
+        # vLLM refuses the other length while it has the encoder's output.
+        moving.forget_encoded()
+        moving.ask(tokens, images=images, max_tokens=1)
+    assert moving.counts["errors"] == 0
+    moving.check_idle()
 
 
 def test_requests_with_images_are_not_recorded(core: Callable[..., Core], tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from kvtrie._core import COMPUTED, RadixIndex
+from kvtrie._core import COMPUTED, BlockInUseError, RadixIndex
 from kvtrie.integrations._served import LEAST_RUN
 
 if TYPE_CHECKING:
@@ -148,14 +148,21 @@ class Sources:
         """Insert blocks that follow each other in a sequence; ``found`` has their hashes."""
         hashes = self._hashes
         self.num_changes += 1
-        done = self.index.insert(
-            seq,
-            np.array(ids, np.int32),
-            num_computed=(start + len(ids)) * self._block_size,
-            start=start * self._block_size,
-            source=source,
-            session=session,
-        )
+        try:
+            done = self.index.insert(
+                seq,
+                np.array(ids, np.int32),
+                num_computed=(start + len(ids)) * self._block_size,
+                start=start * self._block_size,
+                source=source,
+                session=session,
+            )
+        except BlockInUseError:
+            if not seq.items:
+                raise
+            # vLLM's hash of a block has an image's identifier and place, and not its length. So it
+            # may share a block that the index has of an image of another length.
+            return
         for number in done.freed.tolist():
             hashes.pop(number, None)
         backing = done.blocks.tolist()

@@ -252,7 +252,7 @@ def check_images(
     if vllm_config.scheduler_config.disable_chunked_mm_input:
         refuse(
             "a moved run may begin inside an image, where with --disable-chunked-mm-input vLLM "
-            'ends no step: remove one of it and "images"'
+            'ends no step: remove it, or "images"'
         )
 
 
