@@ -175,7 +175,7 @@ def test_batches_that_wait_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None
         fed.becomes(2)
         monkeypatch.setattr(subscription.Subscription, "_take", slow)
         before = fed.counts
-        for _ in range(2_500):
+        for _ in range(1_600):
             publisher.send(block(1), removed(1))
         publisher.send(block(1))
         until(lambda: fed.scores() == (4, False), fed.__repr__)
