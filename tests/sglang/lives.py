@@ -1,7 +1,7 @@
 """A life of SGLang's scheduler that publishes events: ``python -m tests.sglang.lives FOLDER JOB``.
 
-After its requests it writes probes into the folder, with what the cache finds of each, and goes on
-until it is told there that they were compared.
+After its requests it writes probes into the folder, with what the cache finds of each, and ends
+when a file there says that they were compared.
 """
 
 from __future__ import annotations

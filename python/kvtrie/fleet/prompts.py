@@ -80,14 +80,13 @@ class ServedModel:
     tokenizer: Any
     arguments: Mapping[str, Any] = field(default_factory=dict)
     _template: Template = field(init=False, repr=False, compare=False)
-    _last_message: LastMessage = field(init=False, repr=False, compare=False)
+    # Made when it is first asked for: it renders the template.
+    _last_message: LastMessage | None = field(init=False, default=None, repr=False, compare=False)
     # What a client's arguments of the template must not be called.
     _reserved: frozenset[str] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_template", Template(self.tokenizer, self.arguments))
-        last_message = LastMessage(self.tokenizer, **self.arguments)
-        object.__setattr__(self, "_last_message", last_message)
         named = inspect.signature(self.tokenizer.apply_chat_template).parameters
         object.__setattr__(self, "_reserved", frozenset(named) | {"chat_template"})
 
@@ -119,7 +118,11 @@ class ServedModel:
         Returns:
             None if there is none, or if the chat template does not say.
         """
-        return self._last_message(np.asarray(prompt[:]))
+        last_message = self._last_message
+        if last_message is None:
+            last_message = LastMessage(self.tokenizer, **self.arguments)
+            object.__setattr__(self, "_last_message", last_message)
+        return last_message(np.asarray(prompt[:]))
 
     def chat_text(self, body: Mapping[str, Any]) -> str:
         """The text of a chat's prompt, as the template renders it.
