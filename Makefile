@@ -664,13 +664,14 @@ PLAIN = README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md Makefile docs .ci rus
     $(shell find python/kvtrie -name '*.py') $(shell find demo-models python/kvtrie -name '*.md')
 
 .PHONY: lint
-lint: setup target/tools/workflows/.packages ## formats, lints, types, words, import contracts, stubs, workflows
+lint: setup target/tools/workflows/.packages ## formats, lints, links of the crates' documentation, types, words, import contracts, stubs, workflows
 	$(CARGO) fmt --all --check
 	$(CARGO) fmt --manifest-path fuzz/Cargo.toml --check
 	$(CARGO) fmt --manifest-path locks/Cargo.toml --check
 	$(CARGO) clippy --quiet --workspace --all-targets -- -D warnings
 	$(CARGO) clippy --quiet --manifest-path fuzz/Cargo.toml --all-targets -- -D warnings
 	$(CARGO) clippy --quiet --manifest-path locks/Cargo.toml --all-targets -- -D warnings
+	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --quiet --no-deps --workspace
 	$(PY) -m ruff check --quiet
 	$(PY) -m ruff format --quiet --check
 	$(PY) -m mypy

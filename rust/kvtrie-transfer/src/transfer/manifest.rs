@@ -48,14 +48,15 @@ impl TransferManifest {
     /// the end of the last label. A block is exact if all its tokens are, and has the highest of their hops. Blocks
     /// after the last label, up to `lookahead_end`, are named as look-ahead.
     ///
-    /// Of a group with a [`Table::At`], a block is sent if its tokens are exact, and a state if all tokens before it are.
-    /// There is no look-ahead of such a group.
+    /// Of a group with a [`Table::At`](crate::Table::At), a block is sent if its tokens are exact, and a state if all
+    /// tokens before it are. There is no look-ahead of such a group.
     ///
     /// # Errors
     /// [`InvalidArgument`](kvtrie_core::ErrorKind::InvalidArgument) unless the labels ascend, are disjoint, not empty
     /// and within the sequence, `lookahead_end` is not before the last, groups ascend, block sizes are not 0, and each
-    /// group has blocks for all positions, each id once; or if a position is 2³² or more. In a [`Table::At`], positions
-    /// are multiples of the block size and ascend, and those of states are not 0.
+    /// group has blocks for all positions, each id once; or if a position is 2³² or more. In a
+    /// [`Table::At`](crate::Table::At), positions are multiples of the block size and ascend, and those of states are
+    /// not 0.
     ///
     /// # Complexity
     /// O(tokens + runs · items) per group.
