@@ -526,7 +526,7 @@ impl KvIndexer {
     fn stored(&mut self, at: usize, stream: Stream, event: &Stored, batch: &EventBatch) {
         let is_approximate = event.is_approximate || stream == Stream::Approximate;
         let lane = self.lane(at, is_approximate);
-        let keys = Arc::clone(&self.reader.keys);
+        let keys = &self.reader.keys;
         let worker = &mut self.workers[at];
         worker.has_slow |= event.tier != Tier::Device;
         let blocks = &mut self.blocks;

@@ -30,6 +30,11 @@ const INDEXER: &str = "the index of workers";
 /// Bytes of events that are read and applied in about 50 µs.
 const EVENT_BYTES: usize = 1 << 13;
 
+/// Bytes of a line of memory, and how many lines of events are fetched before they are read. Most events are shorter, and
+/// what follows in a longer one the processor fetches by itself by then.
+const LINE_BYTES: usize = 64;
+const LINES_AHEAD: usize = 32;
+
 /// The index and the names of its workers, in the order of the columns.
 struct Named {
     core: KvIndexer,
@@ -538,6 +543,8 @@ impl PyKvIndexer {
     ) -> PyResult<Document<'py>> {
         let worker = Self::worker("KvIndexer.apply", worker)?;
         let raw = payload.as_bytes();
+        let lines = raw.chunks(LINE_BYTES).take(LINES_AHEAD);
+        lines.for_each(|line| fetch(line.as_ptr()));
         let stream = stream_of(approximate);
         let cost = if raw.len() >= EVENT_BYTES {
             Cost::Long
