@@ -59,6 +59,7 @@
 
 mod blocks;
 mod config;
+mod digests;
 mod error;
 mod events;
 mod fingerprints;

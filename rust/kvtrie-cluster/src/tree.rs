@@ -7,6 +7,7 @@
 use hashbrown::HashTable;
 use smallvec::SmallVec;
 
+use crate::digests::Digests;
 use crate::events::Tier;
 use crate::keys::{Digest, Keys, bucket, plus};
 use crate::lanes::{Lane, Lanes};
@@ -223,7 +224,7 @@ pub(crate) struct Tree {
     free_edges: Vec<EdgeIndex>,
     /// By the digest of the first block.
     heads: HashTable<EdgeIndex>,
-    digests: Vec<Digest>,
+    digests: Digests,
     owners: Owners,
     sessions: EdgeSessions,
     /// Runs of free slots.
@@ -244,7 +245,7 @@ impl Tree {
     }
 
     pub(crate) fn digest(&self, slot: Slot) -> Digest {
-        self.digests[slot as usize]
+        self.digests.get(slot)
     }
 
     pub(crate) fn edge_of(&self, slot: Slot) -> EdgeIndex {
@@ -436,10 +437,9 @@ impl Tree {
             if *left == 0 {
                 self.free_slots.pop();
             }
-            self.digests[slot as usize..][..digests.len()].copy_from_slice(digests);
+            self.digests.replace(slot, digests);
         } else {
-            make_room(&mut self.digests, digests.len());
-            self.digests.extend_from_slice(digests);
+            self.digests.extend(digests);
         }
         self.owners.set(slot, count, edge);
         self.num_blocks += count;
@@ -478,7 +478,7 @@ impl Tree {
     fn add_head(&mut self, edge: EdgeIndex) {
         let digest = self.digest(self.edge(edge).slots[0].slot);
         let (edges, digests) = (&self.edges, &self.digests);
-        let hash = |&edge: &EdgeIndex| bucket(digests[edges[edge as usize].slots[0].slot as usize]);
+        let hash = |&edge: &EdgeIndex| bucket(digests.get(edges[edge as usize].slots[0].slot));
         self.heads.insert_unique(bucket(digest), edge, hash);
     }
 
@@ -722,7 +722,7 @@ impl Tree {
             + self.edges.capacity() * size_of::<Edge>()
             + self.free_edges.capacity() * size_of::<EdgeIndex>()
             + self.heads.allocation_size()
-            + self.digests.capacity() * size_of::<Digest>()
+            + self.digests.heap_bytes()
             + self.owners.heap_bytes()
             + self.sessions.heap_bytes()
             + self.free_slots.capacity() * size_of::<(Slot, u32)>()
