@@ -4025,14 +4025,14 @@ class TransferManifest:
 
         Args:
             seq: The tokens of the request.
-            blocks: Its block table from position 0: ids, or a dict from group number to ids if
+            blocks: Its block table from position 0: ids, or a mapping from group number to ids if
                 groups of layers have tables of their own. Ids after the last position named below
                 are ignored. Groups with windows or states have pairs (position, id), ascending, as
                 for `RadixIndex.insert`; such a table may begin anywhere.
             key: The deployment's key, 16 to 64 bytes.
             num_computed: Tokens of `seq`, from position 0, that have KV. The token sampled last and
                 drafts have none.
-            block_size: Tokens per block, or a dict from group number to tokens per block.
+            block_size: Tokens per block, or a mapping from group number to tokens per block.
             source: Where the KV came from: `kvtrie.COMPUTED`, which None means, or a
                 `kvtrie.Imported`. Its `policy` is the manifest's; without one, only receivers whose
                 policy bounds nothing load the approximate KV.
@@ -4041,9 +4041,9 @@ class TransferManifest:
             context: What the manifest is about, up to 1,024 bytes, such as the engine, the request
                 and a count of its transfers. A reader with another context is refused. Without a
                 context, runs of another engine or of a request that has ended verify too.
-            groups: The groups with windows and states: a dict from group number to `Group`, or an
-                iterable of those with the numbers 1, 2 and so on. Of them, exact KV alone is sent:
-                blocks whose tokens are exact, and states of exact tokens.
+            groups: The groups with windows and states: a mapping from group number to `Group`, or
+                an iterable of those with the numbers 1, 2 and so on. Of them, exact KV alone is
+                sent: blocks whose tokens are exact, and states of exact tokens.
 
         Raises:
             ValueError: `num_computed` is beyond the sequence, there are too few blocks (the message
@@ -4369,9 +4369,9 @@ def plan_transfer(
     Args:
         manifest: The manifest of the sender.
         local_seq: The prompt of the receiver.
-        local_blocks: The prompt's block table from position 0: ids (group 0), or a dict from group
-            number to ids. It must cover the sequence; further ids are ignored. None: no block is
-            allocated yet, and the pairs name no local block.
+        local_blocks: The prompt's block table from position 0: ids (group 0), or a mapping from
+            group number to ids. It must cover the sequence; further ids are ignored. None: no block
+            is allocated yet, and the pairs name no local block.
         cached: Half-open range of positions whose KV is present here and exact. It is not loaded.
             With `groups` it starts at 0, and all groups must be able to continue at its end, as
             after an exact plan of the index.
@@ -4381,7 +4381,7 @@ def plan_transfer(
             approximate is loaded. With `max_cuts`, `max_lost_context` or `max_new_context` and
             several groups, nothing is moved. A `recompute_share` is one of fronts, whatever
             `repair` says. The manifest counts as in scope. `partial_blocks` has no effect.
-        block_size: Tokens per local block, or a dict by group; None means the sender's.
+        block_size: Tokens per local block, or a mapping by group; None means the sender's.
         keep_last: Tokens at the end that are computed in any case, cached or not.
         context: As the sender gave it to `TransferManifest.from_blocks`.
         groups: The groups with windows and states, as for `TransferManifest.from_blocks`. A window

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections import Counter
+from collections import ChainMap, Counter
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -415,6 +416,37 @@ def test_local_ids_are_found_by_position() -> None:
     assert found[3:] == [(1, 5, 9, 8, 12), (2, 7, 4, 12, 12)]
     move = kvtrie.plan_transfer(sent(), seq, range(30, 34), key=KEY, groups=[SWA, GDN])
     assert move.pairs["local"].tolist() == [30, 31, 32, -1, -1]
+
+
+@pytest.mark.parametrize("mapping", [MappingProxyType, ChainMap])
+def test_any_mapping_is_read_as_a_dict_is(mapping: Any) -> None:
+    blocks = {0: [0, 1, 2, 3], 1: [(8, 5), (12, 6)], 2: [(12, 7)]}
+    sizes = {0: 4, 1: 4, 2: 4}
+    groups = {1: SWA, 2: GDN}
+    manifest = sent(blocks=mapping(blocks), block_size=mapping(sizes), groups=mapping(groups))
+    assert manifest == sent()
+    seq = kvtrie.TokenSequence(range(14), SPACE)
+    local: dict[int, Any] = {0: range(30, 34), 1: [(0, 3), (8, 9)], 2: [(12, 4)]}
+    for table in (local, None):
+        move = kvtrie.plan_transfer(
+            manifest,
+            seq,
+            None if table is None else mapping(table),
+            key=KEY,
+            block_size=mapping(sizes),
+            groups=mapping(groups),
+        )
+        same = kvtrie.plan_transfer(manifest, seq, table, key=KEY, groups=[SWA, GDN])
+        assert move.pairs.tolist() == same.pairs.tolist()
+        assert move.num_exact == 12
+    with pytest.raises(ValueError, match=r"from_blocks: a group is -1; it must be in \[0, "):
+        sent(blocks=mapping({-1: []}))
+    with pytest.raises(TypeError, match=r"from_blocks: a group is of type 'str'"):
+        sent(block_size=mapping({"0": 4}))
+    with pytest.raises(ValueError, match=r"block_size is of the groups \[0\], local_blocks of"):
+        kvtrie.plan_transfer(
+            manifest, seq, local, key=KEY, block_size=mapping({0: 4}), groups=groups
+        )
 
 
 def test_from_ledger_leaves_out_windows_that_are_rebuilt() -> None:

@@ -6,7 +6,7 @@ use kvtrie_core::{BlockId, Group, GroupKind};
 use kvtrie_transfer::Table;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyMapping};
+use pyo3::types::PyMapping;
 
 use crate::buffers::{self, Arg, block_ids};
 use crate::errors::exception_in;
@@ -48,10 +48,9 @@ pub(crate) fn further_groups(
         Ok(group) => Ok(group.get().clone()),
         Err(_) => Err(arg.wrong_item(at, item, "a Group")),
     };
-    if let Ok(mapping) = value.cast::<PyMapping>() {
-        for (at, item) in mapping.items()?.iter().enumerate() {
-            let (number, value) = item.extract::<(Bound<'_, PyAny>, Bound<'_, PyAny>)>()?;
-            found.insert(group_number(&number, call)?, group(at, &value)?);
+    if let Some(by_group) = by_number(value, call)? {
+        for (at, (number, item)) in by_group.iter().enumerate() {
+            found.insert(*number, group(at, item)?);
         }
     } else {
         for ((at, item), number) in arg.iterate(value, WANTED)?.enumerate().zip(1..) {
@@ -79,14 +78,15 @@ pub(crate) fn tables(
         tables.insert(group, ids);
         Ok(())
     };
-    match value.map(|value| (value, value.cast::<PyDict>())) {
-        Some((_, Ok(by_group))) => {
-            for (group, ids) in by_group {
-                add(group_number(&group, arg.call)?, &ids)?;
+    if let Some(value) = value {
+        match by_number(value, arg.call)? {
+            Some(by_group) => {
+                for (group, ids) in by_group {
+                    add(group, &ids)?;
+                }
             }
+            None => add(0, value)?,
         }
-        Some((ids, Err(_))) => add(0, ids)?,
-        None => {}
     }
     Ok(tables.into_iter().collect())
 }
@@ -114,13 +114,14 @@ pub(crate) fn block_sizes(
         Ok(arg.within(read, 1, u32::MAX)? as usize)
     };
     let value = value.filter(|value| !value.is_none());
-    let sizes: Vec<Option<usize>> = match value.map(|value| (value, value.cast::<PyDict>())) {
-        None => vec![None; groups.len()],
-        Some((one, Err(_))) => vec![Some(size(one)?); groups.len()],
-        Some((_, Ok(by_group))) => {
+    let by_group = value.map(|value| by_number(value, call)).transpose()?;
+    let sizes: Vec<Option<usize>> = match (value, by_group.flatten()) {
+        (None, _) => vec![None; groups.len()],
+        (Some(one), None) => vec![Some(size(one)?); groups.len()],
+        (Some(_), Some(by_group)) => {
             let mut sizes = Vec::with_capacity(by_group.len());
             for (group, value) in by_group {
-                sizes.push((group_number(&group, call)?, size(&value)?));
+                sizes.push((group, size(&value)?));
             }
             sizes.sort_unstable();
             let sized: Vec<u32> = sizes.iter().map(|size| size.0).collect();
@@ -145,20 +146,33 @@ pub(crate) fn block_sizes(
     groups.iter().zip(sizes).map(own).collect()
 }
 
-/// The groups in a dict of block sizes; `None` if one value is for all groups.
+/// The groups in a mapping of block sizes; `None` if one value is for all groups.
 pub(crate) fn groups_of(
     value: Option<&Bound<'_, PyAny>>,
     call: &'static str,
 ) -> PyResult<Option<Vec<u32>>> {
-    let Some(by_group) = value.and_then(|value| value.cast::<PyDict>().ok()) else {
+    let by_group = value.map(|value| by_number(value, call)).transpose()?;
+    let numbers = |by_group: ByNumber<'_>| by_group.into_iter().map(|(group, _)| group).collect();
+    Ok(by_group.flatten().map(numbers))
+}
+
+/// Values with their group numbers.
+type ByNumber<'py> = Vec<(u32, Bound<'py, PyAny>)>;
+
+/// Reads a mapping from group number; `None` if the value is no mapping.
+fn by_number<'py>(
+    value: &Bound<'py, PyAny>,
+    call: &'static str,
+) -> PyResult<Option<ByNumber<'py>>> {
+    let Ok(mapping) = value.cast::<PyMapping>() else {
         return Ok(None);
     };
-    let mut groups = Vec::with_capacity(by_group.len());
-    for group in by_group.keys() {
-        groups.push(group_number(&group, call)?);
-    }
-    groups.sort_unstable();
-    Ok(Some(groups))
+    let items = mapping.items()?;
+    let item = |item: Bound<'py, PyAny>| {
+        let (number, value) = item.extract::<(Bound<'py, PyAny>, Bound<'py, PyAny>)>()?;
+        Ok((group_number(&number, call)?, value))
+    };
+    items.iter().map(item).collect::<PyResult<_>>().map(Some)
 }
 
 fn group_number(value: &Bound<'_, PyAny>, call: &'static str) -> PyResult<u32> {

@@ -237,14 +237,14 @@ impl PyTransferManifest {
     ///
     /// Args:
     ///     seq: The tokens of the request.
-    ///     blocks: Its block table from position 0: ids, or a dict from group number to ids if
+    ///     blocks: Its block table from position 0: ids, or a mapping from group number to ids if
     ///         groups of layers have tables of their own. Ids after the last position named below
     ///         are ignored. Groups with windows or states have pairs (position, id), ascending, as
     ///         for `RadixIndex.insert`; such a table may begin anywhere.
     ///     key: The deployment's key, 16 to 64 bytes.
     ///     num_computed: Tokens of `seq`, from position 0, that have KV. The token sampled last and
     ///         drafts have none.
-    ///     block_size: Tokens per block, or a dict from group number to tokens per block.
+    ///     block_size: Tokens per block, or a mapping from group number to tokens per block.
     ///     source: Where the KV came from: `kvtrie.COMPUTED`, which None means, or a
     ///         `kvtrie.Imported`. Its `policy` is the manifest's; without one, only receivers whose
     ///         policy bounds nothing load the approximate KV.
@@ -253,9 +253,9 @@ impl PyTransferManifest {
     ///     context: What the manifest is about, up to 1,024 bytes, such as the engine, the request
     ///         and a count of its transfers. A reader with another context is refused. Without a
     ///         context, runs of another engine or of a request that has ended verify too.
-    ///     groups: The groups with windows and states: a dict from group number to `Group`, or an
-    ///         iterable of those with the numbers 1, 2 and so on. Of them, exact KV alone is sent:
-    ///         blocks whose tokens are exact, and states of exact tokens.
+    ///     groups: The groups with windows and states: a mapping from group number to `Group`, or
+    ///         an iterable of those with the numbers 1, 2 and so on. Of them, exact KV alone is
+    ///         sent: blocks whose tokens are exact, and states of exact tokens.
     ///
     /// Raises:
     ///     ValueError: `num_computed` is beyond the sequence, there are too few blocks (the message

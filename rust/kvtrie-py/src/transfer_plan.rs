@@ -152,9 +152,9 @@ impl PyTransferPlan {
 /// Args:
 ///     manifest: The manifest of the sender.
 ///     local_seq: The prompt of the receiver.
-///     local_blocks: The prompt's block table from position 0: ids (group 0), or a dict from group
-///         number to ids. It must cover the sequence; further ids are ignored. None: no block is
-///         allocated yet, and the pairs name no local block.
+///     local_blocks: The prompt's block table from position 0: ids (group 0), or a mapping from
+///         group number to ids. It must cover the sequence; further ids are ignored. None: no block
+///         is allocated yet, and the pairs name no local block.
 ///     cached: Half-open range of positions whose KV is present here and exact. It is not loaded.
 ///         With `groups` it starts at 0, and all groups must be able to continue at its end, as
 ///         after an exact plan of the index.
@@ -164,7 +164,7 @@ impl PyTransferPlan {
 ///         approximate is loaded. With `max_cuts`, `max_lost_context` or `max_new_context` and
 ///         several groups, nothing is moved. A `recompute_share` is one of fronts, whatever
 ///         `repair` says. The manifest counts as in scope. `partial_blocks` has no effect.
-///     block_size: Tokens per local block, or a dict by group; None means the sender's.
+///     block_size: Tokens per local block, or a mapping by group; None means the sender's.
 ///     keep_last: Tokens at the end that are computed in any case, cached or not.
 ///     context: As the sender gave it to `TransferManifest.from_blocks`.
 ///     groups: The groups with windows and states, as for `TransferManifest.from_blocks`. A window
