@@ -359,6 +359,36 @@ def test_no_answer_leaves_the_worker_gapped_and_following() -> None:
         fed.becomes(2)
 
 
+def test_a_gap_is_counted_once_however_often_the_engine_names_it() -> None:
+    def answered() -> None:
+        """The next answer has been heard, and the one after it."""
+        heard = publisher.num_states + 3
+        until(lambda: publisher.num_states >= heard, fed.__repr__)
+
+    with Publisher() as publisher, Sourced(publisher, check_every=0.05) as fed:
+        fed.becomes(0)
+        publisher.spoil = lambda _: [b"[]", b""]
+        publisher.send(block(0))
+        fed.becomes(2)
+        publisher.send(block(7), lost=True)
+        until(lambda: fed.counts.get("gaps", 0) == 1, fed.__repr__)
+        answered()
+        assert (fed.subscription.state, fed.counts["gaps"]) == ("gapped", 1)
+        # The batch after it shows the same gap.
+        publisher.send(block(1))
+        fed.becomes(4, uncertain=True)
+        answered()
+        assert (fed.counts["gaps"], fed.counts["missed"]) == (1, 1)
+        # Another is lost, and one more while it is missing.
+        publisher.send(block(7), lost=True)
+        until(lambda: fed.counts["gaps"] == 2, fed.__repr__)
+        publisher.send(block(7), lost=True)
+        publisher.send(block(2))
+        fed.becomes(6, uncertain=True)
+        answered()
+        assert (fed.counts["gaps"], fed.counts["missed"]) == (3, 3)
+
+
 def test_snapshot_that_is_older_than_replayed_batches_is_refused() -> None:
     with Publisher() as publisher:
         for number in range(60):

@@ -204,8 +204,8 @@ class Subscription:
     Attributes:
         worker: The worker's number.
         counts: `batches` applied, `refused` that could not be read, and replays that were too
-            long, `gaps` met, `replays` asked for, `replayed` batches, `missed` batches that no
-            replay had, `resyncs`,
+            long, `gaps` met, each once, `replays` asked for, `replayed` batches, `missed` batches
+            that no replay had, `resyncs`,
             `dropped` messages, because too many bytes waited,
             `snapshots_asked` for, `snapshots` applied, `snapshots_refused`: answers that could not
             be used, and `unanswered`: times that the source did not say whose it is.
@@ -258,6 +258,8 @@ class Subscription:
         # arrived or was replayed.
         self._applied = self._arrived = self._own = -1
         self._is_gapped = False
+        # The last batch of the gaps that were counted.
+        self._gapped_until = -1
         # What has arrived and is not applied yet.
         self._waiting: deque[list[bytes]] = deque()
         # Whether what the engine publishes now arrives.
@@ -489,7 +491,7 @@ class Subscription:
         return lost
 
     def _forget(self) -> None:
-        self._applied = self._arrived = self._own = -1
+        self._applied = self._arrived = self._own = self._gapped_until = -1
         self._is_gapped = self._takes_effect = False
         self._due = float("inf")
         self._incarnation, self._had = None, -1
@@ -539,7 +541,7 @@ class Subscription:
         self._arrived = number
         self._own = max(self._own, number)
         if number > self._applied + 1:
-            self.counts["gaps"] += 1
+            self._count_gap(number - 1)
             self._lacks()
             if not self._fill(number):
                 return
@@ -712,10 +714,16 @@ class Subscription:
 
     def _note_loss(self) -> None:
         if self._applied < self._had:
-            self.counts["gaps"] += 1
+            self._count_gap(self._had)
             self.error = f"batches {self._applied + 1} to {self._had} have not arrived"
             self._is_gapped = True
             self._settle()
+
+    def _count_gap(self, last: int) -> None:
+        """Count the gap that ends with a batch, unless all of it was counted."""
+        if last > self._gapped_until:
+            self._gapped_until = last
+            self.counts["gaps"] += 1
 
     def _is_same(self, header: _SnapshotHeader) -> bool:
         """Whether the engine is the same; if not, nothing that is known counts."""
