@@ -262,6 +262,12 @@ def generator_panels() -> list[Panel]:
                 )
             ),
         ),
+        Panel(
+            "K and V stored as another number",
+            "Elements beyond the largest code of kv_dtype. Should be 0, or rare.",
+            "short",
+            (Query(rate("kvtrie_saturated_elements_total"), "saturated"),),
+        ),
     ]
 
 

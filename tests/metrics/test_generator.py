@@ -10,6 +10,7 @@ import pytest
 from tests.metrics.scraped import counters, scrape, total
 
 import kvtrie
+from kvtrie.engines._coding import KVCoding
 from kvtrie.engines._scheduler import Scheduler
 from kvtrie.metrics import Collector
 from kvtrie.pool import KVPool
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     import numpy as np
+    import torch
     from transformers import PreTrainedTokenizerBase
 
     from kvtrie.engines.transformers import Generator, Request
@@ -198,6 +200,37 @@ def test_reasons_of_a_generator(make: Make, ids: Ids) -> None:
     assert set(computed()) <= {"new", "diverged", "last_token"}
     generator.generate(prompt, salt="other", **OPTIONS)
     assert computed() == {"other_salt": 60}
+
+
+def test_elements_that_saturate_are_counted(
+    make: Make, ids: Ids, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = [0]
+    encode = KVCoding.encode
+
+    def counted(coding: KVCoding, rows: torch.Tensor, layer: int, side: int) -> torch.Tensor:
+        # 448 is the largest code; 480 would be the next.
+        codes = rows.double() / coding.scales[layer][side]
+        seen[0] += int((codes.abs() > (448 + 480) / 2).sum())
+        return encode(coding, rows, layer, side)
+
+    def narrow(_model: object, layout: kvtrie.KVLayout, _where: str) -> Any:
+        return ((1e-4, 2e-4),) * layout.num_layers
+
+    monkeypatch.setattr(KVCoding, "encode", counted)
+    monkeypatch.setattr("kvtrie.engines._coding._of_checkpoint", narrow)
+    generator = make(kv_dtype="fp8_e4m3")
+    collector = Collector(generator=generator)
+    name, before = "kvtrie_saturated_elements_total", 0.0
+    assert (name, ()) in scrape(collector)
+    for seed in range(3):
+        generator.generate(ids(20, seed=seed), **OPTIONS)
+        now = total(scrape(collector), name)
+        assert now == seen[0] > before
+        before = now
+    plain = make()
+    plain.generate(ids(20), **OPTIONS)
+    assert scrape(Collector(generator=plain))[name, ()] == 0
 
 
 def test_tokens_have_kinds_where_the_template_is_known(

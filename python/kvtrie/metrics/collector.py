@@ -310,6 +310,7 @@ def _of_generator(
             "forward_tokens": now.forward_tokens,
             "plans_repaired": repairs.chosen,
             "plans_without_records": repairs.without_records,
+            "saturated_elements": generator.num_saturated,
             "free_blocks": generator.allocator.num_free,
         }
     )

@@ -118,6 +118,12 @@ FAMILIES: Final = (
         "generator",
         "Plans made again without a choice by records, because some were missing.",
     ),
+    MetricFamily(
+        "kvtrie_saturated_elements",
+        "counter",
+        "generator",
+        "Elements of K and V that passes stored as another number, with kv_dtype.",
+    ),
     MetricFamily("kvtrie_free_blocks", "gauge", "generator", "Blocks in the free list."),
     MetricFamily("kvtrie_pool_blocks", "gauge", "index", "Blocks of the pool."),
     MetricFamily("kvtrie_index_blocks", "gauge", "index", "Blocks that back tokens.", ("class",)),
