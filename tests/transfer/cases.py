@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from hypothesis import strategies as st
-from tests.transfer import naive
+from tests.transfer import naive, naive_plans
 
 import kvtrie
 
@@ -43,7 +43,7 @@ class Case:
             self.theirs, tables, self.labels, ahead, KEY, self.built, self.windows
         )
 
-    def continues_at(self, plan: naive.Plan) -> int:
+    def continues_at(self, plan: naive_plans.Plan) -> int:
         return plan.compute[0][0] if plan.compute else len(self.mine.ids)
 
     def groups(self, sizes: dict[int, int]) -> dict[int, kvtrie.Group]:
@@ -58,8 +58,8 @@ class Case:
             if group in sizes
         }
 
-    def planned(self, manifest: naive.Manifest, key: bytes = KEY) -> naive.Plan:
-        return naive.plan(
+    def planned(self, manifest: naive.Manifest, key: bytes = KEY) -> naive_plans.Plan:
+        return naive_plans.plan(
             manifest,
             self.mine,
             self.my_tables,
@@ -108,8 +108,8 @@ def policy(of: naive.Policy) -> kvtrie.ReusePolicy:
     return kvtrie.ReusePolicy(**vars(of))
 
 
-def as_plan(plan: kvtrie.TransferPlan) -> naive.Plan:
-    return naive.Plan(
+def as_plan(plan: kvtrie.TransferPlan) -> naive_plans.Plan:
+    return naive_plans.Plan(
         plan.pairs.tolist(),
         [(start, end) for start, end in plan.compute.tolist()],
         plan.exact_until,
@@ -136,7 +136,7 @@ def refusal(call: Callable[[], Any]) -> str | None:
     return None
 
 
-def check_loads(case: Case, plan: naive.Plan) -> None:
+def check_loads(case: Case, plan: naive_plans.Plan) -> None:
     """Check that every loaded slot has what its label says, by the sender's own tokens."""
     theirs, mine = values(case.theirs), values(case.mine)
     loaded: dict[int, set[int]] = {}
@@ -181,7 +181,7 @@ def check_loads(case: Case, plan: naive.Plan) -> None:
     assert len(computed) + len(common) + len(cached) == len(everything)
 
 
-def check_continued(case: Case, plan: naive.Plan) -> None:
+def check_continued(case: Case, plan: naive_plans.Plan) -> None:
     """Check a plan next to windows and states: what it loads is exact, and all groups continue."""
     theirs, mine = values(case.theirs), values(case.mine)
     end = plan.compute[0][0] if plan.compute else len(mine)

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
-from tests.transfer import cases, naive
+from tests.transfer import cases, naive, naive_plans
 
 import kvtrie
 from kvtrie import Group, RadixIndex, SequenceLedger
@@ -281,7 +281,7 @@ def check_naive(
     tables: dict[int, tuple[int | None, list[Any]]] = {number: (size, []) for number in windows}
     prompt = naive.Prompt(tuple(tokens), space=naive.Space("m", SPACE.kv_dtype, SPACE.rope))
     tables[0] = (size, list(range(64)))
-    plan = naive.plan(
+    plan = naive_plans.plan(
         naive.from_bytes(raw),
         prompt,
         tables,
