@@ -253,16 +253,17 @@ impl<'a> EventCursor<'a> {
         &mut self,
         size: usize,
         keys: &Keys,
+        lens: &mut LensOfIds,
         wide: &mut Vec<(usize, u64)>,
     ) -> Read<Sums> {
         let mut sums = keys.sums();
         let factors = keys.factors().chunks(EIGHT);
         for (first, factors) in (0..size).step_by(EIGHT).zip(factors) {
-            if let Some(start) = self.at.checked_sub(DIGITS)
+            if let Ok(factors) = factors.try_into()
+                && let Some(start) = self.at.checked_sub(DIGITS)
                 && let Some(window) = self.raw.get(start..).and_then(<[u8]>::first_chunk)
-                && first + EIGHT <= size
-                && let Ok(factors) = factors.try_into()
-                && let Some((len, more)) = eight_ids(window, factors, sums)
+                && let Some(lens) = lens.at(self.raw, self.at)
+                && let Some((len, more)) = eight_ids(window, lens, factors, sums)
             {
                 self.at += len;
                 sums = more;
@@ -333,12 +334,63 @@ impl<'a> EventCursor<'a> {
     }
 }
 
-/// Number of token ids that are read at once, two by two, and of digits of the longest.
+/// Number of token ids that are read at once, and of digits of the longest.
 const EIGHT: usize = 8;
 const DIGITS: usize = 4;
 
-/// Bytes of a window: the digits before it, 64 places at which an id may begin, and as many bytes as one load has.
-const WINDOW: usize = 64 + 8;
+/// Bytes at which one of eight ids may begin, and a few more.
+const PLACES: usize = 64;
+
+/// Bytes of a window: the digits before the first id, and its places with the digits of one that ends there.
+const WINDOW: usize = DIGITS + PLACES + DIGITS;
+
+/// Bytes whose lengths are computed at once: the ids of eight blocks of 16, as most events have.
+const STRETCH: usize = EIGHT * 16 * (1 + DIGITS) + PLACES;
+
+/// How long an id is that begins with a byte, for a stretch of bytes.
+///
+/// Each id says where the next one begins. To find that out byte by byte takes longer than to add an id, and a processor
+/// would guess wrong at many ids of a large vocabulary. So the lengths are computed for all bytes first, whatever they are,
+/// many bytes at once and without a branch; reading an id waits for one of them.
+#[derive(Debug)]
+pub(super) struct LensOfIds {
+    of: [u8; STRETCH],
+    /// Where the stretch begins, and how long it is.
+    start: usize,
+    len: usize,
+    /// Where no stretch of these ids goes on.
+    end: usize,
+}
+
+impl LensOfIds {
+    /// Of so many ids that begin at a byte.
+    pub(super) fn new(at: usize, count: usize) -> Self {
+        Self {
+            of: [0; STRETCH],
+            start: at,
+            len: 0,
+            end: at.saturating_add(count.saturating_mul(1 + DIGITS).saturating_add(PLACES)),
+        }
+    }
+
+    /// The lengths from a byte on; none near the end of the bytes.
+    fn at(&mut self, raw: &[u8], at: usize) -> Option<&[u8; PLACES]> {
+        let known = at.checked_sub(self.start);
+        if known.is_none_or(|known| known + PLACES > self.len) {
+            let bytes = raw.get(at..raw.len().min(self.end))?;
+            let bytes = &bytes[..bytes.len().min(STRETCH)];
+            for (len, &byte) in self.of.iter_mut().zip(bytes) {
+                // After cc, cd and ce there are 1, 2 and 4 digits. What is no id has some length.
+                let digits = u8::from(byte == 0xcc)
+                    + 2 * u8::from(byte == 0xcd)
+                    + 4 * u8::from(byte == 0xce);
+                *len = 1 + digits;
+            }
+            (self.start, self.len) = (at, bytes.len());
+        }
+        self.of[at - self.start..self.len].first_chunk()
+    }
+}
 
 /// By the first byte of a number below 2³²: the bits of its last four bytes that are its own, which are those of this
 /// byte if it is the number. None for all other bytes.
@@ -356,49 +408,24 @@ const OWN_BITS: [u32; 256] = {
 };
 
 /// Adds eight ids below 2³² from a window that begins `DIGITS` bytes before them to the sums of those before, and returns
-/// how many bytes they take; none if there is another value among them.
-///
-/// Each id says where the next one begins, and reading waits for that. So its length is computed, without a branch that a
-/// processor would guess wrong for many ids of a large vocabulary, two ids share a load, and what is read is added in the
-/// time that the next one takes. What is no id has some length, and is noticed at the end; masks keep places inside of
-/// the window until then.
+/// how many bytes they take; none if there is another value among them, which is noticed at the end.
 #[inline]
 fn eight_ids(
     window: &[u8; WINDOW],
+    lens: &[u8; PLACES],
     factors: &[Factors; EIGHT],
     mut sums: Sums,
 ) -> Option<(usize, Sums)> {
-    const PLACES: usize = 63;
-    let own = |end: usize, marker: u8| {
-        let at = end.wrapping_sub(DIGITS) & PLACES;
-        let digits = [window[at], window[at + 1], window[at + 2], window[at + 3]];
-        let bits = OWN_BITS[usize::from(marker)];
-        (u32::from_be_bytes(digits) & bits, bits)
-    };
-    let (mut at, mut all_bits) = (DIGITS, u32::MAX);
-    for factors in factors.as_chunks::<2>().0 {
-        let from = at & PLACES;
-        let mut bytes = [0; 8];
-        bytes.copy_from_slice(&window[from..from + 8]);
-        let word = u64::from_le_bytes(bytes);
-        let (len, marker) = len_of_id(word);
-        let (len_after, marker_after) = len_of_id(word.wrapping_shr(8 * len));
-        let end = at + len as usize;
-        at = end + len_after as usize;
-        let (first, second) = (own(end, marker), own(at, marker_after));
-        sums.add(first.0, factors[0]);
-        sums.add(second.0, factors[1]);
-        all_bits &= first.1 & second.1;
+    let (mut at, mut all_bits) = (0, u32::MAX);
+    for &factors in factors {
+        // Eight ids have fewer bytes than there are places.
+        let bits = OWN_BITS[usize::from(window[DIGITS + at])];
+        at = (at + usize::from(lens[at])) % PLACES;
+        let last = [window[at], window[at + 1], window[at + 2], window[at + 3]];
+        sums.add(u32::from_be_bytes(last) & bits, factors);
+        all_bits &= bits;
     }
-    (all_bits != 0).then(|| (at - DIGITS, sums))
-}
-
-/// Number of bytes of a number below 2³² at the start of a word, and the first of them: the marker, after which there are
-/// none or 1, 2 or 4 for cc, cd and ce.
-#[expect(clippy::cast_possible_truncation, reason = "the first byte is wanted")]
-fn len_of_id(word: u64) -> (u32, u8) {
-    let marker = word as u32 & 0xff;
-    (1 + ((marker >> 7) << (marker & 3)), marker as u8)
+    (all_bits != 0).then_some((at, sums))
 }
 
 /// How an event is written.
@@ -449,8 +476,9 @@ mod tests {
             let end = raw.len();
             raw.resize(end + after, 0xcd);
             let keys = Keys::new(b"0123456789abcdef", expected.len().max(1)).unwrap();
+            let lens = || LensOfIds::new(0, expected.len());
             let mut cursor = EventCursor::new(&raw);
-            let sums = cursor.block(expected.len(), &keys, &mut Vec::new()).unwrap();
+            let sums = cursor.block(expected.len(), &keys, &mut lens(), &mut Vec::new()).unwrap();
             prop_assert_eq!((sums.contents(), cursor.at()), (keys.contents(&expected), end));
             let mut cursor = EventCursor::new(&raw);
             cursor.rest(expected.len()).unwrap();
@@ -458,7 +486,7 @@ mod tests {
             // The last one is cut short.
             if let (true, Some(cut)) = (after == 0, end.checked_sub(1)) {
                 let mut cursor = EventCursor::new(&raw[..cut]);
-                prop_assert!(cursor.block(expected.len(), &keys, &mut Vec::new()).is_err());
+                prop_assert!(cursor.block(expected.len(), &keys, &mut lens(), &mut Vec::new()).is_err());
                 prop_assert!(EventCursor::new(&raw[..cut]).rest(expected.len()).is_err());
             }
         }

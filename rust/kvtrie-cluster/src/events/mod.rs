@@ -12,7 +12,7 @@ use std::sync::Arc;
 use smallvec::SmallVec;
 
 use crate::error::{EventError, EventRefusal};
-use crate::events::cursor::{EventCursor, EventForm, RawHash, Read};
+use crate::events::cursor::{EventCursor, EventForm, LensOfIds, RawHash, Read};
 use crate::keys::{Contents, Keys};
 use crate::sessions::Session;
 
@@ -477,9 +477,10 @@ impl EventReader {
             scratch.num_tokens % self.block_size,
         );
         blocks.reserve(whole);
+        let mut lens = LensOfIds::new(cursor.at(), scratch.num_tokens);
         for _ in 0..whole {
             scratch.wide.clear();
-            let sums = cursor.block(self.block_size, &self.keys, &mut scratch.wide)?;
+            let sums = cursor.block(self.block_size, &self.keys, &mut lens, &mut scratch.wide)?;
             let mut contents = sums.contents();
             if !scratch.wide.is_empty() {
                 contents = self.keys.with_wide(contents, &scratch.wide);
