@@ -9,14 +9,14 @@ batch that counts. It also has an id of the engine's life.
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections import Counter, deque
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
 from kvtrie._core import EventError, KvIndexer, StaleHandleError
 from kvtrie.cluster._feeds import Feed
+from kvtrie.cluster._headers import LONGEST_HEADER, SnapshotHeader
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -45,8 +45,6 @@ _CERTAIN_FOR: Final = 2_000
 # waited for it outside has arrived.
 _STOPPED: Final = 1.0
 _ARRIVES: Final = 0.5
-_VERSION: Final = 1
-_LONGEST_HEADER: Final = 256
 # Numbers are signed there, and negative ones have meanings of their own.
 _NUMBERS: Final = 1 << 63
 # The largest `max_batch_bytes` that an index can have.
@@ -162,42 +160,6 @@ class Ended(Exception):  # noqa: N818 - it is no error of the subscription
     """Ends a subscription, for a reason that its `error` gets."""
 
 
-class _SnapshotHeader(NamedTuple):
-    """What comes with a snapshot: whose it is, and the last batch that counts."""
-
-    incarnation: str
-    number: int
-
-    @classmethod
-    def read(cls, frames: list[bytes], *others: str) -> _SnapshotHeader:
-        """Read an answer of a header, and of `others`.
-
-        Raises:
-            ValueError: It is something else.
-        """
-        names = ("empty", "header", *others)
-        if len(frames) != len(names):
-            msg = f"it has {len(frames)} frames, not [{', '.join(names)}]"
-            raise ValueError(msg)
-        frame = frames[1]
-        if len(frame) > _LONGEST_HEADER:
-            msg = f"its header has {len(frame)} bytes; the limit is {_LONGEST_HEADER}"
-            raise ValueError(msg)
-        said: Any = json.loads(frame)
-        known = said if isinstance(said, dict) else {}
-        version, name, number = (known.get(key) for key in ("version", "incarnation", "number"))
-        if version != _VERSION:
-            msg = f"its version is {version!r}, not {_VERSION}"
-            raise ValueError(msg)
-        if not isinstance(name, str) or not name:
-            msg = f"its incarnation is {name!r}"
-            raise ValueError(msg)
-        if isinstance(number, bool) or not isinstance(number, int) or not -1 <= number < 1 << 63:
-            msg = f"its number is {number!r}"
-            raise ValueError(msg)
-        return cls(name, number)
-
-
 class Subscription:
     """One engine's events on their way into an index. `subscribe` makes it.
 
@@ -286,7 +248,7 @@ class Subscription:
             if snapshot is not None:
                 # What cannot be sent at once is not sent.
                 self._asker = self._dealer(
-                    "snapshot", snapshot, IMMEDIATE=1, SNDHWM=1, MAXMSGSIZE=_LONGEST_HEADER
+                    "snapshot", snapshot, IMMEDIATE=1, SNDHWM=1, MAXMSGSIZE=LONGEST_HEADER
                 )
             self._connect()
             self._forget()
@@ -676,7 +638,7 @@ class Subscription:
         if has_answer:
             frames = self._asker.recv_multipart()
             try:
-                self._hear(_SnapshotHeader.read(frames))
+                self._hear(SnapshotHeader.read(frames))
             except ValueError as error:
                 self._refuse(error)
             self._heard_by = time.monotonic() + 2 * self._check_every
@@ -692,7 +654,7 @@ class Subscription:
                 return
             self._asks_at = now + self._check_every
 
-    def _hear(self, header: _SnapshotHeader) -> None:
+    def _hear(self, header: SnapshotHeader) -> None:
         if not self._is_same(header):
             # The connection is the same: what is published now arrives.
             self._takes_effect = True
@@ -725,7 +687,7 @@ class Subscription:
             self._gapped_until = last
             self.counts["gaps"] += 1
 
-    def _is_same(self, header: _SnapshotHeader) -> bool:
+    def _is_same(self, header: SnapshotHeader) -> bool:
         """Whether the engine is the same; if not, nothing that is known counts."""
         if self._incarnation in {None, header.incarnation}:
             return True
@@ -781,13 +743,13 @@ class Subscription:
         finally:
             dealer.close(0)
 
-    def _read(self, frames: list[bytes]) -> tuple[_SnapshotHeader, bytes]:
+    def _read(self, frames: list[bytes]) -> tuple[SnapshotHeader, bytes]:
         """Read a snapshot. One of another life of the engine ends all that is known of this one.
 
         Raises:
             ValueError: It cannot be used.
         """
-        header, batch = _SnapshotHeader.read(frames, "batch"), frames[2]
+        header, batch = SnapshotHeader.read(frames, "batch"), frames[2]
         if not self._is_same(header):
             self._takes_effect = True
         if header.number < self._own:
