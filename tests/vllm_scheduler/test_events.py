@@ -205,6 +205,7 @@ def test_hashes_of_blocks_that_are_gone_are_forgotten(core: Callable[..., Core])
         vllm.ask(QUESTION + reasoning + answer)
         vllm.ask(QUESTION + answer + words(40, number), max_tokens=20)
     assert 0 < len(events._approximate) <= 2 * 60
+    assert max(len(events._begun), len(events._begun_after)) <= 2 * 60
     assert maybe_convert_block_hash(b"\0" * 32) not in events._approximate
 
 

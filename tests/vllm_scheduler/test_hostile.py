@@ -197,28 +197,6 @@ def test_moved_segments_next_to_each_other_cost_in_proportion_to_their_number(
     assert took[1] < 2.3 * took[0]
 
 
-def test_events_look_for_their_request_once(
-    core: Callable[..., Core], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each block of a prompt was looked for in each live request."""
-    events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
-    vllm = core(gaps=True, kv_events_config=events, **OPTIONS)
-    history = words(LONG, 1)
-    vllm.ask(history, max_tokens=1)
-    planner = vllm.connector.planner
-    asked = []
-    contents = planner._events._contents
-
-    def counting(*given: Any) -> Any:
-        asked.append(given)
-        return contents(*given)
-
-    monkeypatch.setattr(planner._events, "_contents", counting)
-    vllm.ask(pieces(history, BLOCK, 0), max_tokens=2)
-    assert sum(len(hashes) for _, hashes in asked) > 200
-    assert len(asked) < 5
-
-
 def test_a_request_that_waits_keeps_the_labels_of_one_plan(core: Callable[..., Core]) -> None:
     """Each plan that differed added its own: vLLM asks in each step while there is no room."""
     vllm = core(gaps=True, **OPTIONS)
@@ -321,9 +299,9 @@ def test_what_a_block_holds_is_looked_up() -> None:
         first, last = block * BLOCK, (block + 1) * BLOCK
         hops = [n for start, end, n in live.moved if start < last and end > first]
         with executed() as run:
-            found = live.contents(block, BLOCK)
+            found = live.hops_of(block, BLOCK)
         took.append(run[0])
-        assert found == (("moved", max(hops)) if hops else ("after_moved", 0))
+        assert found == max(hops, default=0)
     assert max(took) < 500
 
 

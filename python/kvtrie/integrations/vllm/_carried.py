@@ -156,7 +156,7 @@ class Carrier:
             return []
         hops, grade = 0, None
         if not live.is_exact_until((place + 1) * self.block_size):
-            _, hops = live.contents(place, self.block_size)
+            hops = live.hops_of(place, self.block_size)
             grade = live.grade
         now = self._valid(group, plain)
         if now is not None and now.hops <= hops:

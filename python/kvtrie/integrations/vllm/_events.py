@@ -6,12 +6,13 @@ Consumers may index blocks by their tokens, and would take approximate KV for ex
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import zmq
 
-from kvtrie.integrations._asked import TOPIC, SettingsError
+from kvtrie.integrations._asked import AFTER_MOVED, MOVED, TOPIC, SettingsError
 from kvtrie.integrations.vllm._settings import WHERE
 from kvtrie.integrations.vllm._vllm import (
     AllBlocksCleared,
@@ -26,7 +27,7 @@ from kvtrie.integrations.vllm._vllm import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping
 
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import EventPublisher
@@ -36,9 +37,6 @@ if TYPE_CHECKING:
 
 # Fields of `BlockStored` with one entry per block.
 _PER_BLOCK: Final = ("block_hashes", "extra_keys", "lookahead_token_ids")
-
-Contents = tuple[str, int]
-"""`kvtrie.integrations._asked.MOVED` or `AFTER_MOVED`, and hops."""
 
 
 class ApproximateBlockStored(KVCacheEvent):
@@ -63,16 +61,31 @@ class ApproximateBlockStored(KVCacheEvent):
     group_idx: int | None = None
 
 
+@dataclass(slots=True)
+class _Blocks:
+    """Approximate blocks with the same hash.
+
+    Attributes:
+        number: Their number in their requests.
+        count: How many vLLM has cached.
+        hops: The most hops of approximate KV that was copied into one of them; None: none was.
+    """
+
+    number: int
+    count: int = 0
+    hops: int | None = None
+
+
 class Events:
     """Sorts the events that wait in vLLM's pool.
 
-    A block is approximate if a separate lineage begins at it (`begin`), or if its parent is. Hashes
+    A block is approximate if a separate lineage begins at it (`begin`), or if its parent is. What
+    it holds is known by its hash, and not by its request, for which all would be searched. Hashes
     are in the form that vLLM publishes.
 
     Args:
         pool: vLLM's pool.
-        contents: What blocks hold that follow each other in one request, given the number of the
-            first one and their hashes.
+        block_size: Tokens of a block.
         requests: The live requests.
         publisher: Takes the events of approximate blocks; None: nobody does.
     """
@@ -80,23 +93,46 @@ class Events:
     def __init__(
         self,
         pool: BlockPool,
-        contents: Callable[[int, Sequence[Any]], list[Contents]],
+        block_size: int,
         requests: Callable[[], Iterable[Request]],
         publisher: EventPublisher | None,
     ) -> None:
         self._pool = pool
-        self._contents = contents
+        self._block_size = block_size
         self._requests = requests
         self._publisher = publisher
-        # The number of each block in its request.
-        self._approximate: dict[Any, int] = {}
+        self._approximate: dict[Any, _Blocks] = {}
+        # The most hops of what is copied: up to the end of blocks, whose events wait; and of blocks
+        # of which a part is left to compute, by their hash, or by that of the block before if
+        # their tokens are not known.
+        self._moved: dict[Any, int] = {}
+        self._begun: dict[Any, int] = {}
+        self._begun_after: dict[Any, int] = {}
         self._limit = 2 * int(pool.num_gpu_blocks)
 
     def begin(self, block_hash: BlockHash, block: int) -> None:
-        self._approximate[maybe_convert_block_hash(block_hash)] = block
+        self._approximate[maybe_convert_block_hash(block_hash)] = _Blocks(block)
+
+    def moved(self, request: Request, start: int, end: int, hops: int) -> None:
+        """Take note of approximate KV that is copied to positions of a request, before `sort`."""
+        hashes, size = request.block_hashes, self._block_size
+        for number in range(start // size, -(-end // size)):
+            known = self._moved if (number + 1) * size <= end else self._begun
+            at = number
+            if number == len(hashes):
+                known, at = self._begun_after, number - 1
+            one = maybe_convert_block_hash(hashes[at])
+            known[one] = max(known.get(one, 0), hops)
 
     def sort(self) -> None:
         """Leave only events of exact blocks in vLLM's queue, and publish the others."""
+        try:
+            self._sort()
+        finally:
+            # vLLM has cached all that is full.
+            self._moved.clear()
+
+    def _sort(self) -> None:
         queue = self._pool.kv_event_queue
         if not queue or not self._approximate:
             return
@@ -113,10 +149,12 @@ class Events:
                 exact.append(event)
                 if isinstance(event, AllBlocksCleared):
                     others.append(event)
+                    for blocks in self._approximate.values():
+                        blocks.count, blocks.hops = 0, None
         queue[:] = exact
         if others and self._publisher is not None:
             self._publisher.publish(EventBatch(ts=time.time(), events=others))
-        if len(self._approximate) > self._limit:
+        if self._num_known() > self._limit:
             self._prune()
 
     def shutdown(self) -> None:
@@ -125,31 +163,39 @@ class Events:
 
     def _sort_stored(self, event: BlockStored, exact: list[Any], others: list[Any]) -> None:
         known, hashes = self._approximate, event.block_hashes
-        before = known.get(event.parent_block_hash)
-        first = 0
-        if before is None:
+        parent, first = event.parent_block_hash, 0
+        before = known.get(parent)
+        if before is not None:
+            number = before.number + 1
+        else:
             first = next((at for at, one in enumerate(hashes) if one in known), len(hashes))
             if first == len(hashes):
                 exact.append(event)
                 return
-            before = known[hashes[first]] - 1
-        number = before + 1
-        for at, one in enumerate(hashes[first:]):
-            known[one] = number + at
+            number = known[hashes[first]].number
+            parent = hashes[first - 1] if first else parent
         size = event.block_size
         if first:
             exact.append(_part(event, slice(first)))
         rest = _part(event, slice(first, None))
-        found = self._contents(number, rest.block_hashes)
+        found, last = [], parent
+        for at, one in enumerate(rest.block_hashes):
+            blocks = known.setdefault(one, _Blocks(number + at))
+            blocks.count += 1
+            copied = (self._moved.get(one), self._begun.get(one), self._begun_after.get(last))
+            known_hops = [hops for hops in (blocks.hops, *copied) if hops is not None]
+            blocks.hops = max(known_hops, default=None)
+            found.append(blocks.hops)
+            last = one
         others.append(
             ApproximateBlockStored(
                 block_hashes=rest.block_hashes,
-                parent_block_hash=hashes[first - 1] if first else event.parent_block_hash,
+                parent_block_hash=parent,
                 token_ids=rest.token_ids,
                 block_size=size,
                 position=number * size,
-                classes=[name for name, _ in found],
-                hops=[hops for _, hops in found],
+                classes=[AFTER_MOVED if hops is None else MOVED for hops in found],
+                hops=[hops or 0 for hops in found],
                 medium=event.medium,
                 lora_name=event.lora_name,
                 extra_keys=rest.extra_keys,
@@ -159,6 +205,10 @@ class Events:
 
     def _sort_removed(self, event: BlockRemoved, exact: list[Any], others: list[Any]) -> None:
         known, hashes = self._approximate, event.block_hashes
+        for blocks in (known[one] for one in hashes if one in known):
+            blocks.count = max(0, blocks.count - 1)
+            if not blocks.count:
+                blocks.hops = None
         for into, wanted in ((exact, False), (others, True)):
             mine = [one for one in hashes if (one in known) is wanted]
             if mine:
@@ -173,8 +223,13 @@ class Events:
         }
         for request in self._requests():
             kept.update(maybe_convert_block_hash(one) for one in request.block_hashes)
-        self._approximate = {one: at for one, at in self._approximate.items() if one in kept}
-        self._limit = 2 * max(int(self._pool.num_gpu_blocks), len(self._approximate))
+        for known in (self._approximate, self._begun, self._begun_after):
+            for one in known.keys() - kept:
+                del known[one]
+        self._limit = 2 * max(int(self._pool.num_gpu_blocks), self._num_known())
+
+    def _num_known(self) -> int:
+        return max(len(self._approximate), len(self._begun), len(self._begun_after))
 
 
 def publisher(given: Mapping[str, Any] | None, vllm_config: VllmConfig) -> EventPublisher | None:

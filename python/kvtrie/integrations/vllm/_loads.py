@@ -26,7 +26,11 @@ if TYPE_CHECKING:
 
 
 class Loads:
-    """Collects copies, and counts what they copy."""
+    """Collects copies, and counts what they copy.
+
+    Attributes:
+        moved: Called for each range of approximate KV, with its request and hops; None: nobody is.
+    """
 
     def __init__(
         self,
@@ -45,6 +49,7 @@ class Loads:
         self._failures = failures
         self._surprise = surprise
         self._loads: list[Load] = []
+        self.moved: Callable[[Request, int, int, int], None] | None = None
 
     def __len__(self) -> int:
         return len(self._loads)
@@ -105,7 +110,10 @@ class Loads:
             self._counts.add("tokens_moved" if is_moved else "tokens_exact", last - first)
             live.account.copy(first, last, is_approximate=is_moved)
             if is_moved:
-                live.moved.append((first, last, segments[number][5]))
+                hops = segments[number][5]
+                live.moved.append((first, last, hops))
+                if self.moved is not None:
+                    self.moved(request, first, last, hops)
         for first, last, at in common(stored, [one[:2] for one in copied]):
             is_moved = segments[copied[at][2]][4] == APPROXIMATE
             name = "store_tokens_moved" if is_moved else "store_tokens_exact"

@@ -7,7 +7,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvtrie._core import EXACT_ONLY, TokenSequence
-from kvtrie.integrations._asked import MOVED
 from kvtrie.integrations._filled_plan import APPROXIMATE, FilledPlan, common
 from kvtrie.integrations.vllm import _gate, _lineage, _ranges, _shadow, _template
 from kvtrie.integrations.vllm._carried_copies import NOTHING, Carried
@@ -23,7 +22,7 @@ from kvtrie.integrations.vllm._settings import request_policy, session_of
 from kvtrie.integrations.vllm._sources import used_by
 from kvtrie.integrations.vllm._support import is_whole, window_of
 from kvtrie.integrations.vllm._tags import openings_of
-from kvtrie.integrations.vllm._vllm import RequestStatus, maybe_convert_block_hash
+from kvtrie.integrations.vllm._vllm import RequestStatus
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
     from kvtrie._core import ReusePlan, ReusePolicy
     from kvtrie.gates import Decision
     from kvtrie.integrations.vllm._carried import Carrier
-    from kvtrie.integrations.vllm._events import Contents
     from kvtrie.integrations.vllm._ranges import Range
     from kvtrie.integrations.vllm._settings import Settings
     from kvtrie.integrations.vllm._stats import Counts
@@ -105,13 +103,14 @@ class Planner:
         self._others = OtherGroups(manager, kv_cache_config, first)
         self._decision = decision
         cleared = EXACT_ONLY if settings.shadow else decision.policy
-        self._cleared = cleared
         self._openings = openings_of(settings, vllm_config, half.tagger, moves=cleared.approximate)
         requests, guarded = half.requests, half.guard.call
         self.gaps = Gaps(half.loads, half.moved, requests.live, requests.pending, guarded)
         self._events: Events | None = None
         if self._pool.enable_kv_cache_events and cleared.approximate:
-            self._events = Events(self._pool, self._contents, half.requests.known.values, publisher)
+            known = requests.known.values
+            self._events = Events(self._pool, self._block_size, known, publisher)
+            half.loads.moved = self._events.moved
         parts = f"; windows are copied along: {len(groups)} groups of KV blocks"
         said = summary(settings, cleared, half.tagger)
         _LOG.info("kvtrie: %s%s", said, parts if self._others else "")
@@ -365,21 +364,6 @@ class Planner:
         """Keep approximate blocks out of vLLM's events."""
         if self._events is not None:
             self.half.guard.call(self._events.sort)
-
-    def _contents(self, block: int, hashes: Sequence[object]) -> list[Contents]:
-        """What approximate blocks hold that follow each other, by the request that has them."""
-        last = block + len(hashes) - 1
-        for request_id, live in self._requests.live.items():
-            own = self._requests.known[request_id].block_hashes
-            # The hash of the last one is of all blocks before it, too.
-            if (
-                live.exact_until is not None
-                and last < len(own)
-                and maybe_convert_block_hash(own[last]) == hashes[-1]
-            ):
-                return [live.contents(at, self._block_size) for at in range(block, last + 1)]
-        # Its request continues without kvtrie: assume the most.
-        return [(MOVED, self._cleared.max_hops)] * len(hashes)
 
     def shutdown(self) -> None:
         """Stop what runs in the background."""

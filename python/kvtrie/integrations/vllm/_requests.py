@@ -13,7 +13,6 @@ import numpy as np
 
 from kvtrie._core import COMPUTED, Imported
 from kvtrie.gates import laxest
-from kvtrie.integrations._asked import AFTER_MOVED, MOVED
 from kvtrie.integrations._sections import read_on
 from kvtrie.integrations.vllm._account import Account
 from kvtrie.integrations.vllm._carried_copies import NOTHING, Carried
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 
     from kvtrie._core import ReusePlan, ReusePolicy, Span, TokenSequence
     from kvtrie.integrations._filled_plan import FilledPlan
-    from kvtrie.integrations.vllm._events import Contents
     from kvtrie.integrations.vllm._metadata import FoundSpans
     from kvtrie.integrations.vllm._ranges import Range
     from kvtrie.integrations.vllm._sources import Stretch
@@ -220,16 +218,16 @@ class LiveRequest:
             for length, count in found
         ]
 
-    def contents(self, block: int, block_size: int) -> Contents:
-        """What one of its approximate blocks holds."""
+    def hops_of(self, block: int, block_size: int) -> int:
+        """The most hops of KV in one of its approximate blocks."""
         first, last = block * block_size, (block + 1) * block_size
         moved = self.moved
         at = bisect_right(moved, first, key=itemgetter(1))
-        hops = []
+        hops = 0
         while at < len(moved) and moved[at][0] < last:
-            hops.append(moved[at][2])
+            hops = max(hops, moved[at][2])
             at += 1
-        return (MOVED, max(hops)) if hops else (AFTER_MOVED, 0)
+        return hops
 
     def follow(self, request: Request) -> None:
         if len(self.seq) < request.num_tokens:
