@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from vllm.lora.request import LoRARequest
+    from vllm.multimodal.inputs import MultiModalFeatureSpec
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.engine.core import EngineCore
 
@@ -85,12 +86,21 @@ class Inside:
         return found
 
     def plain_hashes(
-        self, tokens: Sequence[int], adapter: LoRARequest | None = None
+        self,
+        tokens: Sequence[int],
+        adapter: LoRARequest | None = None,
+        features: Sequence[MultiModalFeatureSpec] = (),
     ) -> list[bytes]:
         params = SamplingParams(max_tokens=1)
         hasher = self.core.request_block_hasher
         request = Request(
-            "hashed", list(tokens), params, None, block_hasher=hasher, lora_request=adapter
+            "hashed",
+            list(tokens),
+            params,
+            None,
+            block_hasher=hasher,
+            lora_request=adapter,
+            mm_features=list(features),
         )
         return [bytes(one) for one in request.block_hashes]
 

@@ -41,11 +41,12 @@ def with_others(
     cpu_blocks: int = 60,
     is_exact: bool = False,
     is_last: bool = False,
+    images: bool = False,
 ) -> KVTransferConfig:
     """kvtrie's connector first, and others of vLLM after it, or the other way round."""
     more = {"cpu_bytes_to_use": cpu_blocks * BLOCK_BYTES, "lazy_offload": lazy}
     mine: dict[str, Any] = {"gate": "unchecked", "policy": {"scope": "namespace"}}
-    mine = {"chat_format": None} | ({"mode": "exact"} if is_exact else mine)
+    mine = {"chat_format": None, "images": images} | ({"mode": "exact"} if is_exact else mine)
     children: list[dict[str, Any]] = [connector_config("kv_both", **mine)]
     others: list[dict[str, Any]] = [
         {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": more}

@@ -8,8 +8,10 @@ import pytest
 from tests.vllm.inside import SCHEDULER, connector_config
 from tests.vllm.prompts import ANSWER, EDITED, QUESTION, REASONING, words
 from tests.vllm_scheduler import storing
+from tests.vllm_scheduler.core import features_of
+from tests.vllm_scheduler.test_images import ImageTraffic
 from tests.vllm_scheduler.test_traffic import NUM_REQUESTS, SMALL, Run, report
-from tests.vllm_scheduler.worker import BLOCK, continuation, kv_of
+from tests.vllm_scheduler.worker import BLOCK, Image, continuation, kv_of
 from vllm.config import KVEventsConfig, KVTransferConfig, set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -21,6 +23,7 @@ from kvtrie.integrations.vllm._support import UnsupportedError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from tests.vllm.traffic import Traffic
     from tests.vllm_scheduler.core import Core
 
 in_flight = pytest.mark.parametrize("in_flight", [False, True], ids=["sync", "async"])
@@ -29,8 +32,8 @@ in_flight = pytest.mark.parametrize("in_flight", [False, True], ids=["sync", "as
 class Among(Run):
     """Traffic with a storing connector; `plain` has the exact KV of every plain key."""
 
-    def __init__(self, vllm: Core, seed: int) -> None:
-        super().__init__(vllm, seed)
+    def __init__(self, vllm: Core, seed: int, traffic: Traffic | None = None) -> None:
+        super().__init__(vllm, seed, traffic=traffic)
         vllm.worker.follow(vllm)
         # vLLM cannot reset its prefix cache while a request waits for a connector's blocks.
         self.resets = False
@@ -42,8 +45,9 @@ class Among(Run):
             if ask.salt is not None:
                 continue
             tokens = list(ask.prompt) + vllm.answers[name].tokens
-            written = kv_of(tokens)
-            for number, one in enumerate(vllm.plain_hashes(tokens)):
+            written = kv_of(tokens, ask.images)
+            hashes = vllm.plain_hashes(tokens, features=features_of(ask.images))
+            for number, one in enumerate(hashes):
                 plain[one] = (number, written[number * BLOCK : (number + 1) * BLOCK])
         right = wrong = other = 0
         (theirs,) = (
@@ -244,6 +248,57 @@ def test_exact_mode_keeps_sources_until_the_step_has_run(core: Callable[..., Cor
     vllm.drain()
     assert vllm.answers[name].finished
     assert not any(vllm.connector.planner.half.held._steps)
+
+
+@in_flight
+@pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
+@pytest.mark.parametrize("is_exact", [False, True], ids=["moving", "exact"])
+def test_images_next_to_a_storing_connector(
+    core: Callable[..., Core], in_flight: bool, lazy: bool, is_exact: bool
+) -> None:
+    """It stores and loads KV of images under the hashes of vLLM, which have their identifiers."""
+    given = storing.options(lazy=lazy, cpu_blocks=1000, is_exact=is_exact, images=True)
+    vllm = core(in_flight=in_flight, shadow=False, **given, **SMALL)
+    seed = 101 + 4 * is_exact + 2 * lazy + in_flight
+    run = Among(vllm, seed=seed, traffic=ImageTraffic(seed))
+    run.go(200)
+    report(run)
+    right, wrong, other = run.stored()
+    assert wrong == 0
+    assert right > 20
+    assert other > 0
+    assert vllm.counts["errors"] == vllm.counts["requests_unsupported"] == 0
+    assert (vllm.worker.num_moved > 0) != is_exact
+    assert vllm.worker.num_copied > 0
+    assert vllm.worker.num_loaded > 0
+    assert vllm.worker.num_encoded > 0
+    assert run.num_checked
+
+
+@pytest.mark.parametrize("is_exact", [False, True], ids=["moving", "exact"])
+def test_an_image_that_another_connector_loads_is_not_encoded(
+    core: Callable[..., Core], is_exact: bool
+) -> None:
+    given = storing.options(is_exact=is_exact, images=True)
+    vllm = core(shadow=False, **given, **SMALL)
+    vllm.worker.follow(vllm)
+    before, after = words(20, 7), words(100, 8)
+    prompt = [*before, *[7] * 40, *after]
+    for name, loaded in (("cat", 0), ("cat", 144), ("dog", 16)):
+        images = [Image(20, 60, name)]
+        number = vllm.worker.num_encoded
+        asked = vllm.add(prompt, images=images, mode="exact")
+        vllm.drain()
+        answer = vllm.answers[asked]
+        assert answer.tokens == continuation(prompt, 8, images=images)
+        assert answer.prefill is not None
+        assert answer.prefill.num_external_cached_tokens == loaded
+        assert vllm.worker.num_encoded == number + (loaded < 60)
+        vllm.ask(words(20, 9), max_tokens=1)
+        vllm.forget_encoded()
+        vllm.pool.evict_blocks({block.block_id for block in vllm.pool.blocks if block.block_hash})
+    assert vllm.worker.num_loaded > 0
+    assert vllm.counts["errors"] == vllm.counts["requests_unsupported"] == 0
 
 
 @pytest.mark.parametrize("gate", [None, "unchecked"])

@@ -118,9 +118,9 @@ def continuation(
     return tokens[len(prompt) :]
 
 
-def kv_of(tokens: Sequence[int]) -> list[int]:
+def kv_of(tokens: Sequence[int], images: Iterable[Image] = ()) -> list[int]:
     """The KV of a sequence that was computed from its beginning."""
-    return kv_of_groups(tokens)[None]
+    return _write_all(list(tokens), 0, _start(None), (None,), {}, _codes(images))[None]
 
 
 def kv_of_groups(tokens: Sequence[int], *windows: int) -> dict[int | None, list[int]]:
