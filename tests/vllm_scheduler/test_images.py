@@ -21,11 +21,12 @@ from tests.vllm_scheduler.test_groups import WINDOW
 from tests.vllm_scheduler.test_groups import options as groups_of_a_window
 from tests.vllm_scheduler.test_traffic import NUM_REQUESTS, SMALL, Run, gaps, in_flight, report
 from tests.vllm_scheduler.worker import BLOCK, Image, continuation
+from vllm.config import ModelConfig
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
 import kvtrie
 from kvtrie.integrations._asked import SettingsError
-from kvtrie.integrations.vllm import _answered, _support
+from kvtrie.integrations.vllm import _answered
 from kvtrie.integrations.vllm._items import items_of
 from kvtrie.integrations.vllm._settings import Settings
 from kvtrie.integrations.vllm._version import UnsupportedError
@@ -356,15 +357,53 @@ def test_engines_in_which_no_image_moves_are_refused(
     core(connector={"mode": "exact", "images": True}, **options)
 
 
-def test_models_whose_images_are_not_causal_are_refused(core: Callable[..., Core]) -> None:
-    half = core(connector=MOVING).connector
-    model = SimpleNamespace(is_mm_prefix_lm=True)
-    config: Any = SimpleNamespace(model_config=model)
-    for is_exact in (False, True):
-        with pytest.raises(
-            UnsupportedError, match=r'attend to later ones of it.*: remove "images"'
-        ):
-            _support.check_images(config, half._kv_cache_config, is_exact=is_exact)
+@pytest.fixture
+def not_causal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model's tokens of an image attend to later ones of it."""
+    monkeypatch.setattr(ModelConfig, "is_mm_prefix_lm", property(lambda _: True))
+
+
+@pytest.mark.usefixtures("not_causal")
+@pytest.mark.parametrize("connector", [MOVING, EXACT, {"gate": None}], ids=["", "exact", "no gate"])
+def test_models_whose_images_are_not_causal_are_refused(
+    core: Callable[..., Core], connector: dict[str, Any]
+) -> None:
+    with pytest.raises(UnsupportedError, match=r'attend to later ones of it.*: remove "images"'):
+        core(connector=connector | {"images": True})
+
+
+@pytest.mark.usefixtures("not_causal")
+def test_text_is_copied_where_images_are_not_causal(core: Callable[..., Core]) -> None:
+    """Without the setting nothing of images is followed, and text is causal."""
+    vllm = core(connector=EXACT)
+    for parts in (LONG, [*HEAD, *AFTER, *NEW], [*HEAD, *AFTER, *DROPPED]):
+        tokens, images = shown(parts)
+        said = vllm.ask(tokens, images=images, max_tokens=4)
+        assert said == continuation(tokens, 4, images=images)
+    assert vllm.worker.num_copied == (len(HEAD) + len(AFTER)) % BLOCK
+    assert vllm.counts["requests_unsupported"] == 1
+    vllm.check_idle()
+
+
+@pytest.mark.usefixtures("not_causal")
+@pytest.mark.parametrize(
+    "options",
+    [groups_of_a_window(max_num_batched_tokens=256), {"kv_cache_dtype": "fp8"}],
+    ids=["windows", "quantised"],
+)
+def test_of_images_that_are_not_causal_nothing_is_copied(
+    core: Callable[..., Core], options: dict[str, Any]
+) -> None:
+    """Where no mode copies, they are followed, for dead reasoning."""
+    vllm = core(connector=EXACT | {"images": True}, **options)
+    shown_in_question = features_of([Image(len(CHAT_HEAD) + 3, len(CHAT_HEAD) + 23, "cat")])
+    for _ in range(2):
+        end(vllm, CLOSED, mm_features=shown_in_question)
+        vllm.ask(words(20, 9), max_tokens=1)
+    assert vllm.counts["blocks_dead"] >= 158 // BLOCK
+    assert vllm.worker.num_copied == vllm.worker.num_moved == vllm.worker.num_carried == 0
+    assert vllm.counts["errors"] == vllm.counts["requests_unsupported"] == 0
+    vllm.check_idle()
 
 
 @pytest.mark.parametrize(

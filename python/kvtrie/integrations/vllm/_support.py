@@ -237,6 +237,9 @@ def check_images(
     Raises:
         UnsupportedError: It may not be, or it was not run.
     """
+    if is_exact and not copies_exact_kv(vllm_config, kv_cache_config):
+        # Blocks are ordered, and what a request finds of them is for vLLM to say.
+        return
     if vllm_config.model_config.is_mm_prefix_lm:
         refuse(
             "tokens of an image attend to later ones of it, and KV that is copied may be of a "
