@@ -294,6 +294,50 @@ def test_exact_reuse_is_as_without_us(
     assert vllm.counts["errors"] == vllm.counts["requests_unsupported"] == 0
 
 
+FAILING: dict[str, tuple[str, dict[str, str]]] = {
+    "moved": ("an image in the moved run", {}),
+    "after a gap": ("an image after a gap", {}),
+    "exact": ("an image in the moved run", {"mode": "exact"}),
+}
+
+
+@pytest.mark.parametrize("in_flight", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("what", FAILING)
+def test_after_a_copy_that_failed_answers_are_those_of_the_model(
+    engine: Start, idefics: Path, monkeypatch: pytest.MonkeyPatch, what: str, in_flight: bool
+) -> None:
+    """Its images are encoded again, of which vLLM sends no pixels to runner V1."""
+    vllm = engine(idefics, connector=connector(), async_scheduling=in_flight, **OPTIONS)
+    watched, model = Watched(vllm, monkeypatch), Model(idefics)
+    edit, given = FAILING[what]
+    old, new = EDITS[edit]
+    if given:
+        # Of the last block, some tokens are the same.
+        new = [*old[:-7], *NEW]
+    ask(watched, old)
+    vllm.core.reset_encoder_cache()
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(vllm.kv_pool, "apply", fail)
+        vllm.shadow.expect_failures()
+        served = ask(watched, new, **given)
+        vllm.shadow.expect_failures(expected=False)
+    assert vllm.counts["copies_failed"] > 0
+    logprobs, (k, v) = model.computed(new, served.tokens)
+    assert served.tokens == logprobs.argmax(-1).tolist()
+    close(served.logprobs, logprobs)
+    close(served.k, k)
+    close(served.v, v)
+    # What is left in the pool is right as well.
+    again = ask(watched, new, mode="exact")
+    assert again.tokens == served.tokens
+    close(again.logprobs, logprobs)
+    assert vllm.counts["errors"] == vllm.counts["requests_unsupported"] == 0
+
+
 def test_nothing_of_an_image_is_stored(engine: Start, idefics: Path) -> None:
     """A store has token ids alone."""
     store = {"backend": "host", "min_tokens": 1}
