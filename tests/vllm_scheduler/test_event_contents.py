@@ -203,6 +203,29 @@ def test_a_hash_has_the_worst_of_its_blocks_until_the_last_one_is_gone(cleared: 
     assert stored() == [("after_moved", 0)] * 2
 
 
+def test_hashes_of_waiting_requests_are_looked_at_in_proportion_to_what_is_stored() -> None:
+    """With many of them, each few blocks had all looked at."""
+    pool: Any = SimpleNamespace(num_gpu_blocks=10, blocks=[], kv_event_queue=[])
+    waiting: Any = SimpleNamespace(block_hashes=[BlockHash(b"%d" % at) for at in range(1000)])
+    num_looked = 0
+
+    def requests() -> list[Any]:
+        nonlocal num_looked
+        num_looked += len(waiting.block_hashes)
+        return [waiting]
+
+    events = _events.Events(pool, 2, requests, None)
+    count = 5000
+    for at in range(count):
+        parent = BlockHash(b"begins %d" % at)
+        events.begin(parent, 1)
+        parent = maybe_convert_block_hash(parent)
+        pool.kv_event_queue.append(BlockStored([at], parent, [1, 2], 2, None, None, None))
+        events.sort()
+        assert len(events._approximate) <= 2 * 10 + 1000
+    assert 5000 < num_looked <= 2 * count + 1000
+
+
 def work_of_a_block(core: Callable[..., Core], count: int) -> float:
     """Instructions for each block stored by so many running requests, all approximate."""
     vllm = core(

@@ -215,18 +215,25 @@ class Events:
                 into.append(msgspec.structs.replace(event, block_hashes=mine))
 
     def _prune(self) -> None:
-        """Forget hashes that no block has and no request can continue from."""
+        """Forget hashes that no block has and no request can continue from.
+
+        It looks at all of them, so as many blocks are stored before it does so again.
+        """
         kept = {
             maybe_convert_block_hash(get_block_hash(block.block_hash))
             for block in self._pool.blocks
             if block.block_hash is not None
         }
+        num_looked = 0
         for request in self._requests():
+            num_looked += len(request.block_hashes)
             kept.update(maybe_convert_block_hash(one) for one in request.block_hashes)
         for known in (self._approximate, self._begun, self._begun_after):
             for one in known.keys() - kept:
                 del known[one]
-        self._limit = 2 * max(int(self._pool.num_gpu_blocks), self._num_known())
+        num_known = self._num_known()
+        more = max(int(self._pool.num_gpu_blocks), num_known)
+        self._limit = max(2 * more, num_known + num_looked)
 
     def _num_known(self) -> int:
         return max(len(self._approximate), len(self._begun), len(self._begun_after))
