@@ -29,7 +29,7 @@ class Loads:
     """Collects copies, and counts what they copy.
 
     Attributes:
-        moved: Called for each range of approximate KV, with its request and hops; None: nobody is.
+        moved: Called for each range of approximate KV, with its request and hops; None: for none.
     """
 
     def __init__(
