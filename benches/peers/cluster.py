@@ -15,10 +15,9 @@ Python binding takes events as JSON that has hashes of tokens and no tokens. So 
 Every result of all is compared. Times are medians of interleaved calls, and next to them the mean
 processor time of all threads.
 
-Dynamo's tree works in a thread of its own. So a call of it takes as long as another core takes to
-wake up, if that has halted. `--awake` keeps all cores from it, with processes that run where no
-other wants to; `--one-core` runs all threads on one core, which is the least that handing over a
-call can take.
+Dynamo's tree works in a thread of its own. Where that has another core, a call takes as long as
+this core takes to wake up. `--one-core` runs all threads on one, which is the least that handing
+over a call can take.
 """
 
 from __future__ import annotations
@@ -259,27 +258,13 @@ def compare(num_workers: int, entries: int, asked: int, rounds: int) -> None:
     )
 
 
-def keep_awake(core: int) -> None:
-    """Runs on a core whenever no other process does."""
-    os.sched_setaffinity(0, {core})
-    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    while os.getppid() != 1:
-        pass
-
-
 def main() -> None:
     quick = "--quick" in sys.argv
-    spawn = multiprocessing.get_context("spawn")
-    cores = os.sched_getaffinity(0)
     if "--one-core" in sys.argv:
-        cores = {min(cores)}
-        os.sched_setaffinity(0, cores)
-    if "--awake" in sys.argv:
-        for core in cores:
-            spawn.Process(target=keep_awake, args=(core,), daemon=True).start()
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     for num_workers in (8, 256):
         # In a process of its own, where nothing that was freed hides what is resident.
-        process = spawn.Process(
+        process = multiprocessing.get_context("spawn").Process(
             target=compare,
             kwargs={
                 "num_workers": num_workers,
