@@ -166,8 +166,8 @@ class Subscription:
     Attributes:
         worker: The worker's number.
         counts: `batches` applied, `refused` that could not be read, and replays that were too
-            long, `gaps` met, each once, `replays` asked for, `replayed` batches, `missed` batches
-            that no replay had, `resyncs`,
+            long, `gaps` met, each once, and again when more is missing, `replays` asked for,
+            `replayed` batches, `missed` batches that no replay had, `resyncs`,
             `dropped` messages, because too many bytes waited,
             `snapshots_asked` for, `snapshots` applied, `snapshots_refused`: answers that could not
             be used, and `unanswered`: times that the source did not say whose it is.

@@ -67,8 +67,10 @@ class _Blocks:
 
     Attributes:
         number: Their number in their requests.
-        count: How many vLLM has cached.
-        hops: The most hops of approximate KV that was copied into one of them; None: none was.
+        count: Events that stored them less those that removed them. Those of reuse count, so this
+            is as many as vLLM has cached, or more.
+        hops: The most hops of approximate KV that was copied into one since there was none of them;
+            None: none was.
     """
 
     number: int
@@ -111,7 +113,7 @@ class Events:
         self._limit = 2 * int(pool.num_gpu_blocks)
 
     def begin(self, block_hash: BlockHash, block: int) -> None:
-        self._approximate[maybe_convert_block_hash(block_hash)] = _Blocks(block)
+        self._approximate.setdefault(maybe_convert_block_hash(block_hash), _Blocks(block))
 
     def moved(self, request: Request, start: int, end: int, hops: int) -> None:
         """Take note of approximate KV that is copied to positions of a request, before `sort`."""
@@ -128,6 +130,11 @@ class Events:
         """Leave only events of exact blocks in vLLM's queue, and publish the others."""
         try:
             self._sort()
+        except Exception:
+            # vLLM may report blocks again whose events are lost.
+            for one, hops in self._moved.items():
+                self._begun[one] = max(self._begun.get(one, 0), hops)
+            raise
         finally:
             # vLLM has cached all that is full.
             self._moved.clear()
@@ -139,10 +146,11 @@ class Events:
         given, others = list(queue), list[Any]()
         # If this fails, an index that misses blocks is better than one with approximate ones.
         queue[:] = [event for event in given if not isinstance(event, BlockStored)]
+        firsts = [self._mark(event) if isinstance(event, BlockStored) else 0 for event in given]
         exact: list[Any] = []
-        for event in given:
+        for event, first in zip(given, firsts, strict=True):
             if isinstance(event, BlockStored):
-                self._sort_stored(event, exact, others)
+                self._sort_stored(event, first, exact, others)
             elif isinstance(event, BlockRemoved):
                 self._sort_removed(event, exact, others)
             else:
@@ -161,26 +169,35 @@ class Events:
         if self._publisher is not None:
             self._publisher.shutdown()
 
-    def _sort_stored(self, event: BlockStored, exact: list[Any], others: list[Any]) -> None:
+    def _mark(self, event: BlockStored) -> int:
+        """Mark the approximate blocks of an event, and return the place of the first of them."""
         known, hashes = self._approximate, event.block_hashes
-        parent, first = event.parent_block_hash, 0
-        before = known.get(parent)
-        if before is not None:
-            number = before.number + 1
-        else:
+        before, first = known.get(event.parent_block_hash), 0
+        if before is None:
             first = next((at for at, one in enumerate(hashes) if one in known), len(hashes))
-            if first == len(hashes):
-                exact.append(event)
-                return
-            number = known[hashes[first]].number
-            parent = hashes[first - 1] if first else parent
+            number = known[hashes[first]].number if first < len(hashes) else 0
+        else:
+            number = before.number + 1
+        for at, one in enumerate(hashes[first:]):
+            known.setdefault(one, _Blocks(number + at))
+        return first
+
+    def _sort_stored(
+        self, event: BlockStored, first: int, exact: list[Any], others: list[Any]
+    ) -> None:
+        known, hashes = self._approximate, event.block_hashes
+        if first == len(hashes):
+            exact.append(event)
+            return
+        number = known[hashes[first]].number
+        parent = hashes[first - 1] if first else event.parent_block_hash
         size = event.block_size
         if first:
             exact.append(_part(event, slice(first)))
         rest = _part(event, slice(first, None))
         found, last = [], parent
-        for at, one in enumerate(rest.block_hashes):
-            blocks = known.setdefault(one, _Blocks(number + at))
+        for one in rest.block_hashes:
+            blocks = known[one]
             blocks.count += 1
             copied = (self._moved.get(one), self._begun.get(one), self._begun_after.get(last))
             known_hops = [hops for hops in (blocks.hops, *copied) if hops is not None]
