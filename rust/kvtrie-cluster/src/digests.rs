@@ -1,6 +1,6 @@
 //! The digest of each slot.
 //!
-//! They are kept in segments that never move. One list of a million would be copied whenever it grows, as most
+//! They are kept in segments, none of which but the first ever moves. One list of a million would be copied whenever it grows, as most
 //! allocators do but for the largest ones, and a list that doubles would be half empty at worst.
 
 use crate::keys::Digest;
