@@ -1,7 +1,7 @@
 //! The digest of each slot.
 //!
-//! They are kept in segments, none of which but the first ever moves. One list of a million would be copied whenever it grows, as most
-//! allocators do but for the largest ones, and a list that doubles would be half empty at worst.
+//! They are kept in segments, none of which but the first ever moves. One list of a million would be copied whenever it
+//! grows, as most allocators do but for the largest ones, and a list that doubles would be half empty at worst.
 
 use crate::keys::Digest;
 use crate::tree::{Slot, make_room};
@@ -37,10 +37,14 @@ impl Digests {
     pub(crate) fn extend(&mut self, mut digests: &[Digest]) {
         self.len += digests.len();
         while !digests.is_empty() {
-            let full = self.segments.last().map(|last| last.len() == SEGMENT);
-            if full != Some(false) {
+            if self
+                .segments
+                .last()
+                .is_none_or(|last| last.len() == SEGMENT)
+            {
                 // The first grows in steps, so that a small index is small.
-                let room = if full.is_none() { 0 } else { SEGMENT };
+                let is_first = self.segments.is_empty();
+                let room = if is_first { 0 } else { SEGMENT };
                 self.segments.push(Vec::with_capacity(room));
             }
             let Some(segment) = self.segments.last_mut() else {

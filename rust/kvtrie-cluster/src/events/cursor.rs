@@ -248,7 +248,7 @@ impl<'a> EventCursor<'a> {
     }
 
     /// Reads the token ids of a block of so many, and adds them. Of those beyond 32 bits the low half is added, and they go
-    /// to `wide` as they are, with their places.
+    /// to `wide` as they are, with their places. `lens` are those of all ids of the event.
     pub(super) fn block(
         &mut self,
         size: usize,

@@ -74,8 +74,8 @@ impl SequenceLedger {
     ///   the blocks in place; a plan of another block size, of an index with other
     ///   groups, of other tokens, that pins nothing, or whose blocks in
     ///   place are not the first of the table, or, next to another source, one whose groups cannot continue after these
-    ///   blocks (rule G2), as an approximate one's windows may not; a plan as source together with other fields of [`Begin`], or
-    ///   `num_computed` with `missing`; an id that no pool can have, or hops above the limit.
+    ///   blocks (rule G2), as an approximate one's windows may not; a plan as source together with other fields of
+    ///   [`Begin`], or `num_computed` with `missing`; an id that no pool can have, or hops above the limit.
     /// - [`BlockInUse`](kvtrie_core::ErrorKind::BlockInUse): an id is given twice.
     ///
     /// # Complexity

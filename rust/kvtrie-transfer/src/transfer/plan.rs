@@ -128,8 +128,8 @@ impl TransferPlan {
     ///   or has an id twice.
     ///
     /// # Complexity
-    /// O(tokens) per group and O(runs · items), and O(runs · log runs) per group with windows or states. If the policy allows approximate KV, also O(u · (64 + `block_size`))
-    /// for the `u` uncovered tokens of each group.
+    /// O(tokens) per group and O(runs · items), and O(runs · log runs) per group with windows or states. If the policy
+    /// allows approximate KV, also O(u · (64 + `block_size`)) for the `u` uncovered tokens of each group.
     pub fn new(
         manifest: &TransferManifest,
         seq: &TokenSequence,
