@@ -49,7 +49,7 @@ class Plan:
     """What approximate KV is said to be built under; None if there is none."""
 
 
-def plan(  # noqa: PLR0912 - one step after the other
+def plan(  # noqa: PLR0912 - as docs/transfers.md has it, step by step
     manifest: Manifest,
     prompt: Prompt,
     tables: dict[int, tuple[int | None, list[Any]]],
@@ -323,7 +323,7 @@ class Match:
         return (-end, max(block[3] for block in inside), abs(at - self.load(at)[0]), slot)
 
 
-def matches_of(  # noqa: PLR0912 - one step after the other
+def matches_of(  # noqa: PLR0912 - as docs/transfers.md has it, step by step
     group: Group, prompt: Prompt, key: bytes, policy: Policy, min_run: int, takes: bool
 ) -> tuple[dict[int, list[Match]], int]:
     """The matches that windows nominate, by position, and the partial block's length."""

@@ -84,11 +84,6 @@ class Model:
         if kv_dtype is not None:
             self.layout, self.coding = coded(model, self.layout, kv_dtype, "calibrate")
 
-    @property
-    def kv_name(self) -> str:
-        """What the engine's namespace calls this KV."""
-        return self.layout.kv_dtype if self.coding is None else self.coding.name
-
     @cached_property
     def probe(self) -> LayerProbe:
         """The probe that an engine with records has; LayoutError if the model has none."""

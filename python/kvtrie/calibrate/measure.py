@@ -43,6 +43,7 @@ from kvtrie.calibrate._steps import (
 )
 from kvtrie.calibrate._tally import FLOOR, Observed, Tally
 from kvtrie.calibrate.logged import Session
+from kvtrie.engines._coding import kv_name
 from kvtrie.engines._products import speed_up
 from kvtrie.engines._repair import BY_RECORDS
 from kvtrie.models.directory import checked_model_dir
@@ -280,7 +281,7 @@ def calibrate(
         "checkpoint": _digest(path),
         "template": template_id(tokenizer.chat_template),
         "template_arguments": dict(template_arguments or {}),
-        "kv_dtype": model.kv_name,
+        "kv_dtype": kv_name(model.layout, model.coding),
         "rope": rope_id(model.model.config),
         "device": str(model.model.device),
         "block_size": block_size,

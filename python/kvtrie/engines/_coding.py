@@ -114,6 +114,11 @@ def coded(
     return found, KVCoding(form, scales, scaled_name(found.kv_dtype, scales), saturated)
 
 
+def kv_name(layout: KVLayout, coding: KVCoding | None) -> str:
+    """What a namespace and a gate call an engine's KV; without a coding, it is in floats."""
+    return layout.kv_dtype if coding is None else coding.name
+
+
 def generator_coding(
     model: PreTrainedModel,
     layout: KVLayout,

@@ -45,7 +45,7 @@ except ImportError as error:
     raise ImportError(_MISSING) from error
 
 from kvtrie._nearest import nearest
-from kvtrie.engines._coding import KVCoding, generator_coding
+from kvtrie.engines._coding import KVCoding, generator_coding, kv_name
 from kvtrie.engines._images import Image, vision_of
 from kvtrie.engines._probe import check_model, checked_rope, context_of, language_config
 from kvtrie.engines._products import speed_up
@@ -215,7 +215,7 @@ class Generator:
         self._eos_ids = _eos_ids(model, tokenizer)
         self._namespace = Namespace(
             model=model_id(model),
-            kv_dtype=layout.kv_dtype if coding is None else coding.name,
+            kv_dtype=kv_name(layout, coding),
             rope=rope_id(language_config(model)),
             adapter=adapter,
             salt=salt,

@@ -37,7 +37,7 @@ def directory_of(name: str, revision: str | None = None, cache_dir: str | None =
     directory = Path(name)
     if directory.is_dir():
         return directory
-    from huggingface_hub import snapshot_download  # noqa: PLC0415 - half a second
+    from huggingface_hub import snapshot_download  # noqa: PLC0415 - its import takes half a second
 
     try:
         found = snapshot_download(

@@ -105,7 +105,7 @@ def _scales(root: Path) -> Iterator[tuple[Path, re.Match[str], Tensor]]:
     try:
         for file in weight_files(root):
             with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 - it is no mapping
+                for name in tensors.keys():  # noqa: SIM118 - the file is no mapping
                     named = _NAME.search(name)
                     if named is not None:
                         yield file, named, tensors.get_tensor(name)
